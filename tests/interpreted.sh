@@ -8,4 +8,4 @@ pin=$(grep -oE '^triton==[0-9.]+' locks/trainer.cuda.txt)
 PYTHONPATH=$site python -c "import triton" # otherwise its tests would be skipped
 TRITON_INTERPRET=1 PYTHONPATH=$site pytest "$@" -o cache_dir=.pytest_cache/interpreted \
     packages/kernels/tests/test_kernels_{adapted_matmul,expert_rows,grouped_matmul,token_logprob}.py \
-    packages/transport/tests/test_transport_fingerprint_slices.py
+    packages/transport/tests/test_transport_slice_fingerprints.py

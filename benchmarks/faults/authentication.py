@@ -39,7 +39,7 @@ from orrery.observe.metrics import read
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_wire import Batch, make_receiver, make_sender, zeromq
 from orrery.transport.token import Purpose, authorization
-from orrery.transport.weight_wire.meeting import Address, Meeting
+from orrery.transport.weight_wire.coordinator import StoreConnection, WireAddress
 from record import record
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,10 @@ async def batches_s(is_authenticated: bool) -> float:
 
 def of_values() -> float:
     """Return the CPU seconds to sign and check one value of 4 KiB in the weight wire's store."""
-    meeting, content = Meeting(None, Address("", 0, "", "s" * 64, "nccl", 1, 1)), bytes(4096)  # type: ignore[arg-type]
+    meeting, content = (
+        StoreConnection(None, WireAddress("", 0, "", "s" * 64, "nccl", 1, 1)),
+        bytes(4096),
+    )  # type: ignore[arg-type]
     begin_s = time.process_time()
     for _ in range(NUM_CALLS):
         meeting._mac("holding/0", content)

@@ -37,7 +37,7 @@ from orrery.manifest.schema import Manifest
 from orrery.observe.metrics import read
 from orrery.observe.network import LOOPBACK
 from orrery.transport.token import Purpose, authorization, credential
-from orrery.transport.weight_wire import meeting, weight_dir
+from orrery.transport.weight_wire import coordinator, weight_dir
 from record import record
 from workspace import workspace_with
 
@@ -170,7 +170,7 @@ class Run:
         trainer = json.loads(
             (self.folder / "stages" / "rl" / "endpoints" / "trainer.0.json").read_text()
         )["url"]
-        wire = meeting.find(
+        wire = coordinator.find(
             weight_dir(
                 self.folder, json.loads((self.folder / "status.json").read_text())["attempt"]
             )

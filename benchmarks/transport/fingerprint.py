@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.transport.fingerprint import MASK, array_fingerprint
-from orrery.transport.fingerprint_slices import SliceFingerprints, Where
+from orrery.transport.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fingerprint
 from record import record
 
 BYTES_A_S = 4.2e12  # copying on an H200
@@ -34,7 +33,7 @@ VARIANTS = {
 
 def bucket(
     shape: tuple[int, int], parts: int, dim: int, size: int, device: torch.device
-) -> tuple[torch.Tensor, list[Where], torch.Tensor]:
+) -> tuple[torch.Tensor, list[SliceSpec], torch.Tensor]:
     """About `size` bytes of slices of bfloat16 tensors, aligned as on the wire; where each is; the tensor, copied over and over."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).bfloat16()
@@ -44,7 +43,7 @@ def bucket(
         for index, one in enumerate(slices):
             starts = tuple(index * slices[0].shape[dim] if at == dim else 0 for at in range(2))
             padded = -(-one.numel() * 2 // 16) * 16
-            where.append(Where(offset, tuple(one.shape), shape, starts, 2))
+            where.append(SliceSpec(offset, tuple(one.shape), shape, starts, 2))
             raw = torch.zeros(padded, dtype=torch.uint8)
             raw[: one.numel() * 2] = one.contiguous().view(-1).view(torch.uint8)
             pieces.append(raw)

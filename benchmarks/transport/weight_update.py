@@ -71,7 +71,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     from orrery.trainer.parallel.world import device_for, init_world
     from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
     from orrery.transport.weight_wire import WeightPublisher
-    from orrery.transport.weight_wire.source import Source
+    from orrery.transport.weight_wire.sender import WeightSender
 
     manifest = load(run_dir / "manifest.json")
     device = device_for(manifest.hardware.accelerator, rank)
@@ -97,7 +97,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
         publisher = AdapterPublisher(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
     else:
         publisher = DirectPublisher(
-            policy, Source(kind, folder, "127.0.0.1", rank, size, device), dtype, ctx
+            policy, WeightSender(kind, folder, "127.0.0.1", rank, size, device), dtype, ctx
         )
     version = -1
     print(ANSWER + json.dumps("ready"), flush=True)
@@ -201,7 +201,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
     """One wire."""
     from orrery.orchestrator.engines.client import EngineClient
     from orrery.orchestrator.engines.update import update_engine
-    from orrery.transport.weight_wire import ADAPTER, WeightWatch, claim, release
+    from orrery.transport.weight_wire import ADAPTER, WeightWatch, acquire_lease, release_lease
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
         folder = Path(made)
@@ -253,12 +253,12 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 file_bytes = sum(
                     file.stat().st_size for file in published.folder.glob("*.safetensors")
                 )
-                claimed = claim(published, ["engine 0"])
+                claimed = acquire_lease(published, ["engine 0"])
                 assert claimed is not None
                 begun = version
                 report = await update_engine(engine, claimed)
                 taken = version
-                release(claimed)
+                release_lease(claimed)
                 if (
                     not flight
                 ):  # from the first version on: what the engine had before may be of another wire

@@ -12,14 +12,13 @@ import torch
 
 from orrery.models.weights import named_hf_slices
 from orrery.orchestrator.engines.messages import Generation
-from orrery.transport.weight_wire import Published, give_up
-from orrery.transport.weight_wire.buckets import Held
-from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.meeting import Tensor
-from orrery.transport.weight_wire.plan import Parts
-from orrery.transport.weight_wire.slices import Box
-from orrery.transport.weight_wire.source import Source, _Sending
-from orrery.transport.weight_wire.target import Target
+from orrery.transport.weight_wire import Published, abandon_transfer
+from orrery.transport.weight_wire.buckets import HeldTensor
+from orrery.transport.weight_wire.coordinator import PartTimer
+from orrery.transport.weight_wire.leases import read_transfer
+from orrery.transport.weight_wire.plan import Box, TensorInfo
+from orrery.transport.weight_wire.receiver import WeightReceiver
+from orrery.transport.weight_wire.sender import WeightSender, _SendLoop
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 14  # so that there are many rounds
@@ -31,12 +30,12 @@ def direct_trainer(
 ) -> Iterator[Callable[[int, torch.nn.Module], Published]]:
     """Gives what publishes a version: the weights of a module. At the end it waits for whoever has claimed one."""
     folder.mkdir(mode=0o700)
-    source = Source(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
+    source = WeightSender(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
 
     def publish(version: int, module: torch.nn.Module) -> Published:
-        def held() -> list[Held]:
+        def held() -> list[HeldTensor]:
             return [
-                Held(hf.name, hf.shape, torch.float32, box, local)
+                HeldTensor(hf.name, hf.shape, torch.float32, box, local)
                 for hf, box, local in named_hf_slices(module)
             ]
 
@@ -55,9 +54,9 @@ def direct_trainer(
 def damaged_on_its_way(tensor: str) -> Iterator[None]:
     """Every take of a `direct_trainer` carries one value of `tensor` with its lowest bit turned over: after it was fingerprinted and put
     into the bucket, before it is sent."""
-    send_all = _Sending._send
+    send_all = _SendLoop._send
 
-    def send_damaged(self: _Sending, parts: Parts) -> None:
+    def send_damaged(self: _SendLoop, parts: PartTimer) -> None:
         assert self._plan is not None and self._link is not None
         send, rounds, turned = self._link.send, dict(self._plan.of_source(0)), []
 
@@ -75,25 +74,25 @@ def damaged_on_its_way(tensor: str) -> Iterator[None]:
             send_all(self, parts)
         assert turned, tensor
 
-    with patch.object(_Sending, "_send", send_damaged):
+    with patch.object(_SendLoop, "_send", send_damaged):
         yield
 
 
 def end_half_way(claimed: Published, engine: str) -> None:
     """Take part as `engine`, of one rank that needs everything, and end with the first slices in its hands."""
 
-    def whole(tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
+    def whole(tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
         return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
 
-    taking = read_taking(claimed.path)
+    taking = read_transfer(claimed.path)
     assert taking is not None
-    other = Target(engine, 0, 1, CPU)
+    other = WeightReceiver(engine, 0, 1, CPU)
     other.join(claimed.folder.parent, whole)
-    rounds = other.take(taking, Parts())
+    rounds = other.take(taking, PartTimer())
     for _ in range(3):
         next(rounds)
     rounds.close()
-    give_up(claimed.folder)
+    abandon_transfer(claimed.folder)
 
 
 def our_logprobs(

@@ -45,7 +45,13 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.update import Canary, update_engine
-from orrery.transport.weight_wire import DIRECT_KINDS, Published, claim, claim_again, release
+from orrery.transport.weight_wire import (
+    DIRECT_KINDS,
+    Published,
+    acquire_lease,
+    release_lease,
+    retry_transfer,
+)
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -187,7 +193,7 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
 
     with direct_trainer(tmp_path / "wire", kind) as publish:
         published, report, held_by, flight, after = drive(server[1], scenario)
-    assert claim(published, ["engine 0"]) is None, "the trainer has gone on"
+    assert acquire_lease(published, ["engine 0"]) is None, "the trainer has gone on"
     assert {name: each.fingerprint for name, each in held_by[0].items()} == published.fingerprints
     assert sum(report.attested.values()) == len(published.fingerprints)
     assert flight.finish_reason == "length" and len(flight.token_ids) == 300
@@ -255,16 +261,16 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
     async def scenario(fleet):
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, version, module)
-        claimed = claim(published, ["engine 0", "engine 1"])
+        claimed = acquire_lease(published, ["engine 0", "engine 1"])
         await engine.pause()
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
         taken, _ = await asyncio.gather(
             engine.update_weights(claimed), ending, return_exceptions=True
         )
         nothing = await engine.fingerprints()
-        again = claim_again(claimed, ["engine 0"])
+        again = retry_transfer(claimed, ["engine 0"])
         report = await update_engine(engine, again)
-        release(again)
+        release_lease(again)
         return (
             taken,
             nothing,

@@ -14,8 +14,7 @@ from orrery.inference.loading import WORD, Loading, runs
 from orrery.inference.needs import Destination, Needs
 from orrery.inference.patches.vllm import has_stale_head, say_nothing_of_unloaded
 from orrery.transport.weight_wire.buckets import in_bucket, shape_of
-from orrery.transport.weight_wire.meeting import Tensor
-from orrery.transport.weight_wire.slices import Slice
+from orrery.transport.weight_wire.plan import Slice, TensorInfo
 
 
 def experts(number, rows, columns):
@@ -24,13 +23,13 @@ def experts(number, rows, columns):
     for expert in range(number):
         for place, name in enumerate(("gate", "up")):
             whole = f"experts.{expert}.{name}"
-            tensors[whole] = Tensor(whole, (rows, columns), "bfloat16")
+            tensors[whole] = TensorInfo(whole, (rows, columns), "bfloat16")
             offset = (2 * expert + place) * rows * columns
             needs.destinations[whole] = [
                 Destination(whole, ((0, rows), (0, columns)), "moe", "w13", offset, (columns, 1))
             ]
         whole = f"experts.{expert}.down"
-        tensors[whole] = Tensor(whole, (columns, rows), "bfloat16")
+        tensors[whole] = TensorInfo(whole, (columns, rows), "bfloat16")
         offset = expert * columns * rows
         needs.destinations[whole] = [
             Destination(whole, ((0, columns), (0, rows)), "moe", "w2", offset, (rows, 1))

@@ -26,8 +26,8 @@ from orrery.manifest.identity import load
 from orrery.observe import shared_memory
 from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
 from orrery.orchestrator.engines.update import update_engine
-from orrery.transport.weight_wire import claim, claim_again, release
-from orrery.transport.weight_wire.reception import ARRIVAL_S
+from orrery.transport.weight_wire import acquire_lease, release_lease, retry_transfer
+from orrery.transport.weight_wire.coordinator import ARRIVAL_S
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
@@ -90,9 +90,9 @@ async def holds_nothing(engine):
 async def takes_it_again(fleet, claimed, module):
     """The engine does, alone, and serves it from every rank."""
     [engine] = fleet.engines
-    again = claim_again(claimed, [engine.name])
+    again = retry_transfer(claimed, [engine.name])
     report = await update_engine(engine, again)
-    release(again)
+    release_lease(again)
     assert report.version == claimed.version and report.digest == claimed.digest
     assert {
         name: each.fingerprint for name, each in (await engine.fingerprints()).items()
@@ -115,7 +115,7 @@ def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_
     async def scenario(fleet):
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, 1, module)
-        claimed = claim(published, ["engine 0", "engine 1"])
+        claimed = acquire_lease(published, ["engine 0", "engine 1"])
         flights = await in_flight(
             fleet,
             *[
@@ -162,7 +162,7 @@ def test_what_one_worker_did_not_receive_no_worker_holds(
 
     async def scenario(fleet):
         [engine] = fleet.engines
-        claimed = claim(await asyncio.to_thread(publish, 2, module), ["engine 0"])
+        claimed = acquire_lease(await asyncio.to_thread(publish, 2, module), ["engine 0"])
         await engine.pause()
         (run_dir / f"fault.{NUM_WORKERS - 1}").write_text(whose)
         with pytest.raises(UpdateFailed, match=says) as failed:
@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(
 ):
     async def scenario(fleet):
         [engine] = fleet.engines
-        claimed = claim(await asyncio.to_thread(publish, 3, module), ["engine 0"])
+        claimed = acquire_lease(await asyncio.to_thread(publish, 3, module), ["engine 0"])
         await engine.pause()
         (run_dir / "absent.2").write_text("tensor 'q' has no place")
         begin = time.monotonic()

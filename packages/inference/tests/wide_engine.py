@@ -14,13 +14,13 @@ from typing import Any
 
 from orrery.inference import __main__, assemble, releases
 from orrery.transport.weight_wire import WireFailed
-from orrery.transport.weight_wire.target import Target
+from orrery.transport.weight_wire.receiver import WeightReceiver
 
 server_arguments, correct, take, receive = (
     __main__.server_arguments,
     releases.correct,
-    Target.take,
-    Target._receive,
+    WeightReceiver.take,
+    WeightReceiver._receive,
 )
 
 
@@ -45,17 +45,17 @@ def correct_and_fork(manifest: Any) -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def take_or_fail(self: Target, taking: Any, parts: Any) -> Iterator[Any]:
+def take_or_fail(self: WeightReceiver, taking: Any, parts: Any) -> Iterator[Any]:
     fail(self, "absent")
     yield from take(self, taking, parts)
 
 
-def receive_and_fail(self: Target, parts: Any) -> Iterator[Any]:
+def receive_and_fail(self: WeightReceiver, parts: Any) -> Iterator[Any]:
     yield from receive(self, parts)
     fail(self, "fault")
 
 
-def fail(target: Target, when: str) -> None:
+def fail(target: WeightReceiver, when: str) -> None:
     fault = Path(sys.argv[sys.argv.index("--run-dir") + 1], f"{when}.{target.rank}")
     if fault.exists():
         words = fault.read_text()
@@ -70,5 +70,5 @@ if __name__ == "__main__":
         "1"  # until the rest of an engine that lost a worker is killed
     )
     __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
-    Target.take, Target._receive = take_or_fail, receive_and_fail
+    WeightReceiver.take, WeightReceiver._receive = take_or_fail, receive_and_fail
     __main__.main()

@@ -31,8 +31,7 @@ from orrery.orchestrator.engines.update import compare
 from orrery.transport import rendezvous
 from orrery.transport.fingerprint import digest
 from orrery.transport.weight_wire import Published
-from orrery.transport.weight_wire.claims import claims, read_taking
-from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
+from orrery.transport.weight_wire.leases import ELSEWHERE, GONE, open_leases, read_transfer
 
 FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
 PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
@@ -505,7 +504,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
 
     def look(body):
         [path] = folder.glob("claim_3_*.json")
-        taking = read_taking(body["update_info"]["path"])
+        taking = read_transfer(body["update_info"]["path"])
         seen.append((path.name, taking.engines))
         if len(seen) == 1:  # the lost one's failure is told, so nobody waits for it
             while Path(body["update_info"]["path"]).exists():
@@ -628,7 +627,7 @@ def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer
             folder / "closed_3.json"
         )  # as a trainer that wants to step; it waits for claims
         served = 0
-        while claims(folder, 3):
+        while open_leases(folder, 3):
             await fleet.generate([1], request_id=f"r{served}", **request)
             served += 1
         assert served and fleet.roster.at(Phase.HEALTHY) == [0]

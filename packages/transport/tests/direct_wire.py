@@ -6,12 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.transport.weight_wire.buckets import Held, in_bucket, shape_of
-from orrery.transport.weight_wire.claims import read_taking
+from orrery.transport.weight_wire.buckets import HeldTensor, in_bucket, shape_of
+from orrery.transport.weight_wire.coordinator import PartTimer
 from orrery.transport.weight_wire.files import WeightWatch
-from orrery.transport.weight_wire.plan import Parts, dtype_of
-from orrery.transport.weight_wire.source import Source
-from orrery.transport.weight_wire.target import Target
+from orrery.transport.weight_wire.leases import read_transfer
+from orrery.transport.weight_wire.plan import dtype_of
+from orrery.transport.weight_wire.receiver import WeightReceiver
+from orrery.transport.weight_wire.sender import WeightSender
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 512  # so that there are many rounds
@@ -72,7 +73,7 @@ class Trainer:
 
     def __init__(self, kind, folder, rank, num_ranks, replicas=1):
         self.shard, self.num_shards = rank % (num_ranks // replicas), num_ranks // replicas
-        self.source = Source(kind, folder, "127.0.0.1", rank, num_ranks, CPU, BUCKET_BYTES)
+        self.source = WeightSender(kind, folder, "127.0.0.1", rank, num_ranks, CPU, BUCKET_BYTES)
         self.local = {
             name: torch.empty(
                 [
@@ -91,7 +92,7 @@ class Trainer:
 
     def held(self):
         return [
-            Held(
+            HeldTensor(
                 name,
                 shape,
                 torch.bfloat16,
@@ -113,16 +114,16 @@ class Engine:
 
     def __init__(self, name, rank, world_size):
         self.target, self.needs = (
-            Target(name, rank, world_size, CPU),
+            WeightReceiver(name, rank, world_size, CPU),
             lambda tensors: engine_boxes(tensors, rank, world_size),
         )
         self.got, self.parts, self.damage = {}, None, None
 
     def take(self, published, arriving=lambda: None, at_the_last_round=lambda: None):
-        taking = read_taking(published.path)
+        taking = read_transfer(published.path)
         self.target.join(published.folder.parent, self.needs)
         arriving()
-        self.got, self.parts = {}, Parts()
+        self.got, self.parts = {}, PartTimer()
         needs = self.needs(list(self.target.tensors.values()))
         missing = sum(
             torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes

@@ -13,22 +13,20 @@ from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weight
 
 from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import (
-    TakeFailed,
+    TransferFailed,
     WireFailed,
-    claim,
-    claim_again,
-    give_up,
+    abandon_transfer,
+    acquire_lease,
+    coordinator,
     links,
-    meeting,
-    release,
+    release_lease,
+    retry_transfer,
 )
-from orrery.transport.weight_wire.claims import read_taking
-from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
-from orrery.transport.weight_wire.peers import Peers
-from orrery.transport.weight_wire.plan import Parts
-from orrery.transport.weight_wire.reception import Reception
-from orrery.transport.weight_wire.source import _Sending
-from orrery.transport.weight_wire.target import Target
+from orrery.transport.weight_wire.coordinator import Coordinator, PartTimer
+from orrery.transport.weight_wire.leases import ELSEWHERE, GONE, read_transfer
+from orrery.transport.weight_wire.links import GroupLink
+from orrery.transport.weight_wire.receiver import WeightReceiver
+from orrery.transport.weight_wire.sender import _SendLoop
 
 without_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NOT TESTED: NIXL, which is not installed here"
@@ -82,15 +80,15 @@ def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_finger
                 name: tensor_fingerprint(whole.bfloat16())
                 for name, whole in weights(version).items()
             }
-            claimed = claim(published, ["engine 0", "engine 1"])
+            claimed = acquire_lease(published, ["engine 0", "engine 1"])
             for held in together(*(partial(engine.take, claimed) for engine in engines)):
                 assert held == published.fingerprints
-            release(claimed)
+            release_lease(claimed)
             for engine in engines:
                 check(engine, version)
             settle(ranks)
             assert watch.latest() is None
-            assert claim(published, ["engine 0"]) is None
+            assert acquire_lease(published, ["engine 0"]) is None
         assert [(version, error) for version, error, _ in ranks[0].takes] == [
             (0, ""),
             (1, ""),
@@ -103,7 +101,7 @@ def test_a_version_that_nobody_claims_keeps_nobody_waiting(tmp_path, kind):
         publish(ranks, 0)
         settle(ranks)
         published = publish(ranks, 1)
-        release(claim(published, ["engine 0"]))
+        release_lease(acquire_lease(published, ["engine 0"]))
         settle(ranks)
 
 
@@ -111,7 +109,7 @@ def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 3)
-        claimed = claim(published, ["engine 0"])
+        claimed = acquire_lease(published, ["engine 0"])
 
         def step(rank):
             rank.source.settle()
@@ -131,35 +129,35 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
     whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 0)
-        claimed = claim(published, ["engine 0", "engine 1"])
+        claimed = acquire_lease(published, ["engine 0", "engine 1"])
         settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
 
         def end_in_the_middle():
             ending.target.join(claimed.folder.parent, ending.needs)
-            rounds = ending.target.take(read_taking(claimed.path), Parts())
+            rounds = ending.target.take(read_transfer(claimed.path), PartTimer())
             next(rounds)
             settling.start()
             rounds.close()
-            give_up(claimed.folder)  # as the fleet does where an engine does not answer
+            abandon_transfer(claimed.folder)  # as the fleet does where an engine does not answer
 
         failed, ended = together(lambda: whole.take(claimed), end_in_the_middle)
-        assert ended is None and isinstance(failed, TakeFailed), failed
-        again = claim_again(claimed, ["engine 0"])
+        assert ended is None and isinstance(failed, TransferFailed), failed
+        again = retry_transfer(claimed, ["engine 0"])
         assert settling.is_alive(), "the trainer steps while engines are half-way"
         assert whole.take(again) == published.fingerprints
         check(whole, 0)
-        release(again)
+        release_lease(again)
         settling.join(60)
         assert not settling.is_alive()
         (failed_version, first, _), (version, second, _) = ranks[0].takes
         assert failed_version == 0 and "engine 1 (rank 0)" in first and (version, second) == (0, "")
         back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
         for engines in ([back], [whole, back]):
-            claimed = claim(published, [engine.target.engine for engine in engines])
+            claimed = acquire_lease(published, [engine.target.engine for engine in engines])
             assert together(*(partial(engine.take, claimed) for engine in engines)) == [
                 published.fingerprints
             ] * len(engines)
-            release(claimed)
+            release_lease(claimed)
         kept = [
             ranks[0].source._meeting.store.check([f"member/{engine.target._member}"])
             for engine in (whole, back, ending)
@@ -178,7 +176,7 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
 
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         for version in (0, 1):  # in a group that forms, and in one that has formed before
-            claimed = claim(publish(ranks, version), ["engine 0"])
+            claimed = acquire_lease(publish(ranks, version), ["engine 0"])
             begin = time.monotonic()
             told, failed = together(
                 partial(engines[0].take, claimed),
@@ -186,15 +184,15 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
             )
             assert isinstance(failed, ValueError), failed
             assert isinstance(
-                told, TakeFailed
+                told, TransferFailed
             ) and "engine 0 (rank 1) did not receive everything" in str(told)
-            again = claim_again(claimed, ["engine 0"])
+            again = retry_transfer(claimed, ["engine 0"])
             held = together(*(partial(engine.take, again) for engine in engines))
             assert held[0] == held[1] and isinstance(held[0], dict), held
             assert time.monotonic() - begin < 10
             for engine in engines:
                 check(engine, version)
-            release(again)
+            release_lease(again)
             settle(ranks)
 
 
@@ -208,37 +206,37 @@ def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its
         raise WireFailed("the connection broke")
 
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
-        claimed = claim(publish(ranks, 0), ["engine 0"])
+        claimed = acquire_lease(publish(ranks, 0), ["engine 0"])
         together(
             partial(engines[0].take, claimed),
             partial(engines[1].take, claimed, at_the_last_round=fail),
         )
         settle(ranks)
-        again = claim_again(claimed, ["engine 0"])
+        again = retry_transfer(claimed, ["engine 0"])
         for failed in together(*(partial(engine.take, again) for engine in engines)):
-            assert isinstance(failed, TakeFailed) and str(failed).endswith(f"version 0 {GONE}")
-        release(again)
-        claimed = claim(publish(ranks, 1), ["engine 0"])
+            assert isinstance(failed, TransferFailed) and str(failed).endswith(f"version 0 {GONE}")
+        release_lease(again)
+        claimed = acquire_lease(publish(ranks, 1), ["engine 0"])
         together(*(partial(engine.take, claimed) for engine in engines))
         for engine in engines:
             check(engine, 1)
-        release(claimed)
+        release_lease(claimed)
 
 
 def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
         published = publish(ranks, 0)
-        claimed = claim(published, ["engine 0", "engine 1"])
+        claimed = acquire_lease(published, ["engine 0", "engine 1"])
         begin = time.monotonic()
         [failed] = together(
             lambda: engine.take(
-                claimed, arriving=threading.Timer(0.1, give_up, [claimed.folder]).start
+                claimed, arriving=threading.Timer(0.1, abandon_transfer, [claimed.folder]).start
             )
         )
-        assert isinstance(failed, TakeFailed) and ELSEWHERE in str(failed)
+        assert isinstance(failed, TransferFailed) and ELSEWHERE in str(failed)
         assert time.monotonic() - begin < 10
-        release(claimed)
+        release_lease(claimed)
         settle(
             ranks
         )  # waits for no take that never began: rank 0 may tell of it later than the engine hears
@@ -255,10 +253,10 @@ def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, 
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
         published = publish(ranks, 0)
-        claimed = claim(published, ["engine 0", "engine 1"])
+        claimed = acquire_lease(published, ["engine 0", "engine 1"])
         with pytest.raises(WireFailed, match=r"engine 1 \(rank 0\) did not come"):
             engine.take(claimed)
-        release(claimed)
+        release_lease(claimed)
         settle(ranks)
 
 
@@ -267,33 +265,33 @@ def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_
 ):
     """Between an engine's arrival and the order to send: the trainer settles and steps."""
     engine = Engine("engine 0", 0, 1)
-    has_arrived, has_stepped, original = threading.Event(), threading.Event(), Reception._order
+    has_arrived, has_stepped, original = threading.Event(), threading.Event(), Coordinator._order
 
     def order(self, taking, members):
         has_arrived.set()
         assert has_stepped.wait(60)
         return original(self, taking, members)
 
-    monkeypatch.setattr(Reception, "_order", order)
+    monkeypatch.setattr(Coordinator, "_order", order)
     with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 3)
-        claimed = claim(published, ["engine 0"])
+        claimed = acquire_lease(published, ["engine 0"])
 
         def step():
             assert has_arrived.wait(60)
-            release(claimed)
+            release_lease(claimed)
             settle(ranks)
             for rank in ranks:
                 rank.load(99)
             has_stepped.set()
 
         failed, stepped = together(lambda: engine.take(claimed), step)
-        assert stepped is None and isinstance(failed, TakeFailed), failed
+        assert stepped is None and isinstance(failed, TransferFailed), failed
         assert not engine.got
         published = publish(ranks, 4)
-        claimed = claim(published, ["engine 0"])
+        claimed = acquire_lease(published, ["engine 0"])
         assert engine.take(claimed) == published.fingerprints
-        release(claimed)
+        release_lease(claimed)
         settle(ranks)  # the engine may have all before the trainer has heard so
         assert [(version, bool(error)) for version, error, _ in ranks[0].takes] == [
             (3, True),
@@ -305,23 +303,23 @@ def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_
     tmp_path, monkeypatch
 ):
     engine = Engine("engine 0", 0, 1)
-    is_sending, may_send, original = threading.Event(), threading.Event(), _Sending._carry_out
+    is_sending, may_send, original = threading.Event(), threading.Event(), _SendLoop._carry_out
 
     def carry_out(self, order):
         is_sending.set()
         assert may_send.wait(60)
         return original(self, order)
 
-    monkeypatch.setattr(_Sending, "_carry_out", carry_out)
+    monkeypatch.setattr(_SendLoop, "_carry_out", carry_out)
     with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 3)
-        claimed = claim(published, ["engine 0"])
+        claimed = acquire_lease(published, ["engine 0"])
         taking = threading.Thread(
             target=together, args=(lambda: engine.take(claimed),), daemon=True
         )
         taking.start()
         assert is_sending.wait(60)
-        release(claimed)
+        release_lease(claimed)
         settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
         settling.start()
         settling.join(0.3)
@@ -338,10 +336,10 @@ def test_updates_leave_nothing_behind_in_store_and_folder(tmp_path, kind):
     seen = []
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         for version in range(3):
-            claimed = claim(publish(ranks, version), ["engine 0"])
+            claimed = acquire_lease(publish(ranks, version), ["engine 0"])
             for held in together(*(partial(engine.take, claimed) for engine in engines)):
                 assert isinstance(held, dict), held
-            release(claimed)
+            release_lease(claimed)
             settle(ranks)
             seen.append(
                 (
@@ -356,8 +354,8 @@ def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alo
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 0)
-        claimed = claim(published, ["engine 0"])
-        original, flipped = Target._await_round, []
+        claimed = acquire_lease(published, ["engine 0"])
+        original, flipped = WeightReceiver._await_round, []
 
         def damaged(self, index, parts):
             bucket = original(self, index, parts)
@@ -368,9 +366,9 @@ def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alo
             return bucket
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Target, "_await_round", damaged)
+            patch.setattr(WeightReceiver, "_await_round", damaged)
             held = engine.take(claimed)
-        release(claimed)
+        release_lease(claimed)
         assert flipped and {
             name for name in held if held[name] != published.fingerprints[name]
         } == {"expert.2.up"}
@@ -390,7 +388,7 @@ def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
-    peers = object.__new__(Peers)
+    peers = object.__new__(GroupLink)
     peers._names, peers._device, peers._met, peers._group = (
         ["trainer 0", "engine 0 (rank 0)"],
         torch.device("cuda"),
@@ -432,21 +430,21 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
         raise WireFailed("the store is gone")
 
     monkeypatch.setattr(links.ipc, "is_shared", lambda *_: False)
-    monkeypatch.setattr(links, "Registered", lambda *_: Opened("buckets", closed))
+    monkeypatch.setattr(links, "RegisteredBuckets", lambda *_: Opened("buckets", closed))
     monkeypatch.setattr(links, "NixlReader", reader)
     monkeypatch.setattr(links.nixl, "offer", offer)
     parts = SimpleNamespace(address=SimpleNamespace(name="s")), 1, 0, plan, [], torch.device("cpu")
     with pytest.raises(WireFailed, match="trainer 1 is gone"):
-        links.make_target_link("nixl", *parts)
+        links.make_receiver_link("nixl", *parts)
     assert closed == ["reader of 0", "buckets"]
     with pytest.raises(WireFailed, match="the store is gone"):
-        links.make_source_link("nixl", *parts)
+        links.make_sender_link("nixl", *parts)
     assert closed == ["reader of 0", "buckets", "buckets"]
 
 
 def stranger_at(folder):
     """A connection to the store of anybody's, and the wire's secret to compare with."""
-    address = meeting.find(folder)
+    address = coordinator.find(folder)
     return torch.distributed.TCPStore(
         address.host, address.port, None, False, wait_for_workers=False
     ), address.secret
@@ -455,7 +453,7 @@ def stranger_at(folder):
 def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
         published = publish(ranks, 1)
-        claimed = claim(published, ["engine 0"])
+        claimed = acquire_lease(published, ["engine 0"])
         store, secret = stranger_at(tmp_path / "wire")
         together(partial(Engine("engine 0", 0, 1).take, claimed))
         keys = [
@@ -464,7 +462,7 @@ def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
         assert keys and secret
         for key in keys:
             assert secret not in key and secret.encode() not in bytes(store.get(key))
-        release(claimed)
+        release_lease(claimed)
         settle(ranks)
 
 
@@ -472,11 +470,11 @@ def test_what_a_stranger_writes_into_the_store_is_refused_before_it_is_decoded(t
     with trainers("nccl", tmp_path / "wire", 1) as ([rank], _):
         publish([rank], 1)
         store, _ = stranger_at(tmp_path / "wire")
-        joined = meeting.join(meeting.find(tmp_path / "wire"))
+        joined = coordinator.join(coordinator.find(tmp_path / "wire"))
         for forged in (
             b"",
             b"\xc0",
-            bytes(meeting.MAC_BYTES) + b"\xc0",
+            bytes(coordinator.MAC_BYTES) + b"\xc0",
             bytes(store.get("tensors")),
             b"\x91" * 100_000,
         ):

@@ -12,13 +12,13 @@ pytest.importorskip(
 )
 
 from orrery.observe import network
-from orrery.transport.weight_wire.nixl import Registered
+from orrery.transport.weight_wire.nixl import RegisteredBuckets
 
 IDLE_S = 0.5
 
 
 def test_an_idle_agent_leaves_the_core_to_others():
-    registered = Registered("idle", [torch.zeros(8)])
+    registered = RegisteredBuckets("idle", [torch.zeros(8)])
     began_s = time.process_time()  # of all threads
     time.sleep(IDLE_S)
     used_s = time.process_time() - began_s
@@ -42,7 +42,7 @@ def test_ucx_uses_no_interface_but_the_runs_and_on_a_gpu_what_has_rdma(
         os.environ.pop(name, None)
     monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path)
     monkeypatch.setattr("nixl._api.nixl_agent", agent)
-    Registered(
+    RegisteredBuckets(
         "any",
         [
             SimpleNamespace(

@@ -24,8 +24,8 @@ from orrery.transport.weight_wire import (
     check_library,
     check_room,
     make_publisher,
-    make_source,
     make_watch,
+    make_weight_sender,
     read_weights,
     remove_weight_dir,
     weight_dir,
@@ -399,7 +399,7 @@ def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, mo
         match=r"^transport\.weights 'nixl': .*; install nixl as locks/ has it, or set it to 'nccl'$",
     ):
         if end == "trainer":
-            make_source("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))
+            make_weight_sender("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))
         else:
             check_library("nixl")
     assert list(tmp_path.iterdir()) == []

@@ -15,9 +15,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from orrery.inference.needs import Destination, Needs
 from orrery.transport.weight_wire.buckets import in_bucket, shape_of
-from orrery.transport.weight_wire.meeting import Tensor
-from orrery.transport.weight_wire.plan import dtype_of
-from orrery.transport.weight_wire.slices import Slice, intersection
+from orrery.transport.weight_wire.plan import Slice, TensorInfo, dtype_of, intersection
 
 
 class Run(NamedTuple):
@@ -70,7 +68,7 @@ class Run(NamedTuple):
 WORD = torch.int64
 
 
-def runs(slices: list[Slice], needs: Needs, tensors: dict[str, Tensor]) -> list[Run]:
+def runs(slices: list[Slice], needs: Needs, tensors: dict[str, TensorInfo]) -> list[Run]:
     """The copies that these slices of one bucket take."""
     found: list[Run] = []
     for name, box, begin in slices:

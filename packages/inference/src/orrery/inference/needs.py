@@ -26,9 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_layer_tensors,
 )
 
-from orrery.transport.weight_wire.meeting import Tensor
-from orrery.transport.weight_wire.plan import dtype_of
-from orrery.transport.weight_wire.slices import Box
+from orrery.transport.weight_wire.plan import Box, TensorInfo, dtype_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Needs:
     fillings: dict[str, list[Filling]] = field(default_factory=dict)  # by layer
 
 
-def learn(model: Any, tensors: list[Tensor]) -> Needs:
+def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
     """What `model` takes of `tensors`. Raises ValueError naming a tensor or layer that cannot be understood, or gets only a part."""
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -118,10 +116,10 @@ class _Recorder(TorchDispatchMode):
         self.num_copied: dict[str, int] = {}
         self._owners = owners
         self._sources: dict[
-            int, tuple[Tensor, torch.Tensor]
+            int, tuple[TensorInfo, torch.Tensor]
         ] = {}  # the tensor too, so that no storage is used again
 
-    def source(self, tensor: Tensor) -> torch.Tensor:
+    def source(self, tensor: TensorInfo) -> torch.Tensor:
         empty = torch.empty(tensor.shape, dtype=dtype_of(tensor), device="meta")
         self._sources[_storage(empty)] = (tensor, empty)
         return empty
@@ -155,7 +153,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _copy(
-        self, tensor: Tensor, of: torch.Tensor, into: torch.Tensor, layer: str, parameter: str
+        self, tensor: TensorInfo, of: torch.Tensor, into: torch.Tensor, layer: str, parameter: str
     ) -> None:
         if of.shape != into.shape:
             of, into = torch.broadcast_tensors(of, into) if of.numel() == into.numel() else (of, of)

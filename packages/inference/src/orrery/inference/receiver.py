@@ -47,15 +47,17 @@ from orrery.inference.patches.vllm import (
     repack_tied_heads,
     say_nothing_of_unloaded,
 )
-from orrery.transport.fingerprint import MASK, tensor_fingerprint
-from orrery.transport.fingerprint_slices import SliceFingerprints, Where
+from orrery.transport.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
 from orrery.transport.weight_wire import read_weights
-from orrery.transport.weight_wire.claims import Taking, give_up, read_taking
-from orrery.transport.weight_wire.contract import TakeFailed
-from orrery.transport.weight_wire.meeting import Tensor
-from orrery.transport.weight_wire.plan import Parts, dtype_of
-from orrery.transport.weight_wire.slices import Box
-from orrery.transport.weight_wire.target import Round, Target
+from orrery.transport.weight_wire.coordinator import PartTimer
+from orrery.transport.weight_wire.leases import (
+    Transfer,
+    TransferFailed,
+    abandon_transfer,
+    read_transfer,
+)
+from orrery.transport.weight_wire.plan import Box, TensorInfo, dtype_of
+from orrery.transport.weight_wire.receiver import Round, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -112,13 +114,13 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receive(update_info)
         except Exception as error:
             self.failure = str(error) or type(error).__name__
-            is_ours = not isinstance(error, TakeFailed)
+            is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours:
                 with contextlib.suppress(
                     OSError
                 ):  # else they wait for this worker as long as they wait for anybody
-                    give_up(Path(update_info.path))
+                    abandon_transfer(Path(update_info.path))
 
     def finish_weight_update(self) -> None:
         """Also where it failed, here or in another worker: then the weights are nobody's version, and `held` stays empty."""
@@ -142,17 +144,17 @@ class Receiver(Backend):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held = {}
-        self.parts = Parts()  # seconds of the last update
+        self.parts = PartTimer()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor, found once
         self._fingerprints: dict[
             tuple[torch.Size, torch.dtype], SliceFingerprints
         ] = {}  # of whole tensors that stand in the model
         self._num_ranks = init_info.num_ranks
-        self._target: Target | None = None
+        self._target: WeightReceiver | None = None
 
     def _start(self) -> None:
-        self.parts = Parts()
+        self.parts = PartTimer()
         self._consumed = {}
         begin = time.perf_counter()
         if self.device.type == "cpu":
@@ -161,7 +163,7 @@ class Receiver(Backend):
         self.parts.add("start_s", begin)
 
     def _receive(self, update: UpdateInfo) -> None:
-        taking = read_taking(update.path)
+        taking = read_transfer(update.path)
         if taking is None:
             self.model.load_weights(self._fingerprinted(update))
             self._check_complete(update)
@@ -210,12 +212,12 @@ class Receiver(Backend):
         if self._target is not None:
             self._target.drop()
 
-    def _take(self, update: UpdateInfo, taking: Taking) -> None:
+    def _take(self, update: UpdateInfo, taking: Transfer) -> None:
         """Receive this rank's slices of a version on a direct wire, and put them in place as they come."""
         if self._target is None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._target = Target(
+            self._target = WeightReceiver(
                 update.engine, rank, self._num_ranks or parallel.world_size_across_dp, self.device
             )
         target = self._target
@@ -240,7 +242,7 @@ class Receiver(Backend):
         }
         self.parts.add("attest_s", begin)
 
-    def _learn(self, tensors: list[Tensor]) -> dict[str, tuple[Box, ...]]:
+    def _learn(self, tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
         names = {tensor.name for tensor in tensors}
         if missing := sorted(self._expected_names() - names):
             raise ValueError(
@@ -352,7 +354,7 @@ class Receiver(Backend):
         key = tensor.shape, tensor.dtype
         if key not in self._fingerprints:
             shape = tuple(tensor.shape)
-            whole = Where(0, shape, shape, (0,) * len(shape), tensor.element_size())
+            whole = SliceSpec(0, shape, shape, (0,) * len(shape), tensor.element_size())
             self._fingerprints[key] = SliceFingerprints([whole], tensor.device)
         return self._fingerprints[key].of(tensor.contiguous().view(-1).view(torch.uint8))
 

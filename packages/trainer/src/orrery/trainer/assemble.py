@@ -32,7 +32,12 @@ from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
 from orrery.trainer.stage_checkpoints import StageCheckpoints, resume
 from orrery.transport.rendezvous import await_endpoints
 from orrery.transport.rollout_wire import make_receiver
-from orrery.transport.weight_wire import DIRECT_KINDS, check_room, make_publisher, make_source
+from orrery.transport.weight_wire import (
+    DIRECT_KINDS,
+    check_room,
+    make_publisher,
+    make_weight_sender,
+)
 
 STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
 ORCHESTRATOR_DEADLINE_S = 900.0  # an engine that starts on the same disks may delay its address
@@ -126,7 +131,7 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
     """On one node tensors go to shared memory. On several a single tensor may fill a file.
 
-    On a direct wire `weight_wire.meeting.MEET_S`, after which rank 0 names absent ranks, is less.
+    On a direct wire `weight_wire.coordinator.MEET_S`, after which rank 0 names absent ranks, is less.
     """
     if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
         return step_stall_s(False, world.size)
@@ -138,7 +143,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
     engine_dtype = getattr(torch, ctx.manifest.inference.dtype)
     place = ctx.run_dir, ctx.attempt, num_nodes
     if kind in DIRECT_KINDS:
-        source = make_source(kind, *place, ctx.host, world.rank, world.size, world.device)
+        source = make_weight_sender(kind, *place, ctx.host, world.rank, world.size, world.device)
         return DirectPublisher(policy, source, engine_dtype, ctx)
     wire = make_publisher(kind, *place, _num_kept(ctx.manifest)) if world.is_first else None
     if kind == "adapters":

@@ -24,8 +24,8 @@ from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.policy import Policy
 from orrery.transport.checkpoints import PUBLISHED
 from orrery.transport.weight_wire import Published, WeightPublisher
-from orrery.transport.weight_wire.buckets import Held
-from orrery.transport.weight_wire.source import SETTLE_S, Source
+from orrery.transport.weight_wire.buckets import HeldTensor
+from orrery.transport.weight_wire.sender import SETTLE_S, WeightSender
 
 
 class Publisher:
@@ -104,7 +104,7 @@ class DirectPublisher(Publisher):
     Adapters are merged into copies of their shards first, in the engines' dtype.
     """
 
-    def __init__(self, policy: Policy, source: Source, dtype: torch.dtype, ctx: RoleContext):
+    def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):
         super().__init__(policy, None)
         self._source, self._dtype, self._ctx = source, dtype, ctx
         self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
@@ -132,16 +132,16 @@ class DirectPublisher(Publisher):
             shard = merged_shard(weights[name], adapter)
             self._merged.setdefault(name, torch.empty_like(shard, dtype=self._dtype)).copy_(shard)
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[HeldTensor]:
         network = self._policy.network
         trained = {name for name, _ in network.named_parameters()}
         here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network, self._merged)}
 
-        def held(hf: HfTensor) -> Held:
+        def held(hf: HfTensor) -> HeldTensor:
             dtype = self._dtype if hf.parameter_name in trained else hf.dtype
             nothing = tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)
             box, local = here.get(hf.name, nothing)
-            return Held(hf.name, hf.shape, dtype, box, local)
+            return HeldTensor(hf.name, hf.shape, dtype, box, local)
 
         return [held(hf) for hf in hf_tensors(network)]
 

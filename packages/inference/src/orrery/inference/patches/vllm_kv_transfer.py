@@ -9,7 +9,7 @@
    Remove when it takes VLLM_HOST_IP.
 3. `device_index_on_cpu`. Upstream: `MooncakeConnectorWorker.__init__` asks `torch.accelerator` for the current device, which raises on a
    machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
-4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.patches.nixl`); vLLM loads NIXL in the engine core
+4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.weight_wire.nixl`); vLLM loads NIXL in the engine core
    alone, so it is corrected there. Versions: 0.32 (seen). Remove with that correction.
 5. `pulls_that_end_with_their_engine`. Upstream: `MooncakeConnectorWorker` waits for the answer of a producer for a minute longer than
    VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, also of one that is dead; so long the request hangs, and holds its blocks when it is aborted. Nobody
@@ -23,7 +23,7 @@ import os
 from collections import defaultdict
 from typing import Any
 
-from orrery.transport.patches.nixl import wait_for_progress
+from orrery.transport.weight_wire.nixl import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:

@@ -44,7 +44,7 @@ from orrery.orchestrator.engines.messages import (
 )
 from orrery.transport.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 from orrery.transport.token import Purpose, authorization
-from orrery.transport.weight_wire.contract import ELSEWHERE, GONE
+from orrery.transport.weight_wire.leases import ELSEWHERE, GONE
 
 if TYPE_CHECKING:
     from orrery.transport.weight_wire import Published

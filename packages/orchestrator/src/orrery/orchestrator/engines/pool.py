@@ -40,8 +40,13 @@ from orrery.orchestrator.engines.messages import (
 from orrery.orchestrator.engines.registry import EngineRegistry, Phase
 from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
 from orrery.transport import rendezvous
-from orrery.transport.weight_wire.claims import claim, claim_again, give_up, release
-from orrery.transport.weight_wire.contract import ROUND_S
+from orrery.transport.weight_wire.leases import (
+    ROUND_S,
+    abandon_transfer,
+    acquire_lease,
+    release_lease,
+    retry_transfer,
+)
 
 if TYPE_CHECKING:
     from orrery.observe.process import RoleContext
@@ -260,7 +265,7 @@ class EnginePool:
         On a direct wire one that is lost takes the others along: these take it again without it, under the same claim. Who comes too late
         for that stays paused for the next version.
         """
-        claimed = claim(published, [self.engines[index].name for index in indices])
+        claimed = acquire_lease(published, [self.engines[index].name for index in indices])
         if claimed is None:
             self._note_gone()
             return None
@@ -287,9 +292,9 @@ class EnginePool:
                     not waiting or num_blameless > 1 or self._restarting is None
                 ):  # it may fail once without anybody's being lost
                     return failures
-                claimed = claim_again(claimed, [self.engines[index].name for index in waiting])
+                claimed = retry_transfer(claimed, [self.engines[index].name for index in waiting])
         finally:
-            release(claimed)
+            release_lease(claimed)
 
     async def _take_all(
         self, indices: list[int], claimed: "Published", begin: float
@@ -316,7 +321,7 @@ class EnginePool:
                         if limit.when() is None:
                             limit.reschedule(asyncio.get_running_loop().time() + scaled(ALONG_S))
                 else:
-                    give_up(claimed.folder)  # nobody need wait for this one
+                    abandon_transfer(claimed.folder)  # nobody need wait for this one
                 # A part of it may have died, of which the rest says something else.
                 if (
                     not isinstance(error, WeightsDiffer)
@@ -325,7 +330,7 @@ class EnginePool:
                     raise EngineGone(why) from error
                 raise
             except BaseException:
-                give_up(claimed.folder)
+                abandon_transfer(claimed.folder)
                 raise
             finally:
                 limits.pop(index, None)

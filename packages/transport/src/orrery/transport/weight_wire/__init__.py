@@ -5,7 +5,7 @@ What every wire has:
 - A version becomes visible at once or not at all, as a marker file; versions only rise. `make_watch(…).latest()` says the newest, without
   torch, without waiting.
 - Every tensor has a fingerprint, taken from the trainer's own memory before it leaves.
-- `claim(published, engines)` before engines are brought to a version, `release` afterwards. What `claim` gives is what engines load.
+- `acquire_lease(published, engines)` before engines are brought to a version, `release` afterwards. What `claim` gives is what engines load.
 
 Kind `files`: rank 0 gathers and writes whole tensors, `read_weights(path)` gives them one at a time. The publisher keeps the newest `keep`
 versions; a version that it has removed is an `OrreryError`.
@@ -24,17 +24,17 @@ for what is fused, and `sharded_rdt` wants Ray; so the transport here is ours, a
 
 Engines that are lost, and come back:
 
-    claim(version, [0, 1]) ─▶ take 7 of both ──1 is lost──▶ give_up ─▶ 0 fails: TakeFailed ─▶ claim_again(…, [0]) ─▶ take 8 of 0 ─▶ release
-    1 listens again ─▶ claim(the version of now, [1]) ─▶ take 9 of 1 ─▶ release; the next version is taken by both together
+    acquire_lease(version, [0, 1]) ─▶ take 7 of both ──1 is lost──▶ give_up ─▶ 0 fails: TransferFailed ─▶ retry_transfer(…, [0]) ─▶ take 8 of 0 ─▶ release
+    1 listens again ─▶ acquire_lease(the version of now, [1]) ─▶ take 9 of 1 ─▶ release; the next version is taken by both together
 
-- Who is lost says so by not answering, or fails with words of its own; everybody else fails with `TakeFailed` and is well. `give_up` spares
+- Who is lost says so by not answering, or fails with words of its own; everybody else fails with `TransferFailed` and is well. `give_up` spares
   them the deadlines for the one that does not come: waits for it end, and where connections break they have ended before.
 - An engine of several ranks has taken a version when each of them has. One that fails says so to its neighbours, which wait for what it
   received before they attest; still some may think that all is well, so the engine's client asks every rank, and then has all give it up.
-- The claim holds the version until the trainer has sent all of it in one take. Where that take failed elsewhere and the trainer has stepped
+- The claim holds the version until the trainer has sent all of it in one take. SliceSpec that take failed elsewhere and the trainer has stepped
   since, another says that the version can no longer be had, and the next one will do. An engine half-way through a failed take holds
   nobody's weights; it stays paused until another take, of this version or a later one, has succeeded.
-- One that comes back claims what is there. Where `claim` says that the version is gone, the next one will do.
+- One that comes back claims what is there. SliceSpec `claim` says that the version is gone, the next one will do.
 - A take that begins late, after its claim was given back, is refused by the trainer's ranks, which are the only ones to send.
 """
 
@@ -45,8 +45,6 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
-from orrery.transport.weight_wire.claims import claim, claim_again, give_up, is_direct, release
-from orrery.transport.weight_wire.contract import Published, TakeFailed, WireFailed
 from orrery.transport.weight_wire.files import (
     WeightPublisher,
     WeightWatch,
@@ -56,32 +54,42 @@ from orrery.transport.weight_wire.files import (
     remove_weight_dir,
     weight_dir,
 )
+from orrery.transport.weight_wire.leases import (
+    Published,
+    TransferFailed,
+    WireFailed,
+    abandon_transfer,
+    acquire_lease,
+    is_direct,
+    release_lease,
+    retry_transfer,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from orrery.transport.weight_wire.source import Source
+    from orrery.transport.weight_wire.sender import WeightSender
 
 __all__ = [
     "ADAPTER",
     "DIRECT_KINDS",
     "KINDS",
     "Published",
-    "TakeFailed",
+    "TransferFailed",
     "WeightPublisher",
     "WeightWatch",
     "WireFailed",
     "check_library",
     "check_room",
-    "claim",
-    "claim_again",
-    "give_up",
+    "acquire_lease",
+    "retry_transfer",
+    "abandon_transfer",
     "is_direct",
     "make_publisher",
-    "make_source",
+    "make_weight_sender",
     "make_watch",
     "read_weights",
-    "release",
+    "release_lease",
     "remove_weight_dir",
     "served_model",
     "weight_dir",
@@ -108,7 +116,7 @@ def make_publisher(
     return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
 
 
-def make_source(
+def make_weight_sender(
     kind: str,
     run_dir: Path,
     attempt: int,
@@ -117,13 +125,13 @@ def make_source(
     rank: int,
     num_ranks: int,
     device: "torch.device",
-) -> "Source":
+) -> "WeightSender":
     """The trainer's end of a direct wire, one on each rank; `host` is where rank 0 may listen.
 
     Raises OrreryError where what the wire needs cannot be loaded here.
     """
     from orrery.transport.weight_wire import nixl
-    from orrery.transport.weight_wire.source import Source
+    from orrery.transport.weight_wire.sender import WeightSender
 
     _check(kind, DIRECT_KINDS)
     if kind == "nixl":
@@ -131,7 +139,7 @@ def make_source(
     folder = weight_dir(run_dir, attempt, num_nodes)
     if rank == 0:
         own(folder)
-    return Source(kind, folder, host, rank, num_ranks, device)
+    return WeightSender(kind, folder, host, rank, num_ranks, device)
 
 
 def check_library(kind: str) -> None:

@@ -28,7 +28,7 @@ from orrery.manifest.publish import sync, write_atomic
 from orrery.observe.shared_memory import SHARED_MEMORY, prefix
 from orrery.transport import nfs
 from orrery.transport.fingerprint import array_fingerprint, digest, tensor_fingerprint
-from orrery.transport.weight_wire.contract import Published
+from orrery.transport.weight_wire.leases import Published
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ SHARD_BYTES = 1 << 30
 
 
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
-    """Where this attempt's versions are; the launcher removes it when the stage ends, however it ends.
+    """SliceSpec this attempt's versions are; the launcher removes it when the stage ends, however it ends.
 
     On one node among the run's shared memory, on several below the run's folder.
     """

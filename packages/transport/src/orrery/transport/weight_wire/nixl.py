@@ -16,15 +16,14 @@ import torch
 from orrery.manifest.errors import OrreryError
 from orrery.observe.deadline import scaled
 from orrery.observe.network import interface, name_ucx_devices
-from orrery.transport.patches.nixl import wait_for_progress
-from orrery.transport.weight_wire.contract import ROUND_S, WireFailed
-from orrery.transport.weight_wire.meeting import Meeting
+from orrery.transport.weight_wire.coordinator import StoreConnection
+from orrery.transport.weight_wire.leases import ROUND_S, WireFailed
 
 POLL_S = 0.0002
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
-class Agent(msgspec.Struct):
+class NixlAgent(msgspec.Struct):
     """What a source says of itself."""
 
     metadata: bytes
@@ -44,7 +43,7 @@ def load() -> Any:
     return nixl._api
 
 
-class Registered:
+class RegisteredBuckets:
     """One process's agent with its buckets."""
 
     def __init__(self, name: str, buckets: Sequence[torch.Tensor]) -> None:
@@ -61,8 +60,8 @@ class Registered:
             [(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory
         )
 
-    def described(self) -> Agent:
-        return Agent(
+    def described(self) -> NixlAgent:
+        return NixlAgent(
             self.agent.get_agent_metadata(),
             self.memory,
             self.device,
@@ -73,7 +72,9 @@ class Registered:
         self.agent.deregister_memory(self._registration)
 
 
-def offer(meeting: Meeting, generation: int, source: int, registered: Registered) -> str:
+def offer(
+    meeting: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
+) -> str:
     """Say where this source's buckets are; the key at which that stands."""
     key = f"nixl/{generation}/{source}"
     meeting.put(key, registered.described())
@@ -83,10 +84,12 @@ def offer(meeting: Meeting, generation: int, source: int, registered: Registered
 class NixlReader:
     """A target's access to one source."""
 
-    def __init__(self, meeting: Meeting, generation: int, source: int, own: Registered) -> None:
+    def __init__(
+        self, meeting: StoreConnection, generation: int, source: int, own: RegisteredBuckets
+    ) -> None:
         self._own, self._source = own, source
         self._remote = meeting.get(
-            f"nixl/{generation}/{source}", Agent, f"trainer {source}, where its buckets are"
+            f"nixl/{generation}/{source}", NixlAgent, f"trainer {source}, where its buckets are"
         )
         with self._reaching():
             self._name = own.agent.add_remote_agent(self._remote.metadata)
@@ -132,3 +135,24 @@ class NixlReader:
             raise WireFailed(
                 f"weight wire: slices of trainer {self._source} cannot be read over NIXL ({error}); see its log"
             ) from error
+
+
+PROGRESS_US = 20_000  # between two looks where nothing wakes it; what arrives does
+
+
+def wait_for_progress() -> None:
+    """In a process on CPU that makes agents, before it makes one. Raises ImportError where NIXL is not installed."""
+    import nixl._api
+
+    bindings: Any = nixl._api.nixlBind
+    config = bindings.nixlAgentConfig
+    if hasattr(config, "orrery"):
+        return
+
+    class WaitingConfig(config):  # type: ignore[misc, valid-type]
+        orrery = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = WaitingConfig

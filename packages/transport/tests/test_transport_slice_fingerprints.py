@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from orrery.transport.fingerprint import MASK, array_fingerprint
-from orrery.transport.fingerprint_slices import SliceFingerprints, Where
+from orrery.transport.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fingerprint
 
 CPU = torch.device("cpu")
 NUMPY = {
@@ -61,7 +60,9 @@ def check(fused, device=CPU):
             buffer[offset : offset + part.nbytes] = part.reshape(-1).view(torch.uint8)
             starts = tuple(start for start, _ in box)
             where.append(
-                Where(offset, tuple(part.shape), tuple(tensor.shape), starts, tensor.element_size())
+                SliceSpec(
+                    offset, tuple(part.shape), tuple(tensor.shape), starts, tensor.element_size()
+                )
             )
             owner.append(index)
             offset += math.ceil(part.nbytes / 16) * 16
@@ -86,7 +87,7 @@ def test_the_fused_pass_gives_the_same():
     if torch.cuda.is_available():
         check(fused=True, device=torch.device("cuda"))
         return
-    command = "import test_transport_fingerprint_slices as tests; tests.check(fused=True)"
+    command = "import test_transport_slice_fingerprints as tests; tests.check(fused=True)"
     path = os.pathsep.join([os.path.dirname(__file__), *map(os.path.abspath, sys.path)])
     subprocess.run(
         [sys.executable, "-c", command],

@@ -4,7 +4,7 @@
   they came in; they must be used before the next but one round is asked for.
 - Every slice is fingerprinted as it came. `attest` adds the shares of all ranks of the engine up: every rank then knows the whole
   tensors' fingerprints, and that ranks which hold the same part hold the same bits.
-- Whatever fails gives the group up, so that nobody waits for this rank, and raises; `TakeFailed` where it was not this rank's doing. The
+- Whatever fails gives the group up, so that nobody waits for this rank, and raises; `TransferFailed` where it was not this rank's doing. The
   other ranks of the engine hear of it where they add up.
 """
 
@@ -18,17 +18,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from orrery.transport.fingerprint_slices import SliceFingerprints, Where
-from orrery.transport.weight_wire import meeting
-from orrery.transport.weight_wire.buckets import shape_of, starts_of
-from orrery.transport.weight_wire.claims import Taking, take_path
-from orrery.transport.weight_wire.contract import TakeFailed, WireFailed
-from orrery.transport.weight_wire.ipc import allocate
-from orrery.transport.weight_wire.links import OnItsWay, TargetLink, make_target_link
-from orrery.transport.weight_wire.meeting import Arrival, Meeting, Member, Order, Place, Tensor
-from orrery.transport.weight_wire.plan import Parts, Plan, dtype_of
-from orrery.transport.weight_wire.reception import ARRIVAL_S
-from orrery.transport.weight_wire.slices import Box, Message, Slice, intersection, pieces
+from orrery.transport.fingerprint import SliceFingerprints, SliceSpec
+from orrery.transport.weight_wire import coordinator
+from orrery.transport.weight_wire.buckets import allocate, shape_of, starts_of
+from orrery.transport.weight_wire.coordinator import (
+    ARRIVAL_S,
+    Arrival,
+    PartTimer,
+    StoreConnection,
+    TransferOrder,
+)
+from orrery.transport.weight_wire.leases import Transfer, TransferFailed, WireFailed, transfer_path
+from orrery.transport.weight_wire.links import InFlight, ReceiverLink, make_receiver_link
+from orrery.transport.weight_wire.plan import (
+    Box,
+    Location,
+    Member,
+    Slice,
+    SliceMessage,
+    TensorInfo,
+    TransferPlan,
+    dtype_of,
+    intersection,
+    pieces,
+)
 
 Needs = dict[str, tuple[Box, ...]]
 
@@ -38,7 +51,7 @@ class Round:
     """What arrives together: slices, at these offsets of a bucket. The same objects at every take of a group."""
 
     number: int
-    messages: dict[int, Message]
+    messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
     piece: torch.Tensor  # i64 [slices], which of this rank's pieces each belongs to
@@ -54,7 +67,7 @@ class Pieces:
     ]  # i64, the pieces that a rank holds, in the order in which it fingerprints them
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], members: Sequence[Member]) -> "Pieces":
+    def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
         """Raises OrreryError naming a tensor that the ranks do not hold whole."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -74,24 +87,24 @@ class Pieces:
         return cls(tensor_of, {rank: np.array(each, np.int64) for rank, each in held.items()})
 
 
-class Target:
+class WeightReceiver:
     """One engine rank's end, as long as its process lives."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
-        self._address: meeting.Address | None = None
+        self._address: coordinator.WireAddress | None = None
         self._generation = -1
-        self._link: TargetLink | None = None
-        self._ahead: list[Sequence[OnItsWay]] = []
-        self.tensors: dict[str, Tensor] = {}
+        self._link: ReceiverLink | None = None
+        self._ahead: list[Sequence[InFlight]] = []
+        self.tensors: dict[str, TensorInfo] = {}
 
-    def join(self, folder: Path, needs: Callable[[list[Tensor]], Needs]) -> None:
+    def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
         """Meet the wire in `folder`, unless met already; `needs` says what of the trainer's tensors this rank takes."""
-        address = meeting.find(folder)
+        address = coordinator.find(folder)
         if address == self._address:
             return
         self.drop()
-        self._meeting: Meeting = meeting.join(address)
+        self._meeting: StoreConnection = coordinator.join(address)
         self.tensors = {tensor.name: tensor for tensor in self._meeting.tensors()}
         self._needs = needs(list(self.tensors.values()))
         own = ((name, box) for name, boxes in self._needs.items() for box in boxes)
@@ -100,7 +113,10 @@ class Target:
         self._meeting.put(
             f"member/{self._member}",
             Member(
-                self.engine, self.rank, Place(meeting.this_host(), self.device.type), self._needs
+                self.engine,
+                self.rank,
+                Location(coordinator.this_host(), self.device.type),
+                self._needs,
             ),
         )
         self._folder, self._attested = folder, "attest"
@@ -108,21 +124,21 @@ class Target:
         self._address = address
 
     def take(
-        self, taking: Taking, parts: Parts
+        self, taking: Transfer, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """(slices, the bucket that they are in), until all have come. Raises TakeFailed."""
+        """(slices, the bucket that they are in), until all have come. Raises TransferFailed."""
         begin = time.perf_counter()
         self._meeting.forget(
             f"{self._attested}/{self.rank}"
         )  # whoever wanted it has had it, or has failed
         self._taking, self._attested = taking, f"attest/{taking.take}/{self.engine}"
         try:
-            with self._meeting.during(take_path(self._folder, taking.take, taking.claim)):
+            with self._meeting.during(transfer_path(self._folder, taking.take, taking.claim)):
                 who = self.engine, self.rank, self.world_size, self._member, self._generation
                 self._meeting.arrive(Arrival(taking.take, taking.claim, *who))
                 order = self._meeting.get(
                     f"go/{taking.take}",
-                    Order,
+                    TransferOrder,
                     f"trainer 0, that take {taking.take} may begin",
                     2 * ARRIVAL_S,
                 )
@@ -136,7 +152,7 @@ class Target:
         except BaseException as error:
             self.fail()
             if isinstance(error, WireFailed):
-                raise TakeFailed(taking.take, error) from error
+                raise TransferFailed(taking.take, error) from error
             raise
 
     def fail(self) -> None:
@@ -148,7 +164,7 @@ class Target:
     def attest(self) -> dict[str, int]:
         """Fingerprint by name of the whole tensors that the ranks of this engine hold.
 
-        Raises TakeFailed where another of them has not received everything, WireFailed naming what they disagree about.
+        Raises TransferFailed where another of them has not received everything, WireFailed naming what they disagree about.
         """
         self._meeting.put_raw(f"{self._attested}/{self.rank}", self._shares.cpu().numpy().tobytes())
         held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
@@ -174,9 +190,9 @@ class Target:
         try:
             shares = self._meeting.raw(f"{self._attested}/{rank}", f"{who}, its fingerprints")
         except WireFailed as error:
-            raise TakeFailed(self._taking.take, error) from error
+            raise TransferFailed(self._taking.take, error) from error
         if not shares:
-            raise TakeFailed(self._taking.take, f"{who} did not receive everything")
+            raise TransferFailed(self._taking.take, f"{who} did not receive everything")
         return np.frombuffer(shares, np.uint64)
 
     def drop(self) -> None:
@@ -186,14 +202,14 @@ class Target:
         # Messages on their way keep connections open, and with them whoever waits at the other end.
         self._generation, self._link, self._ahead = -1, None, []
 
-    def _form(self, order: Order) -> None:
+    def _form(self, order: TransferOrder) -> None:
         self.drop()
         assert self._address is not None
         members = [
             self._meeting.get(f"member/{name}", Member, "an engine, what it needs")
             for name in order.members
         ]
-        plan = self._plan = Plan.of(
+        plan = self._plan = TransferPlan.of(
             list(self.tensors.values()),
             self._meeting.holdings(),
             members,
@@ -206,7 +222,7 @@ class Target:
         self._rounds = [
             self._round(number, messages) for number, messages in plan.of_target(target)
         ]
-        self._link = make_target_link(
+        self._link = make_receiver_link(
             self._address.kind,
             self._meeting,
             order.generation,
@@ -217,14 +233,14 @@ class Target:
         )
         self._generation = order.generation
 
-    def _round(self, number: int, messages: dict[int, Message]) -> Round:
+    def _round(self, number: int, messages: dict[int, SliceMessage]) -> Round:
         slices = [
             Slice(name, box, message.target_offset + offset)
             for message in messages.values()
             for name, box, offset in message.slices
         ]
         where = [
-            Where(
+            SliceSpec(
                 offset,
                 shape_of(box),
                 self.tensors[name].shape,
@@ -249,7 +265,7 @@ class Target:
             torch.tensor(owner, device=self.device),
         )
 
-    def _receive(self, parts: Parts) -> Generator[tuple[Round, torch.Tensor], None, None]:
+    def _receive(self, parts: PartTimer) -> Generator[tuple[Round, torch.Tensor], None, None]:
         self._shares = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.device)
         self._ahead = [self._post(index) for index in range(min(2, len(self._rounds)))]
         for index, one in enumerate(self._rounds):
@@ -261,7 +277,7 @@ class Target:
             if index + 2 < len(self._rounds):
                 self._ahead[index % 2] = self._post(index + 2)
 
-    def _await_round(self, index: int, parts: Parts) -> torch.Tensor:
+    def _await_round(self, index: int, parts: PartTimer) -> torch.Tensor:
         """The bucket that this round is in, once it is."""
         begin = time.perf_counter()
         for message in self._ahead[index % 2]:
@@ -269,7 +285,7 @@ class Target:
         parts.add("receive_s", begin)
         return self._buckets[index % 2]
 
-    def _post(self, index: int) -> Sequence[OnItsWay]:
+    def _post(self, index: int) -> Sequence[InFlight]:
         """Ask for a round's messages, into the bucket that is its turn."""
         one, bucket = self._rounds[index], self._buckets[index % 2]
         assert self._link is not None

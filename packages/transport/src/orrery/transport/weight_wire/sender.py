@@ -23,25 +23,40 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.observe.deadline import scaled
 from orrery.transport.fingerprint import MASK, digest
-from orrery.transport.weight_wire import meeting
-from orrery.transport.weight_wire.buckets import Copy, Held, fill, joined
-from orrery.transport.weight_wire.claims import Taking, claims, is_claimed, take_path
-from orrery.transport.weight_wire.contract import GONE, Published, WireFailed
-from orrery.transport.weight_wire.ipc import allocate
-from orrery.transport.weight_wire.links import SourceLink, make_source_link
-from orrery.transport.weight_wire.meeting import (
-    Done,
-    Holding,
-    Meeting,
-    Member,
-    Order,
-    Place,
-    Tensor,
+from orrery.transport.weight_wire import coordinator
+from orrery.transport.weight_wire.buckets import (
+    Copy,
+    HeldTensor,
+    RankFingerprints,
+    allocate,
+    fill,
+    joined,
 )
-from orrery.transport.weight_wire.plan import Parts, Plan
-from orrery.transport.weight_wire.reception import Reception
-from orrery.transport.weight_wire.shares import Shares
-from orrery.transport.weight_wire.slices import Message
+from orrery.transport.weight_wire.coordinator import (
+    Coordinator,
+    PartTimer,
+    StoreConnection,
+    TransferOrder,
+    TransferResult,
+)
+from orrery.transport.weight_wire.leases import (
+    GONE,
+    Published,
+    Transfer,
+    WireFailed,
+    is_leased,
+    open_leases,
+    transfer_path,
+)
+from orrery.transport.weight_wire.links import SenderLink, make_sender_link
+from orrery.transport.weight_wire.plan import (
+    Holding,
+    Location,
+    Member,
+    SliceMessage,
+    TensorInfo,
+    TransferPlan,
+)
 
 BUCKET_BYTES = 1 << 28
 SETTLE_S = 600.0  # for what was claimed to be sent: longer than an engine that hangs in a take is waited for
@@ -49,7 +64,7 @@ SETTLE_S = 600.0  # for what was claimed to be sent: longer than an engine that 
 Report = Callable[[int, str, dict[str, float]], None]
 
 
-class Source:
+class WeightSender:
     """One trainer rank's end."""
 
     def __init__(
@@ -66,20 +81,22 @@ class Source:
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
-            self._server, self.address = meeting.serve(folder, host, kind, num_ranks, bucket_bytes)
+            self._server, self.address = coordinator.serve(
+                folder, host, kind, num_ranks, bucket_bytes
+            )
         else:
-            self.address = meeting.find(folder)
-        self._meeting = meeting.join(self.address)
+            self.address = coordinator.find(folder)
+        self._meeting = coordinator.join(self.address)
         self._version: int | None = None
         self._settled = -1
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldTensor] = {}
         self._pointers: list[int] = []
-        self._sending: _Sending | None = None
+        self._sending: _SendLoop | None = None
 
     def publish(
         self,
         version: int,
-        held: Callable[[], Sequence[Held]],
+        held: Callable[[], Sequence[HeldTensor]],
         standing: Sequence[torch.Tensor],
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
@@ -152,7 +169,7 @@ class Source:
         if self._sending is not None:
             self._sending.close()
 
-    def _hold(self, held: Sequence[Held], pointers: list[int]) -> None:
+    def _hold(self, held: Sequence[HeldTensor], pointers: list[int]) -> None:
         mine = {one.name: one for one in held if one.local.numel()}
         if self._held and {name: one.box for name, one in mine.items()} != {
             name: one.box for name, one in self._held.items()
@@ -166,12 +183,12 @@ class Source:
                 self._meeting.put(
                     "tensors",
                     [
-                        Tensor(one.name, one.shape, str(one.dtype).removeprefix("torch."))
+                        TensorInfo(one.name, one.shape, str(one.dtype).removeprefix("torch."))
                         for one in held
                     ],
                 )
             own = Holding(
-                Place(meeting.this_host(), self.device.type),
+                Location(coordinator.this_host(), self.device.type),
                 {name: one.box for name, one in mine.items()},
             )
             self._meeting.put(f"holding/{self.rank}", own)
@@ -181,19 +198,19 @@ class Source:
             [tensor.name for tensor in self._tensors],
             [holding.boxes for holding in holdings[: self.rank]],
         )
-        self._shares = Shares(
+        self._shares = RankFingerprints(
             list(mine.values()), names, before, self.address.bucket_bytes, self.device
         )
         if self._sending is None:
-            self._sending = _Sending(self, holdings)
+            self._sending = _SendLoop(self, holdings)
             self._sending.start()
         self._sending.hold(mine)
 
 
-class _Sending:
+class _SendLoop:
     """The thread that answers takes. Rank 0's also decides about them."""
 
-    def __init__(self, source: Source, holdings: Sequence[Holding]) -> None:
+    def __init__(self, source: WeightSender, holdings: Sequence[Holding]) -> None:
         self._source, self._holdings = source, holdings
         self.report: Report = lambda *_: None
         size, device = source.address.bucket_bytes, source.device
@@ -203,16 +220,16 @@ class _Sending:
         self._failure: BaseException | None = None
         self._open: int | None = None  # the version that takes may begin of
         self._sent: set[int] = set()  # claims
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldTensor] = {}
         self._generation = -1
-        self._plan: Plan | None = None
-        self._link: SourceLink | None = None
-        self._rounds: list[tuple[int, dict[int, Message], list[Copy]]] | None = None
-        self._meeting: Meeting | None = None
+        self._plan: TransferPlan | None = None
+        self._link: SenderLink | None = None
+        self._rounds: list[tuple[int, dict[int, SliceMessage], list[Copy]]] | None = None
+        self._meeting: StoreConnection | None = None
         self._thread = threading.Thread(target=self._run, name="weight-wire", daemon=True)
         self.start = self._thread.start
 
-    def hold(self, held: dict[str, Held]) -> None:
+    def hold(self, held: dict[str, HeldTensor]) -> None:
         """The weights stand elsewhere now."""
         self._held, self._rounds = held, None
 
@@ -227,12 +244,12 @@ class _Sending:
             self._open = version
             self._sent.clear()
 
-    def admit(self, taking: Taking) -> str:
+    def admit(self, taking: Transfer) -> str:
         """Why this take may not begin; "" where it has begun, and the weights stand still until it is over."""
         with self._changed:
             if taking.version != self._open:
                 return f"version {taking.version} {GONE}"
-            if not is_claimed(self._source.folder, taking.version, taking.claim):
+            if not is_leased(self._source.folder, taking.version, taking.claim):
                 return "it was given up"
             self._busy = True
             return ""
@@ -241,7 +258,7 @@ class _Sending:
         """Wait for whoever has claimed the version, and close it."""
         begin = time.perf_counter()
         with self._changed:
-            while self._busy or set(claims(self._source.folder, version)) - self._sent:
+            while self._busy or set(open_leases(self._source.folder, version)) - self._sent:
                 self.check()
                 if time.perf_counter() - begin > limit_s:
                     raise WireFailed(
@@ -254,7 +271,9 @@ class _Sending:
 
     def close(self) -> None:
         if self._source.rank == 0:
-            meeting.join(self._source.address).arrive(meeting.Arrival(-1, -1, "", 0, 0, "", -1))
+            coordinator.join(self._source.address).arrive(
+                coordinator.Arrival(-1, -1, "", 0, 0, "", -1)
+            )
         self._thread.join(scaled(10.0))
 
     def _run(self) -> None:
@@ -263,9 +282,9 @@ class _Sending:
                 torch.cuda.set_device(self._source.device)
                 # Of its own, ahead of what the trainer has queued: engines stand paused. `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(self._source.device, priority=-1))
-            self._meeting = meeting.join(self._source.address)
+            self._meeting = coordinator.join(self._source.address)
             reception = (
-                Reception(self._meeting, self._source.folder, self.admit)
+                Coordinator(self._meeting, self._source.folder, self.admit)
                 if self._source.rank == 0
                 else None
             )
@@ -297,33 +316,33 @@ class _Sending:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _carry_out(self, order: Order) -> Done:
+    def _carry_out(self, order: TransferOrder) -> TransferResult:
         if order.error:
-            return Done(order.error)
+            return TransferResult(order.error)
         assert self._meeting is not None
-        parts, begin = Parts(), time.perf_counter()
+        parts, begin = PartTimer(), time.perf_counter()
         try:
-            with self._meeting.during(take_path(self._source.folder, order.take, order.claim)):
+            with self._meeting.during(transfer_path(self._source.folder, order.take, order.claim)):
                 if order.generation != self._generation:
                     self._form(order)
                 begin = parts.add("form_s", begin)
                 self._send(parts)
         except (OrreryError, RuntimeError) as error:
             self._drop()
-            return Done(str(error) or type(error).__name__, parts.seconds)
-        return Done("", parts.seconds)
+            return TransferResult(str(error) or type(error).__name__, parts.seconds)
+        return TransferResult("", parts.seconds)
 
-    def _form(self, order: Order) -> None:
+    def _form(self, order: TransferOrder) -> None:
         self._drop()
         assert self._meeting is not None
         members = [
             self._meeting.get(f"member/{name}", Member, "an engine, what it needs")
             for name in order.members
         ]
-        self._plan = Plan.of(
+        self._plan = TransferPlan.of(
             self._meeting.tensors(), self._holdings, members, self._source.address.bucket_bytes
         )
-        self._link = make_source_link(
+        self._link = make_sender_link(
             self._source.address.kind,
             self._meeting,
             order.generation,
@@ -339,7 +358,7 @@ class _Sending:
             self._link.close()
         self._generation, self._plan, self._link, self._rounds = -1, None, None, None
 
-    def _copies(self) -> list[tuple[int, dict[int, Message], list[Copy]]]:
+    def _copies(self) -> list[tuple[int, dict[int, SliceMessage], list[Copy]]]:
         assert self._plan is not None
         rounds = []
         for number, messages in self._plan.of_source(self._source.rank):
@@ -353,7 +372,7 @@ class _Sending:
         return rounds
 
     @torch.no_grad()
-    def _send(self, parts: Parts) -> None:
+    def _send(self, parts: PartTimer) -> None:
         """Fill one bucket while the other is on its way."""
         begin = time.perf_counter()
         if self._rounds is None:

@@ -19,7 +19,8 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,9 +31,15 @@ import torch.distributed as dist
 from orrery.manifest.publish import write_atomic
 from orrery.observe.deadline import scaled
 from orrery.transport import nfs
-from orrery.transport.weight_wire.claims import ADDRESS
-from orrery.transport.weight_wire.contract import WireFailed
-from orrery.transport.weight_wire.slices import Box
+from orrery.transport.weight_wire.leases import (
+    ADDRESS,
+    Transfer,
+    TransferFailed,
+    WireFailed,
+    read_transfer,
+    transfer_path,
+)
+from orrery.transport.weight_wire.plan import Holding, TensorInfo
 
 MEET_S = 120.0  # for ranks of one role to come, or to answer
 FOREVER_S = 10.0**7  # waits for work have no deadline; the end of the store ends them
@@ -43,7 +50,7 @@ MAC_BYTES = 32
 T = TypeVar("T")
 
 
-class Address(msgspec.Struct):
+class WireAddress(msgspec.Struct):
     """`wire.json`."""
 
     host: str
@@ -53,37 +60,6 @@ class Address(msgspec.Struct):
     kind: str
     num_sources: int
     bucket_bytes: int
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    """One tensor of the checkpoint as it travels."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # torch's name of it
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where a rank's memory is: two ranks of one `host` may map one another's."""
-
-    host: str
-    device: str  # "cpu" or "cuda"
-
-
-class Holding(msgspec.Struct):
-    """What a trainer rank holds."""
-
-    place: Place
-    boxes: dict[str, Box]
-
-
-class Member(msgspec.Struct):
-    """What a rank of an engine needs, and who it is."""
-
-    engine: str
-    rank: int
-    place: Place
-    needs: dict[str, tuple[Box, ...]]
 
 
 class Arrival(msgspec.Struct):
@@ -98,7 +74,7 @@ class Arrival(msgspec.Struct):
     generation: int  # of the group that it is in, -1 where it has given it up
 
 
-class Order(msgspec.Struct):
+class TransferOrder(msgspec.Struct):
     """Rank 0's answer to a take: who goes, as which group; or why nobody does. `end`: there will be no more."""
 
     take: int
@@ -110,20 +86,33 @@ class Order(msgspec.Struct):
     end: bool = False
 
 
-class Done(msgspec.Struct):
+class TransferResult(msgspec.Struct):
     """What came of an order, from one trainer rank."""
 
     error: str = ""
     parts: dict[str, float] = {}
 
 
-class Meeting:
+@dataclass
+class PartTimer:
+    """Seconds by what they were spent on."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, begin: float) -> float:
+        """`begin` to now goes to `name`; now."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - begin
+        return now
+
+
+class StoreConnection:
     """One thread's connection to the store. Not to be shared between threads: a wait keeps the connection.
 
     Waits within `during` end also where the take is given up.
     """
 
-    def __init__(self, store: dist.Store, address: Address) -> None:
+    def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
         self._take: Path | None = None
 
@@ -186,8 +175,8 @@ class Meeting:
             )
         return content
 
-    def tensors(self) -> list[Tensor]:
-        return self.get("tensors", list[Tensor], "trainer 0, which tensors there are")
+    def tensors(self) -> list[TensorInfo]:
+        return self.get("tensors", list[TensorInfo], "trainer 0, which tensors there are")
 
     def holdings(self) -> list[Holding]:
         """Of every trainer rank, in order."""
@@ -196,8 +185,8 @@ class Meeting:
             for rank in range(self.address.num_sources)
         ]
 
-    def order(self, number: int) -> Order:
-        return self.get(f"order/{number}", Order, "trainer 0, its next order", FOREVER_S)
+    def order(self, number: int) -> TransferOrder:
+        return self.get(f"order/{number}", TransferOrder, "trainer 0, its next order", FOREVER_S)
 
     def arrive(self, arrival: Arrival) -> None:
         self.put(f"arrival/{self.store.add('arrivals', 1)}", arrival)
@@ -210,7 +199,7 @@ class Meeting:
 
 def serve(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
-) -> tuple[dist.Store, Address]:
+) -> tuple[dist.Store, WireAddress]:
     """Open the store on `host`, and say so in the folder; keep the store while the wire lives."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -224,14 +213,14 @@ def serve(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    address = Address(
+    address = WireAddress(
         host, port, secrets.token_hex(8), secrets.token_hex(32), kind, num_sources, bucket_bytes
     )
     write_atomic(folder / ADDRESS, msgspec.json.encode(address))
     return store, address
 
 
-def find(folder: Path, within_s: float = MEET_S) -> Address:
+def find(folder: Path, within_s: float = MEET_S) -> WireAddress:
     """The address in `folder`, once it is there."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
@@ -240,10 +229,10 @@ def find(folder: Path, within_s: float = MEET_S) -> Address:
                 f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; trainer 0 writes it, read logs/trainer.0.log"
             )
         time.sleep(0.02)
-    return msgspec.json.decode(content, type=Address)
+    return msgspec.json.decode(content, type=WireAddress)
 
 
-def join(address: Address) -> Meeting:
+def join(address: WireAddress) -> StoreConnection:
     """A connection of one's own."""
     try:
         store = dist.TCPStore(
@@ -258,9 +247,125 @@ def join(address: Address) -> Meeting:
         raise WireFailed(
             f"weight wire: nobody answers at {address.host}:{address.port}; trainer 0 is gone, read logs/trainer.0.log"
         ) from error
-    return Meeting(store, address)
+    return StoreConnection(store, address)
 
 
 def this_host() -> str:
     """The same text for all processes that share this machine's memory, and no other's."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+ARRIVAL_S = 120.0  # for all ranks of all engines of a take, once the first has come
+DONE_S = 300.0  # for the other trainer ranks to have sent
+
+
+class Coordinator:
+    """Belongs to one thread."""
+
+    def __init__(
+        self, meeting: StoreConnection, folder: Path, admit: Callable[[Transfer], str]
+    ) -> None:
+        """`admit` says why a take may not begin, or "" where it has begun."""
+        self._meeting, self._folder, self._admit = meeting, folder, admit
+        self._num_arrivals = self._answered = 0
+        self._generation = -1
+        self._members: tuple[str, ...] = ()
+        self._member: dict[tuple[str, int], str] = {}  # by engine and rank, the newest
+
+    def next(self) -> TransferOrder:
+        """Wait for the next take; the order that it leads to, which the engines have been given too."""
+        arrived: dict[tuple[str, int], Arrival] = {}
+        taking: Transfer | None = None
+        while True:
+            try:
+                arrival = self._next_arrival(taking)
+            except WireFailed:
+                if taking is None:
+                    raise
+                missing = ", ".join(self._absent(taking.engines, arrived)) + " did not come"
+                is_on = transfer_path(self._folder, taking.take, taking.claim).exists()
+                until = "" if is_on else " before the take was given up"
+                return self._answer(
+                    TransferOrder(taking.take, version=taking.version, error=missing + until)
+                )
+            if arrival.take < 0:
+                return TransferOrder(-1, end=True)
+            if arrival.take <= self._answered or (
+                taking is not None and arrival.take < taking.take
+            ):
+                continue  # who comes as late sees that its take is over
+            if taking is None or arrival.take > taking.take:
+                try:
+                    arrived, taking = (
+                        {},
+                        read_transfer(transfer_path(self._folder, arrival.take, arrival.claim)),
+                    )
+                except TransferFailed:
+                    return self._answer(TransferOrder(arrival.take, error="it was given up"))
+                assert taking is not None
+            arrived[arrival.engine, arrival.rank] = arrival
+            if not self._absent(taking.engines, arrived):
+                ordered = [
+                    arrived[engine, rank]
+                    for engine in taking.engines
+                    for rank in range(arrived[engine, 0].world_size)
+                ]
+                return self._answer(self._order(taking, ordered))
+
+    def gather(self, order: TransferOrder, mine: TransferResult, num_ranks: int) -> TransferResult:
+        """What came of an order over all trainer ranks: the first error, the longest seconds."""
+        every = [mine]
+        for rank in range(1, num_ranks):
+            key = f"done/{order.take}/{rank}"
+            every.append(
+                self._meeting.get(key, TransferResult, f"trainer {rank}, that it has sent", DONE_S)
+            )
+            self._meeting.forget(key)
+        error = next((done.error for done in every if done.error), "")
+        if error:
+            self._members = ()  # whatever the next take's members are, they form a new group
+        keys = {key for done in every for key in done.parts}
+        return TransferResult(
+            error, {key: max(done.parts.get(key, 0.0) for done in every) for key in sorted(keys)}
+        )
+
+    def _next_arrival(self, taking: Transfer | None) -> Arrival:
+        key = f"arrival/{self._num_arrivals + 1}"
+        with self._meeting.during(
+            transfer_path(self._folder, taking.take, taking.claim) if taking is not None else None
+        ):
+            arrival = self._meeting.get(
+                key, Arrival, "engines", FOREVER_S if taking is None else ARRIVAL_S
+            )
+        self._num_arrivals += 1
+        who = arrival.engine, arrival.rank
+        self._meeting.forget(key)
+        if self._member.get(who, arrival.member) != arrival.member:  # an incarnation that has ended
+            self._meeting.forget(f"member/{self._member[who]}")
+        self._member[who] = arrival.member
+        return arrival
+
+    def _order(self, taking: Transfer, arrived: list[Arrival]) -> TransferOrder:
+        if refusal := self._admit(taking):
+            return TransferOrder(taking.take, version=taking.version, error=refusal)
+        members = tuple(each.member for each in arrived)
+        if members != self._members or any(each.generation != self._generation for each in arrived):
+            self._generation, self._members = self._generation + 1, members
+        return TransferOrder(taking.take, taking.claim, taking.version, self._generation, members)
+
+    def _answer(self, order: TransferOrder) -> TransferOrder:
+        """Who waits for the answer to an earlier take sees that it is over."""
+        self._meeting.put(f"go/{order.take}", order)
+        self._meeting.forget(f"go/{self._answered}")
+        self._answered = order.take
+        return order
+
+    @staticmethod
+    def _absent(engines: tuple[str, ...], arrived: dict[tuple[str, int], Arrival]) -> list[str]:
+        sizes = {engine: each.world_size for (engine, _), each in arrived.items()}
+        return [
+            f"{engine} (rank {rank})"
+            for engine in engines
+            for rank in range(sizes.get(engine, 1))
+            if (engine, rank) not in arrived
+        ]

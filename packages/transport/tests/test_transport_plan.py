@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError
-from orrery.transport.weight_wire.slices import (
+from orrery.transport.weight_wire.plan import (
     ALIGNMENT_BYTES,
     PIECES_A_BUCKET,
     cut,
     intersection,
     pieces,
+    plan_moves,
     schedule,
-    transfers,
     volume,
 )
 
@@ -67,7 +67,7 @@ def test_every_needed_element_comes_exactly_once_from_who_holds_it_in_bounded_ro
 ):
     shapes, holdings, needs = layout
     itemsize = dict.fromkeys(shapes, size)
-    rounds = schedule(transfers(list(shapes), holdings, needs, itemsize), itemsize, bucket_bytes)
+    rounds = schedule(plan_moves(list(shapes), holdings, needs, itemsize), itemsize, bucket_bytes)
     arrived = defaultdict(int)
     for messages in rounds:
         sent, received = defaultdict(int), defaultdict(int)
@@ -111,7 +111,7 @@ def test_a_box_is_cut_into_parts_that_tile_it(shape, max_bytes):
 
 def test_replicas_share_the_sending():
     whole = ((0, 8),)
-    moves = transfers(
+    moves = plan_moves(
         ["a", "b"],
         [{"a": whole, "b": whole}] * 2,
         [{"a": (whole,), "b": (whole,)}],
@@ -126,7 +126,7 @@ def test_ranks_that_have_nothing_to_do_with_one_another_do_not_wait_for_one_anot
     sides = [{name: whole for name in names[:4]}, {name: whole for name in names[4:]}]
     needs = [{name: (box,) for name, box in side.items()} for side in sides]
     rounds = schedule(
-        transfers(names, sides, needs, dict.fromkeys(names, 4)),
+        plan_moves(names, sides, needs, dict.fromkeys(names, 4)),
         dict.fromkeys(names, 4),
         64 * PIECES_A_BUCKET,
     )
@@ -135,7 +135,7 @@ def test_ranks_that_have_nothing_to_do_with_one_another_do_not_wait_for_one_anot
 
 def test_what_nobody_holds_and_what_an_engine_lacks_is_named():
     with pytest.raises(OrreryError, match=r"engine rank 0 needs .* of tensor 'a'"):
-        transfers(["a"], [{"a": ((0, 3),)}], [{"a": (((0, 4),),)}], {"a": 4})
+        plan_moves(["a"], [{"a": ((0, 3),)}], [{"a": (((0, 4),),)}], {"a": 4})
     assert pieces(["a"], {"a": (4,)}, [{"a": (((0, 2),),)}, {"a": (((2, 4),),)}]) == [
         ("a", ((0, 2),)),
         ("a", ((2, 4),)),

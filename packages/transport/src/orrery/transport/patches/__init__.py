@@ -1,1 +1,0 @@
-"""Corrections to other projects that cross processes, one file a project."""
