@@ -50,7 +50,7 @@ def frozen(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return grouped_matmul(x, weight, ends)
 
 
-FORMS = {"a sum of products": summed(grouped_matmul), "one operator": one}
+BACKENDS = {"a sum of products": summed(grouped_matmul), "one operator": one}
 
 
 def tensors(
@@ -101,7 +101,7 @@ def main() -> None:
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
         ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
-        added, best = dict.fromkeys(FORMS, 0.0), 0.0
+        added, best = dict.fromkeys(BACKENDS, 0.0), 0.0
         for name, sides in projections.items():
             leaves, weight = tensors(rows, experts, *sides, rank, device)
             expected = outcome(
@@ -111,21 +111,21 @@ def main() -> None:
             bound = bound_ms(rows, *sides)
             best += sum(bound)
             found = {"frozen alone": alone}
-            for form, op in FORMS.items():
+            for backend, op in BACKENDS.items():
                 outcome(op, leaves, weight, ends)  # what compiles may wait
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 actual = outcome(op, leaves, weight, ends)
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
-                variant = f"{name}, {form}, {routing}"
+                variant = f"{name}, {backend}, {routing}"
                 errors[variant] = require(variant, actual, expected, [TOLERANCE] * 4)
-                found[form] = timed(op, leaves, weight, ends)
-                added[form] += sum(found[form]) - sum(alone)
-            for form, (forward_ms, backward_ms) in found.items():
+                found[backend] = timed(op, leaves, weight, ends)
+                added[backend] += sum(found[backend]) - sum(alone)
+            for backend, (forward_ms, backward_ms) in found.items():
                 table.append(
                     {
-                        "variant": f"{name}, {form}, {routing}",
+                        "variant": f"{name}, {backend}, {routing}",
                         "value": forward_ms + backward_ms,
                         "unit": "ms",
                         "goal": None,
@@ -138,10 +138,12 @@ def main() -> None:
                     f"{table[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms", flush=True
                 )
         shares[routing] = {
-            form: {"added_ms": ms, "of_the_bound": best / ms} for form, ms in added.items()
+            backend: {"added_ms": ms, "of_the_bound": best / ms} for backend, ms in added.items()
         }
-        for form, ms in added.items():
-            print(f"{routing}: {form} adds {ms:.3f} ms, {best / ms:.0%} of the bound", flush=True)
+        for backend, ms in added.items():
+            print(
+                f"{routing}: {backend} adds {ms:.3f} ms, {best / ms:.0%} of the bound", flush=True
+            )
     if args.smoke:
         return
     path = Path(__file__).with_suffix(".json")

@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.kernels.attention import (
     Documents,
-    forms,
+    backends,
     plain,
     reference_varlen_attention,
     varlen_attention,
@@ -122,13 +122,13 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     """What can run here, and why the rest cannot."""
     found, absent = {}, {}
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
-        form = forms.FORMS[name]
-        found[name] = Contender(form.forward, form.backward, form.supports)
-    for name, form, package in (
-        ("cudnn_packed", forms.cudnn_packed, "nvidia-cudnn-frontend"),
-        ("flash4", forms.flash4, "flash-attn-4"),
+        backend = backends.BACKENDS[name]
+        found[name] = Contender(backend.forward, backend.backward, backend.supports)
+    for name, backend, package in (
+        ("cudnn_packed", backends.cudnn_packed, "nvidia-cudnn-frontend"),
+        ("flash4", backends.flash4, "flash-attn-4"),
     ):
-        if form.library() is None:
+        if backend.load_library() is None:
             absent[name] = f"the package {package} is not installed"
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
@@ -343,7 +343,7 @@ def speed(
     if not contender.supports(q, k, layout):
         return row | {"left_out": "this form does not take the layout"}
     if name == "chosen":
-        row["chosen"] = forms.chosen(q, k, layout)[0]
+        row["chosen"] = backends.candidates(q, k, layout)[0]
     try:
 
         def ahead() -> tuple[Tensor, Any]:
@@ -410,17 +410,17 @@ def compiled() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"cudnn": str(torch.backends.cudnn.version()), "cuda": str(torch.version.cuda)}
-    library = forms.cudnn_packed.library()
+    library = backends.cudnn_packed.load_library()
     if library is not None:
         found["cudnn_frontend"] = library.__version__
-    if forms.flash4.library() is not None:
+    if backends.flash4.load_library() is not None:
         found["flash_attn_4"] = importlib.metadata.version("flash-attn-4")
     return found
 
 
 def heading() -> None:
     print(
-        f"{'form, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}{'first ms':>10}{'new ms':>9}  error"
+        f"{'backend, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}{'first ms':>10}{'new ms':>9}  error"
     )
 
 
@@ -462,7 +462,7 @@ def main() -> None:
         flush=True,
     )
     # A form that the small sizes made fail inside `chosen` would be left out of what follows; each is judged by its own rows.
-    left_out = sorted(forms._failed)
+    left_out = sorted(backends._failed)
     rows: list[dict[str, Any]] = []
     heading()
     for heads in HEADS:

@@ -68,15 +68,15 @@ def tensors(
     ]
 
 
-def layer(form: Any) -> Callable[..., Tensor]:
+def layer(backend: Any) -> Callable[..., Tensor]:
     def experts(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor) -> Tensor:
         rows = plan(expert, gate_up.shape[0])
         act = swiglu_rows(
-            grouped_matmul(gather_rows(x, rows, form), gate_up, rows.ends_E),
+            grouped_matmul(gather_rows(x, rows, backend), gate_up, rows.ends_E),
             order_slots(score, rows),
-            form,
+            backend,
         )
-        return combine_rows(grouped_matmul(act, down, rows.ends_E), rows, form)
+        return combine_rows(grouped_matmul(act, down, rows.ends_E), rows, backend)
 
     return experts
 
@@ -102,14 +102,14 @@ def outcome(
 
 
 def check_numbers(
-    forms: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str
+    backends: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str
 ) -> dict[str, Any]:
     found = {}
     inputs = tensors(tokens, *sizes, device)
     for routing in ("balanced", "skewed"):
         expert = routes(tokens, *sizes[:2], routing == "skewed", device)
         expected = outcome(referee, [x.float() for x in inputs], expert)
-        for name, op in forms.items():
+        for name, op in backends.items():
             outcome(op, inputs, expert)  # what compiles may wait
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
@@ -173,8 +173,8 @@ def steps(
         "combine": (combine_rows, [out_rows], (rows,)),
     }
     for step, (op, leaves, others) in moved.items():
-        for form in ("aten", "triton") if triton else ("aten",):
-            found[step, form] = timed(op, leaves, *others, form)
+        for backend in ("aten", "triton") if triton else ("aten",):
+            found[step, backend] = timed(op, leaves, *others, backend)
         if compiled:
             found[step, "compiled"] = timed(_compiled(op), leaves, *others, "aten")
     return found
@@ -208,16 +208,16 @@ def main() -> None:
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
     all_tokens = (32,) if smoke else TOKENS
     triton = device == "cuda" and operators.available
-    forms: dict[str, Callable[..., Tensor]] = {"aten": layer("aten")}
+    backends: dict[str, Callable[..., Tensor]] = {"aten": layer("aten")}
     if triton:
-        forms["triton"] = layer("triton")
-    for name in list(forms):
-        forms[f"{name}, compiled"] = torch.compile(layer(name), fullgraph=True, dynamic=False)
+        backends["triton"] = layer("triton")
+    for name in list(backends):
+        backends[f"{name}, compiled"] = torch.compile(layer(name), fullgraph=True, dynamic=False)
     details: dict[str, Any] = dict(
         zip(("experts", "slots", "hidden", "intermediate"), sizes, strict=True)
     )
     details["triton"] = version("triton") if triton else None
-    details["errors_against_float32"] = check_numbers(forms, sizes, all_tokens[0], device)
+    details["errors_against_float32"] = check_numbers(backends, sizes, all_tokens[0], device)
     rows: list[dict[str, Any]] = []
     for tokens in all_tokens:
         inputs, best = tensors(tokens, *sizes, device), bounds(tokens, sizes)
@@ -226,13 +226,13 @@ def main() -> None:
             largest = torch.bincount(expert.flatten()).max().item() * sizes[0] / expert.numel()
             details[f"largest_group_over_mean, {tokens} tokens, {routing}"] = largest
             found = steps(inputs, expert, tokens == all_tokens[0], triton)
-            for name, op in forms.items():
+            for name, op in backends.items():
                 if "compiled" not in name or tokens == all_tokens[0]:
                     found["layer", name] = timed(op, inputs, expert)
-            for (step, form), (forward_ms, backward_ms) in found.items():
+            for (step, backend), (forward_ms, backward_ms) in found.items():
                 rows.append(
                     {
-                        "variant": f"{step}, {form}, {tokens} tokens, {routing}",
+                        "variant": f"{step}, {backend}, {tokens} tokens, {routing}",
                         "value": sum(best[step]) / (forward_ms + backward_ms),
                         "goal": None,  # the best whole layer at 16,384 balanced tokens has one
                         "forward_ms": forward_ms,

@@ -49,10 +49,10 @@ def example(tokens: int, hidden: int, vocab: int, device: str) -> tuple[list[Ten
 
 
 def outcome(
-    op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any, **form: Any
+    op: Any, inputs: list[Tensor], arriving: list[Tensor], *args: Any, **backend: Any
 ) -> list[Tensor]:
     hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
-    outputs = op(hidden, weight, *inputs[2:], *args, **form)
+    outputs = op(hidden, weight, *inputs[2:], *args, **backend)
     return [
         *(x.detach() for x in outputs),
         *torch.autograd.grad(outputs, (hidden, weight), arriving),
@@ -71,7 +71,7 @@ def measure(
     inputs: list[Tensor],
     arriving: list[Tensor],
     chunk: Any,
-    form: Any,
+    backend: Any,
     *,
     trained: bool = True,
     keep_logits: bool = False,
@@ -82,11 +82,11 @@ def measure(
 
     def forward() -> Any:
         with torch.no_grad():
-            return token_logprob(hidden, weight, *inputs[2:], chunk, form=form)
+            return token_logprob(hidden, weight, *inputs[2:], chunk, backend=backend)
 
     def both() -> Any:
         outputs = token_logprob(
-            hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, form=form
+            hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, backend=backend
         )
         return torch.autograd.grad(outputs, wanted, arriving)
 
@@ -103,7 +103,7 @@ def measure(
     products, logit_bytes = 4 - (not trained) - keep_logits, 14 if keep_logits else 18
     both_bound_ms = product_ms * products + logit_bytes * 1e3 * num_tokens * vocab / BYTES
     return {
-        "variant": f"hidden {width}, {form}, chunk {chunk}{', kept logits' * keep_logits}{', frozen weight' * (not trained)}",
+        "variant": f"hidden {width}, {backend}, chunk {chunk}{', kept logits' * keep_logits}{', frozen weight' * (not trained)}",
         "value": both_bound_ms / both_ms,
         "goal": None,  # the first row at hidden 2,048 has one
         "forward_ms": forward_ms,
@@ -115,12 +115,12 @@ def measure(
     }
 
 
-def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, Any]:
+def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[str, Any]:
     """Each step over one tile of "auto", with what it reaches: TFLOP/s of products, TB/s of passes."""
     hidden, weight, target, temperature = inputs
     num_tokens, width, vocab = *hidden.shape, weight.shape[0]
     tokens, block = chunked.tiles(
-        num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), form
+        num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), backend
     )[0]
     hidden, target, temperature, arriving = (
         hidden[tokens],
@@ -129,7 +129,7 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
         [x[tokens] for x in arriving],
     )
     num_tokens = tokens.stop
-    passes = chunked._passes(form)
+    passes = chunked._passes(backend)
     found: dict[str, Any] = {"tokens": num_tokens, "words": block.stop}
 
     def product(name: str, flops: float, call: Any) -> None:
@@ -144,11 +144,13 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], form: Any) -> dict[str, 
     product("logits", flops, lambda: chunked.wide_matmul(hidden, weight[block].T))
     logits = chunked.wide_matmul(hidden, weight[block].T)
     state, zeros = (
-        chunked.logits.nothing_seen(num_tokens, torch.float32, hidden.device),
+        chunked.plain.initial_state(num_tokens, torch.float32, hidden.device),
         torch.zeros_like(temperature),
     )
     one_pass(
-        "softmax", 4 * logits.numel(), lambda: passes.absorb(state, logits, target, temperature, 0)
+        "softmax",
+        4 * logits.numel(),
+        lambda: passes.update_state(state, logits, target, temperature, 0),
     )
     rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
     one_pass("gradient", 6 * logits.numel(), lambda: passes.gradient(logits, *rows))
@@ -179,7 +181,7 @@ def main() -> None:
     vocab, tokens, referee_tokens, sizes = (
         (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFEREE_TOKENS, HIDDEN)
     )
-    forms = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
+    backends = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
     rows: list[dict[str, Any]] = []
     details: dict[str, Any] = {
         "tokens": tokens,
@@ -191,37 +193,37 @@ def main() -> None:
     for hidden in sizes:
         inputs, arriving = example(referee_tokens, hidden, vocab, device)
         expected = referee(inputs, arriving)
-        for form in forms:
+        for backend in backends:
             for chunk in (
                 referee_tokens,
                 referee_tokens // 4 + 8,
             ):  # one block, and several of uneven length
-                what = f"hidden {hidden}, {form}, chunk {chunk}"
+                what = f"hidden {hidden}, {backend}, chunk {chunk}"
                 errors = require(
                     what,
-                    outcome(token_logprob, inputs, arriving, chunk, form=form),
+                    outcome(token_logprob, inputs, arriving, chunk, backend=backend),
                     expected,
                     TOLERANCES,
                 )
                 details["errors_against_float32"][what] = errors
         del inputs, arriving, expected
         inputs, arriving = example(tokens, hidden, vocab, device)
-        for form in forms:
-            rows.append(measure(inputs, arriving, "auto", form))
-        rows.append(measure(inputs, arriving, tokens // 4, forms[0]))
-        rows.append(measure(inputs, arriving, "auto", forms[0], keep_logits=True))
-        rows.append(measure(inputs, arriving, "auto", forms[0], trained=False))
-        details["parts"][f"hidden {hidden}, {forms[0]}"] = parts(inputs, arriving, forms[0])
-        for row in rows[-len(forms) - 3 :]:
+        for backend in backends:
+            rows.append(measure(inputs, arriving, "auto", backend))
+        rows.append(measure(inputs, arriving, tokens // 4, backends[0]))
+        rows.append(measure(inputs, arriving, "auto", backends[0], keep_logits=True))
+        rows.append(measure(inputs, arriving, "auto", backends[0], trained=False))
+        details["parts"][f"hidden {hidden}, {backends[0]}"] = parts(inputs, arriving, backends[0])
+        for row in rows[-len(backends) - 3 :]:
             print(
                 f"{row['variant']}: {row['forward_ms']:.2f}, {row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound"
             )
-        print(details["parts"][f"hidden {hidden}, {forms[0]}"])
+        print(details["parts"][f"hidden {hidden}, {backends[0]}"])
         del inputs, arriving
     chosen = next(
         row
         for row in rows
-        if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {forms[0]}, chunk auto")
+        if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {backends[0]}, chunk auto")
     )
     chosen["goal"] = GOAL
     if not smoke:

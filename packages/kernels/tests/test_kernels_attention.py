@@ -21,17 +21,19 @@ from orrery.kernels.attention import (
     Documents,
     attention_backward,
     attention_forward,
+    backends,
     batched,
     cudnn_dense,
     cudnn_packed,
     flash,
     flash4,
-    forms,
     padded,
     plain,
     reference_varlen_attention,
-    signatures,
     varlen_attention,
+)
+from orrery.kernels.attention import (
+    layout as layout_module,
 )
 from orrery.kernels.attention.layout import Layout
 from orrery.kernels.attention.padded import Grids
@@ -209,7 +211,7 @@ def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     q, k, v, cu = pack([9, 7, 20])
     q, k, v = (x.to(dtype) for x in (q, k, v))
     layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
-    assert forms.chosen(q, k, layout) == ["padded", "plain"]
+    assert backends.candidates(q, k, layout) == ["padded", "plain"]
     out, lse = padded.forward(q, k, v, layout)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[
         dtype
@@ -254,7 +256,7 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
         asked.append(1)
         raise kind("No valid execution plans built.")
 
-    monkeypatch.setattr(forms, "_failed", set())
+    monkeypatch.setattr(backends, "_failed", set())
     monkeypatch.setattr(padded, "forward", no_plan)
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -271,21 +273,21 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
 def test_what_flash_attention_4_refuses_another_form_computes(kind):
     with (
         pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught,
-        flash4._as_one_that_cannot(),
+        flash4._as_runtime_error(),
     ):
         raise kind("no")
-    assert type(caught.value) is RuntimeError  # what `forms` takes for a form that cannot
+    assert type(caught.value) is RuntimeError  # what `backends` takes for a form that cannot
 
 
 def test_running_out_of_memory_is_not_taken_for_a_form_that_cannot(monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(forms, "_failed", set())
+    monkeypatch.setattr(backends, "_failed", set())
     monkeypatch.setattr(padded, "forward", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         varlen_attention(*pack([5, 8]))
-    assert not forms._failed
+    assert not backends._failed
 
 
 def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tmp_path):
@@ -298,14 +300,14 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tm
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    flash4._keep_what_is_compiled()
+    flash4._set_compile_cache()
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    flash4._keep_what_is_compiled()
+    flash4._set_compile_cache()
     assert not set(names) & os.environ.keys()
     folder.rmdir()
-    flash4._keep_what_is_compiled()
+    flash4._set_compile_cache()
     assert [os.environ[name] for name in names] == [
         "1",
         str(folder),
@@ -313,16 +315,18 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tm
 
 
 def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog):
-    signatures._takes.cache_clear()
+    layout_module._matches.cache_clear()
     with caplog.at_level("WARNING"):
-        assert not signatures.takes({"_flash_attention_forward": "query key queries_per_key"})
-        assert not signatures.takes({"_no_such_attention": "query"})
+        assert not layout_module.has_signatures(
+            {"_flash_attention_forward": "query key queries_per_key"}
+        )
+        assert not layout_module.has_signatures({"_no_such_attention": "query"})
     assert "queries_per_key" in caplog.text and "_no_such_attention" in caplog.text
 
 
-@pytest.mark.parametrize("form", [padded, flash, cudnn_dense])
-def test_private_operators_of_this_torch_are_those_that_the_forms_were_written_for(form):
-    assert signatures.takes(form._SIGNATURES)
+@pytest.mark.parametrize("backend", [padded, flash, cudnn_dense])
+def test_private_operators_of_this_torch_are_those_that_the_forms_were_written_for(backend):
+    assert layout_module.has_signatures(backend._SIGNATURES)
 
 
 def operator_arguments(dtype=torch.float32, lengths=(5, 8)):
@@ -380,8 +384,8 @@ def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_t
         calls[name] += 1
         return run(*arguments)
 
-    for name, run in (("forward", forms.forward), ("backward", forms.backward)):
-        monkeypatch.setattr(forms, name, functools.partial(counted, name, run))
+    for name, run in (("forward", backends.forward), ("backward", backends.backward)):
+        monkeypatch.setattr(backends, name, functools.partial(counted, name, run))
 
     def policy(_, op, *args, **kwargs):
         named = op is torch.ops.orrery.varlen_attention_forward.default
@@ -542,7 +546,7 @@ FAKE_CUDNN = types.SimpleNamespace(
 @pytest.fixture
 def fake_cudnn(monkeypatch):
     """cuDNN's packed form on a CPU, its library played by `FakeGraph` and memory that is not written full of NaN."""
-    monkeypatch.setattr(cudnn_packed, "library", lambda: FAKE_CUDNN)
+    monkeypatch.setattr(cudnn_packed, "load_library", lambda: FAKE_CUDNN)
     monkeypatch.setattr(cudnn_packed, "_ready", contextlib.nullcontext)
     monkeypatch.setattr(FakeGraph, "built", 0)
     cudnn_packed._plan.cache_clear()
@@ -598,9 +602,9 @@ def test_packs_of_like_sizes_share_a_plan(fake_cudnn):
 
 def test_counts_are_rounded_up_by_less_than_a_half():
     assert [
-        cudnn_packed.rounded(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)
+        cudnn_packed.round_up(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)
     ] == [*(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)]
-    assert all(x <= cudnn_packed.rounded(x) < 1.5 * x for x in range(128, 5000))
+    assert all(x <= cudnn_packed.round_up(x) < 1.5 * x for x in range(128, 5000))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="float32 has a form of its own on a GPU")
@@ -608,7 +612,7 @@ def test_counts_are_rounded_up_by_less_than_a_half():
 def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
-    assert forms.chosen(q.float(), k.float(), layout) == ["batched", "plain"]
+    assert backends.candidates(q.float(), k.float(), layout) == ["batched", "plain"]
     actual = outcome(varlen_attention, *(x.float() for x in (q, k, v)), cu_seqlens)
     expected = outcome(
         reference_varlen_attention, *(x.float().double() for x in (q, k, v)), cu_seqlens
@@ -620,16 +624,16 @@ def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
 )
-@pytest.mark.parametrize("form", ["chosen", "cudnn_dense", "cudnn_packed", "flash4", "flash"])
+@pytest.mark.parametrize("backend", ["chosen", "cudnn_dense", "cudnn_packed", "flash4", "flash"])
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])
-def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, monkeypatch):
-    head_dim = 128 if form == "flash4" else 64
+def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, backend, monkeypatch):
+    head_dim = 128 if backend == "flash4" else 64
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=head_dim))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, head_dim**-0.5)
-    if form != "chosen":
-        if not forms.FORMS[form].supports(q.bfloat16(), k.bfloat16(), layout):
-            pytest.skip(f"{form} does not take this here")
-        monkeypatch.setattr(forms, "FORMS", {form: forms.FORMS[form]})
+    if backend != "chosen":
+        if not backends.BACKENDS[backend].supports(q.bfloat16(), k.bfloat16(), layout):
+            pytest.skip(f"{backend} does not take this here")
+        monkeypatch.setattr(backends, "BACKENDS", {backend: backends.BACKENDS[backend]})
     actual = outcome(varlen_attention, *(x.bfloat16() for x in (q, k, v)), cu_seqlens)
     expected = outcome(
         reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens
@@ -641,21 +645,21 @@ def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, form, mo
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
 )
-@pytest.mark.parametrize("form", ["cudnn_packed", "flash"])
-def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(form, monkeypatch):
+@pytest.mark.parametrize("backend", ["cudnn_packed", "flash"])
+def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, monkeypatch):
     """What ring attention asks: no mask, documents without keys or without queries."""
     q, _, _, cu_q = pack([300, 0, 513, 40], head_dim=64)
     _, k, v, cu_k = pack([129, 64, 0, 700], head_dim=64, seed=1)
     q, k, v = (x.cuda().bfloat16() for x in (q, k, v))
     layout = Layout(cu_q.cuda(), cu_k.cuda(), 513, 700, False, 64**-0.5)
-    if not forms.FORMS[form].supports(q, k, layout):
-        pytest.skip(f"{form} does not take this here")
+    if not backends.BACKENDS[backend].supports(q, k, layout):
+        pytest.skip(f"{backend} does not take this here")
     dout = torch.linspace(-1, 1, q.numel(), device="cuda").view_as(q).bfloat16()
     wide = [x.double() for x in (dout, q, k, v)]
     out, lse = plain.forward(*wide[1:], layout)
     expected = out, lse, *plain.backward(*wide, out, lse, layout)
-    given = forms.FORMS[form].forward(q, k, v, layout)
-    actual = *given, *forms.FORMS[form].backward(dout, q, k, v, *given, layout)
+    given = backends.BACKENDS[backend].forward(q, k, v, layout)
+    actual = *given, *backends.BACKENDS[backend].backward(dout, q, k, v, *given, layout)
     for a, e in zip(actual, expected, strict=True):
         seen = e > -torch.inf
         assert (a[~seen] == -torch.inf).all()

@@ -27,7 +27,7 @@ TRITON = pytest.param(
         reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
     ),
 )
-FORMS = pytest.mark.parametrize("form", ["aten", TRITON])
+BACKENDS = pytest.mark.parametrize("backend", ["aten", TRITON])
 
 
 def routes(num_tokens=13, num_slots=3, num_experts=5, seed=0):
@@ -86,9 +86,9 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
 
 
 @pytest.mark.parametrize(
-    "form", ["aten", "triton"]
+    "backend", ["aten", "triton"]
 )  # the operators of "triton" run plain operations where Triton cannot
-def test_slots_that_go_nowhere_may_share_the_last_row(form):
+def test_slots_that_go_nowhere_may_share_the_last_row(backend):
     every = plan(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
     rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
     is_real = (
@@ -97,11 +97,13 @@ def test_slots_that_go_nowhere_may_share_the_last_row(form):
     x, y = random(3, 4), random(6, 4)
     expected = outcome(lambda x: torch.where(is_real, reference.gather_rows(x, rows), 0), x)
     assert_all_close(
-        outcome(lambda x: torch.where(is_real, gather_rows(x, rows, form), 0), x), expected, 1e-6
+        outcome(lambda x: torch.where(is_real, gather_rows(x, rows, backend), 0), x), expected, 1e-6
     )
     expected = outcome(lambda y: reference.combine_rows(torch.where(is_real, y, 0), rows), y)
     assert_all_close(
-        outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, form), y), expected, 1e-6
+        outcome(lambda y: combine_rows(torch.where(is_real, y, 0), rows, backend), y),
+        expected,
+        1e-6,
     )
 
 
@@ -111,11 +113,11 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
-@FORMS
+@BACKENDS
 @DTYPES
 @pytest.mark.parametrize("width", [16, 20, 4100])
 def test_gathered_and_combined_rows_and_their_gradients_equal_the_referee(
-    form, dtype, tolerance, width
+    backend, dtype, tolerance, width
 ):
     rows = plan(routes(), 5)
     x, y = random(13, width, dtype=dtype), random(39, width, dtype=dtype)
@@ -124,7 +126,7 @@ def test_gathered_and_combined_rows_and_their_gradients_equal_the_referee(
         (combine_rows, reference.combine_rows, y),
     ):
         expected = outcome(lambda value, referee=referee: referee(value, rows), value.double())
-        actual = outcome(lambda value, op=op: op(value, rows, form), value)
+        actual = outcome(lambda value, op=op: op(value, rows, backend), value)
         assert actual[0].dtype == dtype
         assert_all_close(actual, expected, tolerance)
 
@@ -135,13 +137,15 @@ def test_ordered_slots_and_their_gradients_equal_the_referee():
     assert_all_close(outcome(lambda score: order_slots(score, rows), score), expected, 0)
 
 
-@FORMS
+@BACKENDS
 @DTYPES
 @pytest.mark.parametrize("width", [16, 20, 2052])
-def test_the_scored_activation_and_its_gradients_equal_the_referee(form, dtype, tolerance, width):
+def test_the_scored_activation_and_its_gradients_equal_the_referee(
+    backend, dtype, tolerance, width
+):
     gate_up, score = random(9, 2 * width, dtype=dtype), random(9, seed=2)
     expected = outcome(reference.swiglu_rows, gate_up.double(), score.double())
-    actual = outcome(lambda gate_up, score: swiglu_rows(gate_up, score, form), gate_up, score)
+    actual = outcome(lambda gate_up, score: swiglu_rows(gate_up, score, backend), gate_up, score)
     assert actual[0].dtype == dtype and actual[2].dtype == torch.float32
     assert_all_close(actual, expected, tolerance)
 
@@ -178,12 +182,14 @@ def test_an_activation_of_shapes_that_do_not_go_together_is_refused():
         swiglu_rows(random(3, 4), random(2))
 
 
-@FORMS
-def test_a_whole_mixture_compiles_to_one_graph_with_the_same_bits(form):
+@BACKENDS
+def test_a_whole_mixture_compiles_to_one_graph_with_the_same_bits(backend):
     def mixture(x, expert, up, score):
         rows = plan(expert, 5)
-        gathered = gather_rows(x, rows, form)
-        return combine_rows(swiglu_rows(gathered @ up, order_slots(score, rows), form), rows, form)
+        gathered = gather_rows(x, rows, backend)
+        return combine_rows(
+            swiglu_rows(gathered @ up, order_slots(score, rows), backend), rows, backend
+        )
 
     expert, inputs = routes(), [random(13, 8), random(8, 16), random(13, 3, seed=2)]
     expected = outcome(lambda x, up, score: mixture(x, expert, up, score), *inputs)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from orrery.kernels.token_logprob import chunked, logits, reference_token_logprob, token_logprob
+from orrery.kernels.token_logprob import chunked, plain, reference_token_logprob, token_logprob
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
@@ -31,9 +31,9 @@ def example(num_tokens=37, hidden=16, vocab=50, dtype=torch.float64, seed=0):
     )
 
 
-def outcome(op, hidden, weight, target, temperature, g, h, *chunk, **form):
+def outcome(op, hidden, weight, target, temperature, g, h, *chunk, **backend):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprob, entropy = op(hidden, weight, target, temperature, *chunk, **form)
+    logprob, entropy = op(hidden, weight, target, temperature, *chunk, **backend)
     (logprob * g + entropy * h).sum().backward()
     return logprob.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -99,10 +99,10 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
 
 
 @pytest.mark.parametrize(
-    "form", ["plain", pytest.param("triton", marks=on_a_gpu)]
+    "backend", ["plain", pytest.param("triton", marks=on_a_gpu)]
 )  # Triton's interpreter makes copies of its own
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(64, 4), (64, 1000), (3, 4)])
-def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
+def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, backend):
     vocab, sizes = 1000, []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -120,7 +120,12 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, form):
     )
     with Watch():
         logprob, entropy = token_logprob(
-            hidden.requires_grad_(), weight.requires_grad_(), target, temperature, chunk, form=form
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            target,
+            temperature,
+            chunk,
+            backend=backend,
         )
         (logprob.sum() + entropy.sum()).backward()
     largest = max(sizes)
@@ -176,12 +181,12 @@ def test_frozen_operands_and_kept_logits_cost_no_product():
             products.clear()
 
 
-def softmax_of(absorb, block, target, temperature, edges=()):
+def softmax_of(update_state, block, target, temperature, edges=()):
     """Log-prob, entropy and log-normalizer of whole rows, absorbed in parts that end at `edges`."""
-    state = logits.nothing_seen(block.shape[0], block.dtype, block.device)
+    state = plain.initial_state(block.shape[0], block.dtype, block.device)
     for first, last in zip((0, *edges), (*edges, block.shape[1]), strict=True):
-        absorb(state, block[:, first:last].contiguous(), target, temperature, first)
-    return logits.finish(state)
+        update_state(state, block[:, first:last].contiguous(), target, temperature, first)
+    return plain.finish_state(state)
 
 
 def rows_of(num_rows, vocab, seed=3):
@@ -190,7 +195,7 @@ def rows_of(num_rows, vocab, seed=3):
     block = 4 * torch.randn(num_rows, vocab, generator=generator)
     target = torch.randint(0, vocab, (num_rows,), generator=generator)
     temperature = 0.5 + torch.rand(num_rows, generator=generator)
-    _, entropy, log_normalizer = softmax_of(logits.absorb, block.double(), target, temperature)
+    _, entropy, log_normalizer = softmax_of(plain.update_state, block.double(), target, temperature)
     gradients = torch.randn(2, num_rows, generator=generator).unbind()
     return block.to(DEVICE), tuple(
         x.to(DEVICE)
@@ -204,7 +209,7 @@ def test_a_softmax_may_be_absorbed_in_any_parts(edges):
     block = block.double()
     block[0, 10], block[1, 8990] = 60, 60  # the maximum comes first in one row and late in another
     expected = torch.log_softmax(block / temperature[:, None], dim=1)
-    logprob, entropy, _ = softmax_of(logits.absorb, block.clone(), target, temperature, edges)
+    logprob, entropy, _ = softmax_of(plain.update_state, block.clone(), target, temperature, edges)
     torch.testing.assert_close(
         logprob, expected.gather(1, target[:, None]).squeeze(1), rtol=1e-12, atol=1e-12
     )
@@ -222,8 +227,8 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
     block[1] += (
         1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
     )
-    expected = softmax_of(logits.absorb, block.double(), target, temperature)
-    actual = softmax_of(triton.absorb, block, target, temperature, edges)
+    expected = softmax_of(plain.update_state, block.double(), target, temperature)
+    actual = softmax_of(triton.update_state, block, target, temperature, edges)
     rest = torch.tensor([0, 2, 3, 4], device=DEVICE)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a[rest].double(), e[rest], rtol=2e-6, atol=2e-6)
@@ -246,7 +251,7 @@ def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(
         (torch.float32, 2e-6),
         (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7),
     ):
-        expected = logits.gradient(part.double(), *rows, first_column, torch.float64)
+        expected = plain.gradient(part.double(), *rows, first_column, torch.float64)
         actual = triton.gradient(part.clone(), *rows, first_column, dtype)
         assert actual.dtype == dtype
         assert (actual.double() - expected).norm() <= tolerance * expected.norm()
@@ -260,7 +265,7 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
         for edges in ((), (3000,), (6000,)):
             block, (target, temperature, *_) = rows_of(3, 9000)
             block[1, 5000] = bad
-            for values in softmax_of(triton.absorb, block, target, temperature, edges)[:2]:
+            for values in softmax_of(triton.update_state, block, target, temperature, edges)[:2]:
                 assert values.isnan().tolist() == [False, True, False]
 
 
@@ -270,19 +275,19 @@ def test_the_whole_op_with_triton_equals_the_referee(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
     inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
     assert_close(
-        [x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, form="triton")],
+        [x.cpu() for x in outcome(token_logprob, *inputs, chunk_tokens, backend="triton")],
         expected,
         1e-6,
     )
 
 
-@pytest.mark.parametrize("form", ["plain", "triton"])
+@pytest.mark.parametrize("backend", ["plain", "triton"])
 @pytest.mark.parametrize(
     ("num_tokens", "vocab", "chunk"),
     [(37, 50, 8), (37, 50, 1), (5, 300, 64), (1000, 50, 1), (16384, 151936, 10240)],
 )
-def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, form):
-    found = chunked.tiles(num_tokens, vocab, chunk, form)
+def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, backend):
+    found = chunked.tiles(num_tokens, vocab, chunk, backend)
     sizes = [(tokens.stop - tokens.start) * (words.stop - words.start) for tokens, words in found]
     assert sum(sizes) == num_tokens * vocab and max(sizes) <= max(chunk * vocab, num_tokens)
     assert len({(tokens.start, words.start) for tokens, words in found}) == len(found)
@@ -325,9 +330,9 @@ def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * chunk * 8192 * 6
 
 
-@pytest.mark.parametrize("form", ["plain", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("backend", ["plain", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
-def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens, form):
+def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens, backend):
     hidden, weight = torch.randn(10, 8, device=DEVICE), torch.randn(12, 8, device=DEVICE)
     target, temperature = (
         torch.randint(0, 12, (10,), device=DEVICE),
@@ -337,7 +342,7 @@ def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_t
     for keep in (False, True):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logprob, entropy = token_logprob(
-            *leaves, target, temperature, chunk_tokens, keep_logits=keep, form=form
+            *leaves, target, temperature, chunk_tokens, keep_logits=keep, backend=backend
         )
         (logprob + 0.3 * entropy).sum().backward()
         found.append((logprob, entropy, *(leaf.grad for leaf in leaves)))

@@ -5,7 +5,7 @@ import pytest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.workspace import find_workspace
-from orrery.models.flops import active_parameters, executed_work, true_work
+from orrery.models.flops import active_parameters, hardware_flops, model_flops
 
 
 def _manifest(name):
@@ -26,7 +26,7 @@ def _with(trainer, checkpointing, **fields):
 )
 def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, length, whole):
     model = _manifest(name).model
-    work = true_work(model, [length])
+    work = model_flops(model, [length])
     block = (
         2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
     )  # queries and output, keys and values, router, experts
@@ -38,7 +38,7 @@ def test_the_counts_of_a_mixture_are_those_that_peers_are_measured_by(name, leng
 
 def test_short_documents_cost_less_attention_and_the_same_products():
     model = _manifest("qwen3_8b_8k").model
-    one, two = true_work(model, [16384]), true_work(model, [8192, 8192])
+    one, two = model_flops(model, [16384]), model_flops(model, [8192, 8192])
     assert (
         two.attention == one.attention / 2
         and two.projections == one.projections
@@ -49,10 +49,10 @@ def test_short_documents_cost_less_attention_and_the_same_products():
 def test_only_what_is_computed_again_is_executed_more():
     manifest = _manifest("qwen3_30b_a3b_16k")
     model, trainer = manifest.model, manifest.trainer
-    true = true_work(model, [1024])
-    kept = executed_work(model, trainer, [1024])
+    true = model_flops(model, [1024])
+    kept = hardware_flops(model, trainer, [1024])
     assert (kept.projections, kept.experts) == (true.projections, true.experts)
-    full = executed_work(model, _with(trainer, {"kind": "full"}), [1024])
+    full = hardware_flops(model, _with(trainer, {"kind": "full"}), [1024])
     assert full.projections == true.projections * 8 / 6 and full.experts == true.experts * 8 / 6
     assert full.attention == true.attention * 4.5 / 3
 
@@ -71,7 +71,10 @@ def test_what_compiled_parts_hide_between_exchanges_is_executed_again(mesh, agai
     every = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
     assert manifest.trainer.compile
     compiled = _with(manifest.trainer, every, mesh=manifest.trainer.mesh.model_dump() | mesh)
-    true, found = true_work(manifest.model, [1024]), executed_work(manifest.model, compiled, [1024])
+    true, found = (
+        model_flops(manifest.model, [1024]),
+        hardware_flops(manifest.model, compiled, [1024]),
+    )
     assert found.projections / true.projections == pytest.approx(
         8 / 6 if "projections" in again else 1
     )
@@ -79,7 +82,7 @@ def test_what_compiled_parts_hide_between_exchanges_is_executed_again(mesh, agai
     assert found.attention / true.attention == pytest.approx(
         (4.5 if "attention" in again else 3.5) / 3
     )
-    eager = executed_work(manifest.model, _with(compiled, every, compile=False), [1024])
+    eager = hardware_flops(manifest.model, _with(compiled, every, compile=False), [1024])
     assert eager.projections == true.projections and eager.experts == true.experts
 
 
@@ -87,12 +90,12 @@ def test_operations_of_a_network_of_transformers_are_not_told_from_the_manifest(
     with pytest.raises(
         OrreryError, match=r"model\.family 'hugging_face': its operations are not counted"
     ):
-        true_work(make_model("hugging_face", hf_config={"model_type": "gpt2"}), [64])
+        model_flops(make_model("hugging_face", hf_config={"model_type": "gpt2"}), [64])
 
 
 def test_frozen_weights_need_no_gradient():
     model = _manifest("qwen3_0_6b_16k").model
     assert (
-        true_work(model, [64], frozen=True).projections
-        == true_work(model, [64]).projections * 4 / 6
+        model_flops(model, [64], frozen=True).projections
+        == model_flops(model, [64]).projections * 4 / 6
     )

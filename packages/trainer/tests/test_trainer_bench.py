@@ -17,7 +17,7 @@ from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
-from orrery.models.flops import true_work
+from orrery.models.flops import model_flops
 from orrery.trainer import host_memory
 from orrery.trainer.bench import clocks, phases, report, start
 from orrery.trainer.bench import rank as bench_rank
@@ -205,7 +205,7 @@ def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
     padded, packed = measured(GEMMA, lengths), measured({}, lengths)
     assert (padded["tokens_per_s_per_device"], padded["tokens_per_step"]) == (7.5, 15)
     assert packed["true_flops_per_token"] == pytest.approx(
-        true_work(manifest().model, lengths, False).total / 15
+        model_flops(manifest().model, lengths, False).total / 15
     )
 
 

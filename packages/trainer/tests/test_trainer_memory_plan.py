@@ -22,7 +22,7 @@ from trainer_cases import MEMORY, manifest
 
 import orrery.models.mixture as mixture
 from orrery.kernels.attention import Documents
-from orrery.kernels.expert_rows import rows
+from orrery.kernels.expert_rows import dispatch as expert_rows
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
@@ -223,7 +223,9 @@ class MostOfTokens(TorchDispatchMode):
 def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkeypatch):
     """A compiled block as on a GPU, divided into passes but without code: the bytes that autograd holds after the forward pass, and of a
     mixture those that come and go in the backward pass."""
-    monkeypatch.setattr(rows, "_form", lambda x: "triton")  # the operators that a GPU's graph has
+    monkeypatch.setattr(
+        expert_rows, "_choose_backend", lambda x: "triton"
+    )  # the operators that a GPU's graph has
     monkeypatch.setattr(
         mixture, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight)
     )

@@ -13,7 +13,7 @@ import rank_threads
 import torch
 from trainer_cases import MOE, manifest
 
-from orrery.kernels.attention import Documents, forms, reference_varlen_attention
+from orrery.kernels.attention import Documents, backends, reference_varlen_attention
 from orrery.models.attention import Attention, rotary_angles
 from orrery.models.mixture import Experts, MixtureOfExperts
 from orrery.trainer.parallel.context_parallel.cut import zigzag
@@ -44,8 +44,8 @@ def calls(monkeypatch):
     """
     seen, flash4, first_that_runs, lock = (
         [],
-        forms.FORMS["flash4"],
-        forms._first_that_runs,
+        backends.BACKENDS["flash4"],
+        backends._run_first_that_succeeds,
         threading.Lock(),
     )
 
@@ -60,11 +60,13 @@ def calls(monkeypatch):
         with lock:
             return first_that_runs(*args)
 
-    if is_hopper() and flash4.library() is None:
+    if is_hopper() and flash4.load_library() is None:
         pytest.skip("NOT TESTED: FlashAttention 4 is not installed")
     passes = {name: noted(name) for name in ("forward", "backward")}
-    monkeypatch.setitem(forms.FORMS, "flash4", SimpleNamespace(supports=flash4.supports, **passes))
-    monkeypatch.setattr(forms, "_first_that_runs", one_by_one)
+    monkeypatch.setitem(
+        backends.BACKENDS, "flash4", SimpleNamespace(supports=flash4.supports, **passes)
+    )
+    monkeypatch.setattr(backends, "_run_first_that_succeeds", one_by_one)
     return seen
 
 
@@ -79,7 +81,7 @@ def check_calls(calls, device, num_ranks):
         if device == "cuda" and is_hopper()
         else []
     )
-    assert not forms._failed
+    assert not backends._failed
 
 
 def draw(seed, *shape, device="cpu", dtype=torch.float64):

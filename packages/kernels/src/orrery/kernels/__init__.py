@@ -1,1 +1,1 @@
-"""Kernels: one folder an op, each with `reference.py` (the referee, the formula in plain torch) and the forms that must agree with it."""
+"""Kernels: one folder an op. Every backend must agree with its `reference.py` in plain torch."""

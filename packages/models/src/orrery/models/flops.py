@@ -19,7 +19,7 @@ from orrery.manifest.schema import Model, Trainer
 
 
 @dataclass(frozen=True)
-class Work:
+class Flops:
     """Floating-point operations by the kind of kernel that does them."""
 
     projections: float  # dense products of blocks: attention's four, dense feed-forwards, routers, shared experts
@@ -36,7 +36,7 @@ def is_counted(model: Model) -> bool:
     return model.mla is None and model.family != "hugging_face"
 
 
-def active_parameters(model: Model) -> Work:
+def active_parameters(model: Model) -> Flops:
     """Parameters of the matrix products that one token passes; `attention` has none. Raises OrreryError where they are not counted."""
     if not is_counted(model):
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
@@ -53,14 +53,14 @@ def active_parameters(model: Model) -> Work:
             moe.num_experts * model.hidden_size + moe.num_shared_experts * expert
         )
     projections += num_dense_layers * 3 * model.hidden_size * model.intermediate_size
-    return Work(projections, experts, 0, model.vocab_size * model.hidden_size)
+    return Flops(projections, experts, 0, model.vocab_size * model.hidden_size)
 
 
-def true_work(model: Model, lengths: Sequence[int], frozen: bool = False) -> Work:
+def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Training one forward and one backward pass over documents of `lengths` tokens, every token scored."""
     each, tokens = (4 if frozen else 6), sum(lengths)
     active = active_parameters(model)
-    return Work(
+    return Flops(
         active.projections * each * tokens,
         active.experts * each * tokens,
         3 * _core(model, lengths),
@@ -68,10 +68,10 @@ def true_work(model: Model, lengths: Sequence[int], frozen: bool = False) -> Wor
     )
 
 
-def executed_work(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Work:
+def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
     """The same with what `trainer` computes again; weights beside adapters are frozen."""
     true, active, tokens = (
-        true_work(model, lengths, trainer.lora is not None),
+        model_flops(model, lengths, trainer.lora is not None),
         active_parameters(model),
         sum(lengths),
     )
@@ -80,7 +80,7 @@ def executed_work(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Wor
     if memory.activation_checkpointing.kind != "none":
         again = {"projections", "experts", "attention"} - set(trainer.kept)
     core = _core(model, lengths)
-    return Work(
+    return Flops(
         true.projections + ("projections" in again) * 2 * active.projections * tokens,
         true.experts + ("experts" in again) * 2 * active.experts * tokens,
         # 2 products forward, 5 backward

@@ -1,7 +1,8 @@
-"""Causal attention of many short documents on a GPU in float32: documents of like lengths as padded batches, in plain matrix products.
+"""Causal attention of short documents on a GPU in float32: padded batches in matrix products.
 
-For small models that are trained in float32, which no fused kernel here takes: a launch for a batch of documents instead of one for
-each. Formulas as in `plain`, batches as in `padded`. Exact in float32 (float64 for float64 inputs).
+For small models in float32, which no fused backend supports. Launches kernels per batch of
+documents instead of per document. Formulas as in `plain`, batches as in `padded`. Exact in float32
+(float64 for float64 inputs).
 """
 
 import torch
@@ -10,18 +11,13 @@ from torch import Tensor
 from orrery.kernels.attention.layout import Layout, lse_dtype
 from orrery.kernels.attention.padded import Grids
 
-_LONGEST = 1024  # a document's scores are quadratic in its length
-_SCORES = 1 << 26  # elements of scores at a time: 256 MiB in float32, three times over
+_MAX_LENGTH = 1024  # a document's scores are quadratic in its length
+_MAX_SCORES = 1 << 26  # elements at a time: 256 MiB in float32, three times over
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    return (
-        q.is_cuda
-        and lse_dtype(q) == q.dtype
-        and layout.causal
-        and layout.shared
-        and layout.max_q <= _LONGEST
-    )
+    is_causal = layout.causal and layout.is_self_attention
+    return q.is_cuda and lse_dtype(q) == q.dtype and is_causal and layout.max_q <= _MAX_LENGTH
 
 
 def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -56,29 +52,24 @@ def backward(
         ):
             weights_NGRLS = (_scores(q_NGRLD, k_NG1LD, layout.scale) - lse_NGRL1).exp()
             mean_NGRL1 = (dout_NGRLD * out_NGRLD).sum(-1, keepdim=True)
-            dscores_NGRLS = (
-                weights_NGRLS * (dout_NGRLD @ v_NG1LD.transpose(-1, -2) - mean_NGRL1) * layout.scale
-            )
+            dweights_NGRLS = dout_NGRLD @ v_NG1LD.mT - mean_NGRL1
+            dscores_NGRLS = weights_NGRLS * dweights_NGRLS * layout.scale
             gradients[0].append(_cells(dscores_NGRLS @ k_NG1LD))
-            gradients[1].append(
-                _cells((dscores_NGRLS.transpose(-1, -2) @ q_NGRLD).sum(2, keepdim=True))
-            )
-            gradients[2].append(
-                _cells((weights_NGRLS.transpose(-1, -2) @ dout_NGRLD).sum(2, keepdim=True))
-            )
+            gradients[1].append(_cells((dscores_NGRLS.mT @ q_NGRLD).sum(2, keepdim=True)))
+            gradients[2].append(_cells((weights_NGRLS.mT @ dout_NGRLD).sum(2, keepdim=True)))
     dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
     return dq_THD, dk_TGD, dv_TGD
 
 
 def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
-    """How many documents of a grid go at a time."""
-    return max(1, _SCORES // (q_THD.shape[1] * grids.sources[grid].shape[1] ** 2))
+    """Return how many documents of a grid run at a time."""
+    return max(1, _MAX_SCORES // (q_THD.shape[1] * grids.sources[grid].shape[1] ** 2))
 
 
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """[N, G, R, L, D] of each, R query heads for a key head, some documents at a time."""
+    """Split a grid's tensors into batches of [N, G, R, L, D], with R query heads a key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))
@@ -89,11 +80,11 @@ def _grouped(x_NLHD: Tensor, groups: int) -> Tensor:
 
 
 def _cells(x_NGRLD: Tensor) -> Tensor:
-    """[N · L, G · R, D]."""
+    """Return [N · L, G · R, D]."""
     return x_NGRLD.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _scores(q_NGRLD: Tensor, k_NG1LD: Tensor, scale: float) -> Tensor:
     length = q_NGRLD.shape[-2]
-    ahead_LL = torch.ones(length, length, dtype=torch.bool, device=q_NGRLD.device).triu(1)
-    return (q_NGRLD @ k_NG1LD.transpose(-1, -2) * scale).masked_fill(ahead_LL, -torch.inf)
+    future_LL = torch.ones(length, length, dtype=torch.bool, device=q_NGRLD.device).triu(1)
+    return (q_NGRLD @ k_NG1LD.mT * scale).masked_fill(future_LL, -torch.inf)

@@ -1,29 +1,29 @@
-"""cuDNN's attention on a batch of equally long documents (one document is the common case), through torch's own operator.
+"""cuDNN attention on equally long documents, commonly one, through torch's operator.
 
-Grouped heads go in as they are. Torch builds a plan the first time that a shape (documents, length, heads, head size) is seen, which
-costs some 100 ms, and keeps it for the life of the thread. So this form takes lengths that somebody chose, multiples of 256, which come
-again in every step; a length that comes of a document's own text is left to the other forms.
+Torch builds a plan per shape (documents, length, heads, head size), which takes some 100 ms, and
+keeps it for the life of the thread. Hence only multiples of 256 are supported: configured lengths,
+which recur in every step. The other backends compute lengths that depend on the data.
 """
 
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention.layout import Layout
-from orrery.kernels.attention.signatures import takes
+from orrery.kernels.attention.layout import Layout, has_signatures
 
 _SIGNATURES = {
-    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
-    "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp "
+    "dropout_p is_causal return_debug_mask scale",
+    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp "
+    "philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
 }
 
-_STEP = 256
+_LENGTH_MULTIPLE = 256
 
 
 def runs_on(q: Tensor) -> bool:
-    """Devices and dtypes for which cuDNN's kernels are the fast ones, with head sizes that its backward pass takes.
+    """Return whether cuDNN is fast on this device and dtype, and its backward has the head size.
 
-    Its gradients differ in their last bits from run to run; where torch is asked for the same bits, FlashAttention gives them.
+    Its gradients differ in their last bits between runs, so deterministic runs use FlashAttention.
     """
     return (
         q.is_cuda
@@ -37,16 +37,12 @@ def runs_on(q: Tensor) -> bool:
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    # cuDNN lines up a causal mask's beginnings, this room its ends: the same thing only where queries and keys are as many.
-    square = not layout.causal or q.shape[0] == k.shape[0]
-    again = q.shape[0] % (_STEP * max(layout.num_documents, 1)) == 0
-    return (
-        runs_on(q)
-        and square
-        and again
-        and layout.dense(q.shape[0], k.shape[0])
-        and takes(_SIGNATURES)
-    )
+    num_q, num_k = q.shape[0], k.shape[0]
+    # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree for equal lengths.
+    agrees = not layout.causal or num_q == num_k
+    recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
+    fits = agrees and recurs and layout.is_dense(num_q, num_k)
+    return runs_on(q) and fits and has_signatures(_SIGNATURES)
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -70,29 +66,13 @@ def backward(
     dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD = (
         _batch(x, layout.num_documents) for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD)
     )
-    lse_NHL1 = (
-        lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()[..., None]
-    )
-    random_state = torch.zeros(
-        (), dtype=torch.int64, device=q_THD.device
-    )  # of dropout, which there is none of
+    lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
+    tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
+    rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # for dropout only
+    lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
+    options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout_NHLD,
-        q_NHLD,
-        k_NGMD,
-        v_NGMD,
-        out_NHLD,
-        lse_NHL1,
-        random_state,
-        random_state,
-        None,
-        None,
-        None,
-        q_NHLD.shape[2],
-        k_NGMD.shape[2],
-        0.0,
-        layout.causal,
-        scale=layout.scale,
+        *tensors, *options, scale=layout.scale
     )
     dq_THD, dk_SGD, dv_SGD = (_packed(x) for x in gradients)
     return dq_THD, dk_SGD, dv_SGD

@@ -1,8 +1,9 @@
-"""cuDNN's attention on packed documents of any lengths, grouped heads as they are, through NVIDIA's `cudnn` package where it is installed.
+"""cuDNN attention on packed documents of any lengths, through NVIDIA's `cudnn` package.
 
-Torch's own operator takes packed documents too, but up to torch 2.13 it builds its cuDNN plan anew in every call (some 40 ms), which
-no training step can pay. Here plans are kept, and few: the number of documents, the longest of them and the number of tokens are
-rounded up, and the documents that this adds are empty. Needs `pip install nvidia-cudnn-frontend`, never a hard import.
+Torch's own operator supports packed documents, but up to torch 2.13 it builds a cuDNN plan in every
+call, which takes some 40 ms. This backend caches plans. To need few, it rounds up the number of
+documents, the longest length and the number of tokens; the added documents are empty.
+Optional: `pip install nvidia-cudnn-frontend`.
 """
 
 import logging
@@ -20,41 +21,34 @@ from orrery.kernels.attention.layout import Layout
 
 log = logging.getLogger("orrery.kernels.attention")
 
-# A plan and a handle are for one thread at a time, and backward passes run in threads of their own.
-_one_at_a_time = threading.Lock()
+# Plans and handles are not thread-safe, and backward passes run in threads of their own.
+_lock = threading.Lock()
 
 
 @cache
-def library() -> Any:
-    """The `cudnn` package, or None where it is not installed or knows no packed backward pass; said once."""
+def load_library() -> Any:
+    """Import the `cudnn` package. Return None if it is missing or has no packed backward pass."""
     try:
         import cudnn
 
         cudnn.pygraph.sdpa_backward, cudnn.diagonal_alignment.TOP_LEFT  # noqa: B018
-    except (
-        Exception
-    ) as error:  # an installed package that does not load must not stop a run that can do without
+    except Exception as error:  # a broken package must not stop the run
         log.info(
             "packed documents run without cuDNN: %s: %s (`pip install nvidia-cudnn-frontend`)",
-            type(error).__name__,
-            error,
+            *(type(error).__name__, error),
         )
         return None
     return cudnn
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    # cuDNN lines up a causal mask's beginnings, this room its ends: the same thing only for one set of tokens.
-    return (
-        cudnn_dense.runs_on(q)
-        and (layout.shared or not layout.causal)
-        and k.shape[0] > 0
-        and library() is not None
-    )
+    # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree in self-attention.
+    agrees = layout.is_self_attention or not layout.causal
+    return cudnn_dense.runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 
 
-class Shape(NamedTuple):
-    """What a plan is built for."""
+class PlanShape(NamedTuple):
+    """The inputs that a plan is built for."""
 
     num_documents: int
     max_q: int
@@ -70,13 +64,13 @@ class Shape(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, q_THD: Tensor, k_SGD: Tensor, layout: Layout) -> "Shape":
+    def of(cls, q_THD: Tensor, k_SGD: Tensor, layout: Layout) -> "PlanShape":
         return cls(
             num_documents=1 << max(layout.num_documents - 1, 0).bit_length(),
-            max_q=rounded(layout.max_q),
-            max_k=rounded(layout.max_k),
-            total_q=rounded(q_THD.shape[0]),
-            total_k=rounded(k_SGD.shape[0]),
+            max_q=round_up(layout.max_q),
+            max_k=round_up(layout.max_k),
+            total_q=round_up(q_THD.shape[0]),
+            total_k=round_up(k_SGD.shape[0]),
             num_heads=q_THD.shape[1],
             num_groups=k_SGD.shape[1],
             head_dim=q_THD.shape[2],
@@ -87,25 +81,21 @@ class Shape(NamedTuple):
         )
 
 
-def rounded(count: int) -> int:
-    """The least of 128, 192, 256, 384, 512, 768, … that is not below `count`."""
+def round_up(count: int) -> int:
+    """Return the least of 128, 192, 256, 384, 512, 768, … that is at least `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    shape = Shape.of(q_THD, k_SGD, layout)
+    shape = PlanShape.of(q_THD, k_SGD, layout)
     out_THD = torch.empty_like(q_THD)
     lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-    _run(
-        _plan(shape, False),
-        shape,
-        layout,
-        {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH},
-    )
+    data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH}
+    _run(_plan(shape, False), shape, layout, data)
     lse_HT = lse_TH.t().contiguous()
-    if not layout.shared:
-        alone_T = _without_keys(q_THD, layout)
+    if not layout.is_self_attention:
+        alone_T = _without_keys(layout.cu_seqlens_q, layout.cu_seqlens_k, q_THD.shape[0])
         out_THD.masked_fill_(alone_T[:, None, None], 0.0)
         lse_HT.masked_fill_(alone_T, -torch.inf)
     return out_THD, lse_HT
@@ -120,184 +110,162 @@ def backward(
     lse_HT: Tensor,
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = Shape.of(q_THD, k_SGD, layout)
+    shape = PlanShape.of(q_THD, k_SGD, layout)
     dq_THD, dk_SGD, dv_SGD = (torch.empty_like(x) for x in (q_THD, k_SGD, v_SGD))
-    inputs = {
-        "q": q_THD,
-        "k": k_SGD,
-        "v": v_SGD,
-        "o": out_THD,
-        "do": dout_THD,
-        "stats": lse_HT.t().contiguous(),
-    }
-    _run(_plan(shape, True), shape, layout, inputs | {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD})
-    if not layout.shared:
-        dq_THD.masked_fill_(_without_keys(q_THD, layout)[:, None, None], 0.0)
-        alone_S = _without_keys(
-            k_SGD,
-            layout._replace(cu_seqlens_q=layout.cu_seqlens_k, cu_seqlens_k=layout.cu_seqlens_q),
-        )
+    data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "do": dout_THD}
+    data |= {"stats": lse_HT.t().contiguous(), "dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
+    _run(_plan(shape, True), shape, layout, data)
+    if not layout.is_self_attention:
+        cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
+        dq_THD.masked_fill_(_without_keys(cu_q, cu_k, q_THD.shape[0])[:, None, None], 0.0)
+        unread_S = _without_keys(cu_k, cu_q, k_SGD.shape[0])
         for gradient_SGD in (dk_SGD, dv_SGD):
-            gradient_SGD.masked_fill_(alone_S[:, None, None], 0.0)
+            gradient_SGD.masked_fill_(unread_S[:, None, None], 0.0)
     return dq_THD, dk_SGD, dv_SGD
 
 
-def _without_keys(q_THD: Tensor, layout: Layout) -> Tensor:
-    """Bool [T]: the queries whose document has no keys, where a kernel's outputs are of no meaning."""
-    empty_N = layout.cu_seqlens_k.diff() == 0
-    return empty_N.repeat_interleave(layout.cu_seqlens_q.diff(), output_size=q_THD.shape[0])
+def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
+    """Return bool [T]: queries of documents without keys. Their outputs are undefined."""
+    empty_N = cu_seqlens_k.diff() == 0
+    return empty_N.repeat_interleave(cu_seqlens_q.diff(), output_size=num_q)
 
 
-class Plan(NamedTuple):
+class ExecutionPlan(NamedTuple):
     graph: Any
     tensors: dict[str, Any]
     workspace_bytes: int
 
 
 @lru_cache(maxsize=256)
-def _plan(shape: Shape, backward: bool) -> Plan:
-    cudnn = library()
+def _plan(shape: PlanShape, backward: bool) -> ExecutionPlan:
+    cudnn = load_library()
     with _ready(shape.device) as handle:
-        graph, tensors = described(cudnn, shape, backward, handle)
+        graph, tensors = build_graph(cudnn, shape, backward, handle)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return Plan(graph, tensors, graph.get_workspace_size())
+        return ExecutionPlan(graph, tensors, graph.get_workspace_size())
 
 
-def described(
-    cudnn: Any, shape: Shape, backward: bool, handle: Any = None
+def build_graph(
+    cudnn: Any, shape: PlanShape, backward: bool, handle: Any = None
 ) -> tuple[Any, dict[str, Any]]:
-    """cuDNN's graph of one pass, not built yet, and its tensors by name."""
-    types = cudnn.data_type
-    io = {torch.bfloat16: types.BFLOAT16, torch.float16: types.HALF}[shape.dtype]
-    options = {} if handle is None else {"handle": handle}
-    graph = cudnn.pygraph(
-        io_data_type=io,
-        intermediate_data_type=types.FLOAT,
-        compute_data_type=types.FLOAT,
-        **options,
-    )
-    n, tensors = shape.num_documents, {}
+    """Return cuDNN's graph of one pass, without a plan, and its tensors by name."""
+    graph = _GraphBuilder(cudnn, shape, handle)
+    if backward:
+        graph.add_backward()
+    else:
+        graph.add_forward()
+    return graph.graph, graph.tensors
 
-    def whole_numbers(name: str, count: int, data_type: Any) -> None:
-        tensors[name] = graph.tensor(
-            name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type
-        )
 
-    for side in ("q", "k"):
-        whole_numbers(f"lengths_{side}", n, types.INT32)
-    for offsets in ("q_offsets", "k_offsets", "stats_offsets"):
-        whole_numbers(offsets, n + 1, types.INT64)
+class _GraphBuilder:
+    """Describe one pass to cuDNN: each tensor's dims, strides and ragged offsets."""
 
-    # The strides of one document's [heads, tokens, head size] in the packed tensor; where a document begins, its offset says.
-    queries = (
-        [n, shape.num_heads, shape.max_q, shape.head_dim],
-        [shape.max_q * shape.num_heads * shape.head_dim],
-    )
-    keys = (
-        [n, shape.num_groups, shape.max_k, shape.head_dim],
-        [shape.max_k * shape.num_groups * shape.head_dim],
-    )
-    dims = {
-        "q": queries,
-        "k": keys,
-        "v": keys,
-        "o": queries,
-        "do": queries,
-        "dq": queries,
-        "dk": keys,
-        "dv": keys,
-    }
-    strides = {
-        name: [*outer, shape.head_dim, dim[1] * shape.head_dim, 1]
-        for name, (dim, outer) in dims.items()
-    }
-    stats_dim, stats_stride = (
-        [n, shape.num_heads, shape.max_q, 1],
-        [shape.num_heads * shape.max_q, 1, shape.num_heads, 1],
-    )
-
-    def given(name: str) -> Any:
-        tensors[name] = graph.tensor(
-            name=name, dim=dims[name][0], stride=strides[name], data_type=io
-        )
-        tensors[name].set_ragged_offset(
-            tensors["q_offsets" if dims[name] is queries else "k_offsets"]
-        )
-        return tensors[name]
-
-    def found(name: str, tensor: Any) -> None:
-        tensor.set_output(True).set_data_type(io).set_dim(dims[name][0]).set_stride(strides[name])
-        tensor.set_ragged_offset(tensors["q_offsets" if dims[name] is queries else "k_offsets"])
-        tensors[name] = tensor
-
-    masks = {
-        "use_padding_mask": True,
-        "seq_len_q": tensors["lengths_q"],
-        "seq_len_kv": tensors["lengths_k"],
-    }
-    if shape.causal:
-        masks |= {
-            "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
-            "diagonal_band_right_bound": 0,
+    def __init__(self, cudnn: Any, shape: PlanShape, handle: Any) -> None:
+        self.shape, self.types = shape, cudnn.data_type
+        half = {torch.bfloat16: self.types.BFLOAT16, torch.float16: self.types.HALF}
+        self.io = half[shape.dtype]
+        options = {} if handle is None else {"handle": handle}
+        options |= dict.fromkeys(("intermediate_data_type", "compute_data_type"), self.types.FLOAT)
+        self.graph = cudnn.pygraph(io_data_type=self.io, **options)
+        self.tensors: dict[str, Any] = {}
+        for name in ("lengths_q", "lengths_k"):
+            self._add_integers(name, shape.num_documents, self.types.INT32)
+        for name in ("q_offsets", "k_offsets", "stats_offsets"):
+            self._add_integers(name, shape.num_documents + 1, self.types.INT64)
+        self.options = {
+            "attn_scale": shape.scale,
+            "use_padding_mask": True,
+            "seq_len_q": self.tensors["lengths_q"],
+            "seq_len_kv": self.tensors["lengths_k"],
         }
-    inputs = {name: given(name) for name in ("q", "k", "v")}
-    if not backward:
-        out, stats = graph.sdpa(
-            name="attention", **inputs, attn_scale=shape.scale, generate_stats=True, **masks
+        if shape.causal:
+            self.options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+            self.options["diagonal_band_right_bound"] = 0
+
+    def add_forward(self) -> None:
+        inputs = {name: self._input(name) for name in ("q", "k", "v")}
+        out, stats = self.graph.sdpa(
+            name="attention", **inputs, generate_stats=True, **self.options
         )
-        found("o", out)
-        stats.set_output(True).set_data_type(types.FLOAT).set_dim(stats_dim).set_stride(
-            stats_stride
+        self._set_output("o", out)
+        dim, stride = self._stats_dims()
+        stats.set_output(True).set_data_type(self.types.FLOAT).set_dim(dim).set_stride(stride)
+        stats.set_ragged_offset(self.tensors["stats_offsets"])
+        self.tensors["stats"] = stats
+
+    def add_backward(self) -> None:
+        inputs = {name: self._input(name) for name in ("q", "k", "v", "o")}
+        dim, stride = self._stats_dims()
+        stats = self.graph.tensor(name="stats", dim=dim, stride=stride, data_type=self.types.FLOAT)
+        stats.set_ragged_offset(self.tensors["stats_offsets"])
+        self.tensors["stats"] = stats
+        gradients = self.graph.sdpa_backward(
+            name="attention_backward",
+            **inputs,
+            dO=self._input("do"),
+            stats=stats,
+            max_total_seq_len_q=self.shape.total_q,
+            max_total_seq_len_kv=self.shape.total_k,
+            **self.options,
         )
-        stats.set_ragged_offset(tensors["stats_offsets"])
-        tensors["stats"] = stats
-        return graph, tensors
-    tensors["stats"] = graph.tensor(
-        name="stats", dim=stats_dim, stride=stats_stride, data_type=types.FLOAT
-    )
-    tensors["stats"].set_ragged_offset(tensors["stats_offsets"])
-    gradients = graph.sdpa_backward(
-        name="attention_backward",
-        **inputs,
-        o=given("o"),
-        dO=given("do"),
-        stats=tensors["stats"],
-        attn_scale=shape.scale,
-        max_total_seq_len_q=shape.total_q,
-        max_total_seq_len_kv=shape.total_k,
-        **masks,
-    )
-    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        found(name, gradient)
-    return graph, tensors
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            self._set_output(name, gradient)
+
+    def _add_integers(self, name: str, count: int, data_type: Any) -> None:
+        sizes = {"dim": [count, 1, 1, 1], "stride": [1, 1, 1, 1]}
+        self.tensors[name] = self.graph.tensor(name=name, **sizes, data_type=data_type)
+
+    def _input(self, name: str) -> Any:
+        dim, stride, offsets = self._dims(name)
+        tensor = self.graph.tensor(name=name, dim=dim, stride=stride, data_type=self.io)
+        tensor.set_ragged_offset(offsets)
+        self.tensors[name] = tensor
+        return tensor
+
+    def _set_output(self, name: str, tensor: Any) -> None:
+        dim, stride, offsets = self._dims(name)
+        tensor.set_output(True).set_data_type(self.io).set_dim(dim).set_stride(stride)
+        tensor.set_ragged_offset(offsets)
+        self.tensors[name] = tensor
+
+    def _dims(self, name: str) -> tuple[list[int], list[int], Any]:
+        """Return dims and strides of a document's [heads, tokens, head size], and the offsets."""
+        shape, is_key = self.shape, name in ("k", "v", "dk", "dv")
+        heads, longest = shape.num_heads, shape.max_q
+        if is_key:
+            heads, longest = shape.num_groups, shape.max_k
+        row = heads * shape.head_dim
+        dim = [shape.num_documents, heads, longest, shape.head_dim]
+        offsets = self.tensors["k_offsets" if is_key else "q_offsets"]
+        return dim, [longest * row, shape.head_dim, row, 1], offsets
+
+    def _stats_dims(self) -> tuple[list[int], list[int]]:
+        heads, longest = self.shape.num_heads, self.shape.max_q
+        return [self.shape.num_documents, heads, longest, 1], [heads * longest, 1, heads, 1]
 
 
-def _run(plan: Plan, shape: Shape, layout: Layout, data: dict[str, Tensor]) -> None:
-    cu_q, lengths_q = _padded(layout.cu_seqlens_q, shape.num_documents)
-    cu_k, lengths_k = (
-        (cu_q, lengths_q) if layout.shared else _padded(layout.cu_seqlens_k, shape.num_documents)
-    )
-    q_offsets, stats_offsets = (
-        _strides(shape.device, shape.num_heads * shape.head_dim, shape.num_heads) * cu_q
-    )
-    (k_offsets,) = _strides(shape.device, shape.num_groups * shape.head_dim) * cu_k
+def _run(plan: ExecutionPlan, shape: PlanShape, layout: Layout, data: dict[str, Tensor]) -> None:
+    cu_q, lengths_q = _pad_documents(layout.cu_seqlens_q, shape.num_documents)
+    cu_k, lengths_k = cu_q, lengths_q
+    if not layout.is_self_attention:
+        cu_k, lengths_k = _pad_documents(layout.cu_seqlens_k, shape.num_documents)
+    elements = (shape.num_heads * shape.head_dim, shape.num_heads)
+    q_offsets, stats_offsets = _elements(shape.device, *elements) * cu_q
+    (k_offsets,) = _elements(shape.device, shape.num_groups * shape.head_dim) * cu_k
     data = data | {"q_offsets": q_offsets, "k_offsets": k_offsets, "stats_offsets": stats_offsets}
     data |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
-    workspace = torch.empty(
-        max(plan.workspace_bytes, 1), dtype=torch.uint8, device=data["q"].device
-    )
+    workspace = data["q"].new_empty(max(plan.workspace_bytes, 1), dtype=torch.uint8)
     with _ready(shape.device) as handle:
-        plan.graph.execute(
-            {plan.tensors[name]: tensor for name, tensor in data.items()}, workspace, handle=handle
-        )
+        tensors = {plan.tensors[name]: tensor for name, tensor in data.items()}
+        plan.graph.execute(tensors, workspace, handle=handle)
 
 
-def _padded(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Offsets [num_documents + 1] and lengths [num_documents], i32, with empty documents at the end."""
+def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
+    """Append empty documents. Return offsets [num_documents + 1] and lengths, both i32."""
     missing = num_documents + 1 - len(cu_seqlens)
     if missing:
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))
@@ -306,20 +274,20 @@ def _padded(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _strides(device: torch.device, *elements: int) -> Tensor:
-    """i64 [len(elements), 1]: the elements a token takes in a packed tensor."""
+def _elements(device: torch.device, *elements: int) -> Tensor:
+    """Return i64 [len(elements), 1]: elements a token in a packed tensor."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 
 @contextmanager
 def _ready(device: torch.device) -> Iterator[Any]:
-    """cuDNN's handle on this device and its current stream, for this thread alone."""
-    with torch.cuda.device(device), _one_at_a_time:
+    """Yield cuDNN's handle for this device's current stream, for this thread alone."""
+    with torch.cuda.device(device), _lock:
         handle = _handle(device)
-        library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        load_library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
         yield handle
 
 
 @cache
 def _handle(device: torch.device) -> Any:
-    return library().create_handle()
+    return load_library().create_handle()

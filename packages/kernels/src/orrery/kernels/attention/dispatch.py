@@ -1,10 +1,17 @@
-"""Attention over packed documents as callers ask for it: checked here, done by the operator."""
+"""Public attention functions, and the two custom operators behind them.
+
+- `torch.compile(fullgraph=True)` traces through `orrery::varlen_attention_forward` and
+  `orrery::varlen_attention_backward`. Lengths are symbolic: a new packing does not recompile.
+- The forward operator's outputs are all that the backward needs. Attention is recomputed only if
+  a checkpoint policy does not save `torch.ops.orrery.varlen_attention_forward.default`.
+- The operators choose the backend at run time.
+"""
 
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import operator  # noqa: F401  (registers torch.ops.orrery.varlen_attention_*)
-from orrery.kernels.attention.documents import Documents
+from orrery.kernels.attention import backends
+from orrery.kernels.attention.layout import Documents, Layout, lse_dtype
 
 
 def varlen_attention(
@@ -14,18 +21,16 @@ def varlen_attention(
     cu_seqlens: Tensor | Documents,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Causal attention inside each packed document, scaled by head_dim^-1/2: [T, H, D] in q's dtype. Differentiable.
+    """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    q [T, H, D]; k, v [T, G, D] with H a multiple of G (query head h reads group h // (H / G)); cu_seqlens i32 [n + 1] from 0 to T,
-    or the `Documents` made of it, which layers share.
+    Scores are scaled by head_dim^-1/2. q [T, H, D]; k, v [T, G, D] with H a multiple of G: query
+    head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`.
     """
-    documents = (
-        cu_seqlens if isinstance(cu_seqlens, Documents) else Documents(cu_seqlens, max_seqlen)
-    )
-    offsets, longest = documents.cu_seqlens, documents.max_seqlen
-    return varlen_attention_with_lse(q_THD, k_TGD, v_TGD, offsets, offsets, longest, longest, True)[
-        0
-    ]
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = Documents(cu_seqlens, max_seqlen)
+    offsets, longest = cu_seqlens.cu_seqlens, cu_seqlens.max_seqlen
+    sides = (offsets, offsets, longest, longest, True)
+    return varlen_attention_with_lse(q_THD, k_TGD, v_TGD, *sides)[0]
 
 
 def varlen_attention_with_lse(
@@ -38,29 +43,21 @@ def varlen_attention_with_lse(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D], differentiable, and the log-sum-exp of each query's scores, float32 [T, H], which is not.
+    """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], which is not.
 
-    Queries and keys have offsets of their own, of as many documents. `causal` lines up ends: query a of l sees keys up to a + m − l
-    of m. A query that sees no key gets zeros and −∞.
+    Queries and keys have separate offsets of as many documents. See `Layout` for `causal`.
+    A query without keys gets zeros and −∞. Raise ValueError unless H is a multiple of G.
     """
-    if q_THD.shape[1] % k_SGD.shape[1]:
-        raise ValueError(
-            f"{q_THD.shape[1]} query heads are not a multiple of {k_SGD.shape[1]} key heads"
-        )
-    out_THD, lse_HT = torch.ops.orrery.varlen_attention_forward(
-        q_THD,
-        k_SGD,
-        v_SGD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_q,
-        max_k,
-        causal,
-        q_THD.shape[-1] ** -0.5,
-    )
+    num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
+    if num_heads % num_groups:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_groups} key heads")
+    sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
+    scale = q_THD.shape[-1] ** -0.5
+    out_THD, lse_HT = torch.ops.orrery.varlen_attention_forward(q_THD, k_SGD, v_SGD, *sides, scale)
     return out_THD, lse_HT.t()
 
 
+@torch.no_grad()
 def attention_forward(
     q_THD: Tensor,
     k_SGD: Tensor,
@@ -71,13 +68,12 @@ def attention_forward(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`varlen_attention_with_lse` without a graph, for an autograd function that calls `attention_backward` itself."""
-    with torch.no_grad():
-        return varlen_attention_with_lse(
-            q_THD, k_SGD, v_SGD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal
-        )
+    """`varlen_attention_with_lse` without a graph, for callers of `attention_backward`."""
+    sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
+    return varlen_attention_with_lse(q_THD, k_SGD, v_SGD, *sides)
 
 
+@torch.no_grad()
 def attention_backward(
     dout_THD: Tensor,
     q_THD: Tensor,
@@ -91,24 +87,77 @@ def attention_backward(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in q's, k's, v's dtypes.
+    """Return dq, dk, dv in the dtypes of q, k, v.
 
-    `out` and `lse` [T, H] may be those of attention over more keys than these, of which these are a part, as in ring attention: the sum of
-    dq over the parts, and each part's dk and dv, are then the gradients of the whole. Gradients of a part come rounded to the
-    inputs' dtype: add them up in float32.
+    The keys may be a part of those that `out` and `lse` [T, H] cover, as in ring attention. The
+    whole gradient is then the sum of dq over the parts, and each part's dk and dv. Sum in float32:
+    each part is rounded to the inputs' dtype.
     """
-    with torch.no_grad():
-        return torch.ops.orrery.varlen_attention_backward(
-            dout_THD,
-            q_THD,
-            k_SGD,
-            v_SGD,
-            out_THD,
-            lse_TH.t().contiguous(),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_q,
-            max_k,
-            causal,
-            q_THD.shape[-1] ** -0.5,
-        )
+    tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
+    sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
+    return torch.ops.orrery.varlen_attention_backward(*tensors, *sides, q_THD.shape[-1] ** -0.5)
+
+
+@torch.library.custom_op("orrery::varlen_attention_forward", mutates_args=())
+def varlen_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and lse [H, T] of q [T, H, D], k and v [S, G, D]."""
+    layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
+    return backends.forward(q, k, v, layout)
+
+
+@varlen_attention_forward.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
+
+
+@torch.library.custom_op("orrery::varlen_attention_backward", mutates_args=())
+def varlen_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
+    return backends.backward(dout, q, k, v, out, lse, layout)
+
+
+@varlen_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+
+
+def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
+    if dout is None:
+        return (None,) * 9
+    saved = (*ctx.saved_tensors, *ctx.options)
+    gradients = torch.ops.orrery.varlen_attention_backward(dout, *saved)
+    return *gradients, *(None,) * 6
+
+
+varlen_attention_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,15 +1,15 @@
-"""Torch's own FlashAttention 2 on the packed tensors: half precision on a GPU, any layout."""
+"""Torch's own FlashAttention 2: half precision on a GPU, any layout."""
 
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention.layout import Layout
-from orrery.kernels.attention.signatures import takes
+from orrery.kernels.attention.layout import Layout, has_signatures
 
 _SIGNATURES = {
-    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale",
-    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
-    "rng_state unused scale",
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p "
+    "is_causal return_debug_mask scale",
+    "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k "
+    "max_q max_k dropout_p is_causal rng_state unused scale",
 }
 
 
@@ -20,7 +20,7 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
         and q.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        and takes(_SIGNATURES)
+        and has_signatures(_SIGNATURES)
     )
 
 
@@ -29,7 +29,7 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         q_THD, k_SGD, v_SGD, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
     )
-    if not layout.shared:  # the kernel gives +∞ to a query without keys; a merge of parts needs the logarithm of nothing, −∞
+    if not layout.is_self_attention:  # the kernel gives +∞ to a query without keys, not −∞
         lse_HT = lse_HT.masked_fill(lse_HT == torch.inf, -torch.inf)
     return out_THD, lse_HT
 
@@ -44,23 +44,8 @@ def backward(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_q, cu_k, max_q, max_k, causal, scale = layout
-    # The random state matters to dropout alone, and there is none.
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)  # for dropout only
     unused = torch.empty(0, device=q_THD.device)
-    return torch.ops.aten._flash_attention_backward(
-        dout_THD,
-        q_THD,
-        k_SGD,
-        v_SGD,
-        out_THD,
-        lse_HT,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        0.0,
-        causal,
-        random_state,
-        unused,
-        scale=scale,
-    )
+    tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT)
+    options = (cu_q, cu_k, max_q, max_k, 0.0, causal, rng_state, unused)
+    return torch.ops.aten._flash_attention_backward(*tensors, *options, scale=scale)

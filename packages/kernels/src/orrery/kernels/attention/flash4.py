@@ -1,10 +1,11 @@
-"""FlashAttention 4's kernels for Hopper on packed documents of any lengths, grouped heads as they are, where the package is installed.
+"""FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
-CuTe DSL compiles them, some seconds a pass, when a host first meets a head shape, for all lengths that are taken here, and keeps them in a
-folder that is this user's alone. Its gradients add up in no fixed order; where torch is asked for the same bits, FlashAttention 2 gives
-them. It takes what it was measured on (benchmarks/kernels/attention.json): bfloat16, causal attention of documents to themselves, 128
-numbers a head, 2, 4 or 8 query heads to a key head. Packs of short documents alone, and of more than 256, would be other kernels. Needs
-`pip install flash-attn-4`, never a hard import.
+- CuTe DSL compiles a kernel per pass and head shape, which takes seconds, and caches it in a folder
+  that only this user can write.
+- Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
+- Limited to the measured cases (benchmarks/kernels/attention.json): bfloat16, causal
+  self-attention, head size 128, 2, 4 or 8 query heads a key head. Packs with only short documents,
+  or with more than 256, would compile further kernels.
 """
 
 import contextlib
@@ -25,37 +26,40 @@ from orrery.kernels.attention.layout import Layout
 
 log = logging.getLogger("orrery.kernels.attention")
 
-_TAKEN = {
-    "_flash_attn_fwd": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal return_lse",
-    "_flash_attn_bwd": "q k v out dout lse softmax_scale causal cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+_SIGNATURES = {
+    "_flash_attn_fwd": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "softmax_scale causal return_lse",
+    "_flash_attn_bwd": "q k v out dout lse softmax_scale causal "
+    "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
 }
 
 
 @cache
-def library() -> Any:
-    """The package's interface, or None where it is not installed or takes other arguments; said once."""
-    _keep_what_is_compiled()
+def load_library() -> Any:
+    """Import the package's interface. Return None if it is missing or has other parameters."""
+    _set_compile_cache()
     try:
         from flash_attn.cute import interface
 
         missing = [
             f"{name}({word})"
-            for name, words in _TAKEN.items()
+            for name, words in _SIGNATURES.items()
             for word in words.split()
             if word not in inspect.signature(getattr(interface, name)).parameters
         ]
         if missing:
             raise AttributeError(f"no {', '.join(missing)}")
-    except (
-        Exception
-    ) as error:  # an installed package that does not load must not stop a run that can do without
+    except Exception as error:  # a broken package must not stop the run
         log.info("attention runs without FlashAttention 4: %s: %s", type(error).__name__, error)
         return None
     return interface
 
 
-def _keep_what_is_compiled() -> None:
-    """Before the package is imported: it runs what it finds kept, and its own choice of a folder is a name that anybody can take."""
+def _set_compile_cache() -> None:
+    """Cache compiled kernels in a folder that only this user can write, before the import.
+
+    The package executes what its cache holds, and any user can create its default folder.
+    """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -78,14 +82,14 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
         and layout.num_documents <= 256
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and layout.causal
-        and layout.shared
-        and library() is not None
+        and layout.is_self_attention
+        and load_library() is not None
     )
 
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    with _as_one_that_cannot():
-        out_THD, lse_HT, *_ = library()._flash_attn_fwd(
+    with _as_runtime_error():
+        out_THD, lse_HT, *_ = load_library()._flash_attn_fwd(
             q_THD, k_SGD, v_SGD, return_lse=True, **_documents(layout)
         )
     return out_THD, lse_HT
@@ -100,16 +104,19 @@ def backward(
     lse_HT: Tensor,
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _as_one_that_cannot():
-        dq_THD, dk_SGD, dv_SGD, *_ = library()._flash_attn_bwd(
+    with _as_runtime_error():
+        dq_THD, dk_SGD, dv_SGD, *_ = load_library()._flash_attn_bwd(
             q_THD, k_SGD, v_SGD, out_THD, dout_THD, lse_HT, **_documents(layout)
         )
     return dq_THD, dk_SGD, dv_SGD
 
 
 @contextlib.contextmanager
-def _as_one_that_cannot() -> Iterator[None]:
-    """What the package says of arguments that it does not take, and of a folder that it cannot write, is no end: other forms can."""
+def _as_runtime_error() -> Iterator[None]:
+    """Raise the package's refusals as RuntimeError, after which another backend runs.
+
+    It refuses arguments that it does not support, and cache folders that it cannot write.
+    """
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:
@@ -117,11 +124,11 @@ def _as_one_that_cannot() -> Iterator[None]:
 
 
 def _documents(layout: Layout) -> dict[str, Any]:
-    cu_q, cu_k, max_q, max_k, causal, scale = layout
-    names = {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": max_q,
-        "max_seqlen_k": max_k,
+    return {
+        "cu_seqlens_q": layout.cu_seqlens_q,
+        "cu_seqlens_k": layout.cu_seqlens_k,
+        "max_seqlen_q": layout.max_q,
+        "max_seqlen_k": layout.max_k,
+        "causal": layout.causal,
+        "softmax_scale": layout.scale,
     }
-    return names | {"causal": causal, "softmax_scale": scale}

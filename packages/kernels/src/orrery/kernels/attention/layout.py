@@ -1,17 +1,39 @@
-"""What a form of attention is asked for, beside its tensors: which queries meet which keys, and how scores are scaled."""
+"""The packing, the dtype of log-sum-exps, and a check of torch's private operators."""
 
 import itertools
+import logging
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+log = logging.getLogger("orrery.kernels.attention")
+
+
+class Documents:
+    """Packed documents: document i owns tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+
+    A model builds it once a forward pass; its layers share it, also inside compiled code.
+    `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens.
+    `max_seqlen` is at least the longest document's length. Without it the constructor reads
+    `cu_seqlens`, which copies from the device and cannot run in compiled code.
+    Both may change between steps without a recompilation.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
+        self.cu_seqlens = cu_seqlens
+        if max_seqlen is None:
+            max_seqlen = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+        self.max_seqlen = max_seqlen
+
 
 class Layout(NamedTuple):
-    """Document i's queries are `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, its keys and values `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`.
+    """Which queries meet which keys, and the scale of their scores.
 
-    `causal` lines up the ends: query a of a document with l queries and m keys sees its keys up to a + m − l.
-    `max_q` and `max_k` are not below the longest document's counts.
+    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys and values
+    `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. `max_q` and `max_k` bound the lengths from above.
+    `causal` aligns the ends: of l queries and m keys, query a sees keys up to a + m − l.
     """
 
     cu_seqlens_q: Tensor
@@ -26,30 +48,52 @@ class Layout(NamedTuple):
         return len(self.cu_seqlens_q) - 1
 
     @property
-    def shared(self) -> bool:
-        """Queries and keys are of the same tokens, as far as can be told without reading device memory."""
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys share one tensor of offsets; reads no device memory."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
-    def dense(self, num_q: int, num_k: int) -> bool:
-        """All documents are of one length, so that packed tensors are a batch. Told from counts alone: n documents of at most m
-        tokens that have n·m tokens together have m each."""
+    def is_dense(self, num_q: int, num_k: int) -> bool:
+        """Whether all documents are equally long, so that packed tensors are a batch.
+
+        n documents of at most m tokens and n·m tokens in all have m tokens each.
+        """
         n = self.num_documents
-        return (
-            n > 0
-            and (n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k))
-            and num_q > 0
-            and num_k > 0
-        )
+        full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
+        return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """(first query, past its last, first key, past its last) of every document; reads device memory."""
-        pairs_q, pairs_k = (
-            itertools.pairwise(x.tolist()) for x in (self.cu_seqlens_q, self.cu_seqlens_k)
-        )
+        """(first query, query end, first key, key end) of every document; reads device memory."""
+        pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
+        pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
-    """Of the log-sum-exps that go with queries of this dtype: float32, and float64 for float64."""
+    """Return the dtype of log-sum-exps: float32, or float64 for float64 queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def has_signatures(signatures: dict[str, str]) -> bool:
+    """Return whether `torch.ops.aten` has these private operators with these leading parameters.
+
+    A missing or changed operator is logged once. Further parameters do not matter: they have
+    defaults, or the call fails loudly.
+    """
+    return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
+
+
+@cache
+def _matches(name: str, expected: tuple[str, ...]) -> bool:
+    operator, version = getattr(torch.ops.aten, name, None), torch.__version__
+    if operator is None:
+        log.warning("aten::%s is not in torch %s: attention uses another backend", name, version)
+        return False
+    found = tuple(argument.name for argument in operator.default._schema.arguments)
+    if found[: len(expected)] != expected:
+        log.warning(
+            "aten::%s of torch %s takes (%s) and not (%s): attention uses another backend",
+            *(name, version, ", ".join(found), ", ".join(expected)),
+        )
+        return False
+    return True

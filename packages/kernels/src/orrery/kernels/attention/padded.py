@@ -1,7 +1,7 @@
-"""Causal attention of many short documents on a CPU: documents of like lengths as one padded batch through torch's CPU kernel.
+"""Causal attention on a CPU: documents of similar lengths as padded batches in torch's CPU kernel.
 
-Padding stands behind each document, so the causal mask alone keeps it from every real query; its outputs are never read, and the
-gradient that it is given is zero.
+Padding follows each document, so the causal mask hides it from every real query. Outputs in padding
+are never read, and their incoming gradient is zero.
 """
 
 from functools import lru_cache
@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention.layout import Layout
-from orrery.kernels.attention.signatures import takes
+from orrery.kernels.attention.layout import Layout, has_signatures
 
-# A bucket takes documents down to this share of its longest one: padding stays below a third, buckets stay few.
+# The shortest document of a grid, as a share of its longest: padding stays below a third.
 _SHORTEST_SHARE = 0.75
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -25,7 +24,8 @@ _SIGNATURES = {
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    return q.device.type == "cpu" and layout.causal and layout.shared and takes(_SIGNATURES)
+    is_causal = layout.causal and layout.is_self_attention
+    return q.device.type == "cpu" and is_causal and has_signatures(_SIGNATURES)
 
 
 def forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -63,17 +63,15 @@ def backward(
         )
         for kept, gradient_NHLD, x in zip(gradients, found, (q_THD, k_TGD, v_TGD), strict=True):
             cells = gradient_NHLD.transpose(1, 2).flatten(0, 1)
-            kept.append(
-                cells
-                if x.shape[1] == cells.shape[1]
-                else cells.unflatten(1, (x.shape[1], -1)).sum(2)
-            )
+            if x.shape[1] != cells.shape[1]:
+                cells = cells.unflatten(1, (x.shape[1], -1)).sum(2)
+            kept.append(cells)
     dq_THD, dk_TGD, dv_TGD = (grids.packed(x) for x in gradients)
     return dq_THD, dk_TGD, dv_TGD
 
 
 def _batch(x: Tensor, grids: "Grids", grid: int, num_heads: int) -> Tensor:
-    """[N, H, L, D] of one grid; a key head is repeated for its group, since the CPU kernel knows no groups."""
+    """Return one grid's [N, H, L, D]. The CPU kernel has no groups, so key heads are repeated."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -81,11 +79,11 @@ def _batch(x: Tensor, grids: "Grids", grid: int, num_heads: int) -> Tensor:
 
 
 class Grids:
-    """Documents of like lengths as the rows of padded grids, longest first; empty documents are in none.
+    """Documents of similar lengths as rows of padded grids, longest first, without empty ones.
 
-    `sources[b]` i64 [N_b, L_b]: the packed token behind each cell; a padding cell repeats its document's last token.
-    `place` i64 [T]: where a packed token stands among all cells, grid after grid; None where one grid without padding holds
-    the tokens in their own order.
+    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
+    `place` i64 [T]: each packed token's cell, counted over all grids in turn. None if a single
+    grid without padding holds the tokens in their order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -96,34 +94,28 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """[N_b, L_b, …] of a packed [T, …]."""
+        """Return one grid's [N_b, L_b, …] of a packed [T, …]."""
         source_NL = self.sources[grid]
-        return (x if self.place is None else x.index_select(0, source_NL.view(-1))).unflatten(
-            0, source_NL.shape
-        )
+        cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
+        return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Every grid's [N_b, L_b, …] of a packed [T, …], zeros in padding cells."""
-        cells = x
+        """Return every grid's [N_b, L_b, …] of a packed [T, …], zeros in padding."""
+        sizes = [source.numel() for source in self.sources]
         if self.place is not None:
-            cells = x.new_zeros(
-                sum(source.numel() for source in self.sources), *x.shape[1:]
-            ).index_copy_(0, self.place, x)
-        parts = cells.split([source.numel() for source in self.sources])
-        return [
-            part.unflatten(0, source.shape)
-            for part, source in zip(parts, self.sources, strict=True)
-        ]
+            x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)
+        pairs = zip(x.split(sizes), self.sources, strict=True)
+        return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """The packed [T, …] of every grid's [N_b · L_b, …], in as many pieces as the caller likes."""
+        """Return the packed [T, …] of all grids' cells, given in any number of pieces."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Worked out once for all layers of a forward and its backward: the offsets themselves are the key."""
+    """Cached by offsets: layers and both passes share one result."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")
@@ -139,15 +131,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
         place[source.reshape(-1)[real]] = num_cells + real
         num_cells += source.size
         sources.append(source)
-    in_order = (
-        num_cells == len(place)
-        and bool((place == np.arange(num_cells)).all())
-        and len(sources) <= 1
-    )
-    return Grids(
-        [_there(source, device) for source in sources], None if in_order else _there(place, device)
-    )
-
-
-def _there(index: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(index).to(device)
+    is_unpadded = num_cells == len(place) and len(sources) <= 1
+    in_order = is_unpadded and bool((place == np.arange(num_cells)).all())
+    on_device = [torch.from_numpy(source).to(device) for source in sources]
+    return Grids(on_device, None if in_order else torch.from_numpy(place).to(device))

@@ -1,8 +1,9 @@
-"""Attention in plain matrix products, document by document and a block of queries at a time: any device, any dtype, any layout.
+"""Attention in plain matrix products, one document and one block of queries at a time.
 
-Exact in float32 (float64 for float64 inputs): what the other forms fall back to, and what a CPU runs where documents of queries and
-keys differ. Formulas: FlashAttention (arXiv 2205.14135), appendix B; the backward pass is given the log-sum-exp over *all* keys of a
-query, so that it may be handed a part of them (ring attention, arXiv 2310.01889).
+- The fallback: any device, dtype and layout. Exact in float32 (float64 for float64 inputs).
+- Formulas: FlashAttention (arXiv 2205.14135), appendix B.
+- The backward pass takes the log-sum-exp over *all* keys of a query, so it may run on a part of
+  them (ring attention, arXiv 2310.01889).
 """
 
 import torch
@@ -19,16 +20,13 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    lse_HT = torch.full(
-        (q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=lse_dtype(q_THD), device=q_THD.device
-    )
+    lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
     for q_slice, k_slice, ahead in _blocks(layout):
         v_HSD = _heads(v_SGD, k_slice, q_THD, lse_HT.dtype)
         scores_HTS, _, _ = _scores(q_THD, k_SGD, q_slice, k_slice, ahead, layout, lse_HT.dtype)
         lse_HT[:, q_slice] = scores_HTS.logsumexp(-1)
-        out_THD[q_slice] = (
-            (_weights(scores_HTS, lse_HT[:, q_slice]) @ v_HSD).transpose(0, 1).to(out_THD.dtype)
-        )
+        out_HTD = _weights(scores_HTS, lse_HT[:, q_slice]) @ v_HSD
+        out_THD[q_slice] = out_HTD.transpose(0, 1).to(out_THD.dtype)
     return out_THD, lse_HT
 
 
@@ -42,9 +40,7 @@ def backward(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = lse_HT.dtype
-    dq_THD, dk_SGD, dv_SGD = (
-        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_THD, k_SGD, v_SGD)
-    )
+    dq_THD, dk_SGD, dv_SGD = (x.new_zeros(x.shape, dtype=dtype) for x in (q_THD, k_SGD, v_SGD))
     for q_slice, k_slice, ahead in _blocks(layout):
         v_HSD = _heads(v_SGD, k_slice, q_THD, dtype)
         scores_HTS, q_HTD, k_HSD = _scores(q_THD, k_SGD, q_slice, k_slice, ahead, layout, dtype)
@@ -59,7 +55,7 @@ def backward(
 
 
 def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
-    """(queries, the keys that any of them sees, the last key that the first query sees, from 0) of every block with work to do."""
+    """Return (queries, keys that any of them sees, last key that the first query sees)."""
     blocks = []
     for q_start, q_end, k_start, k_end in layout.spans():
         ahead = (k_end - k_start) - (q_end - q_start)
@@ -72,16 +68,12 @@ def _blocks(layout: Layout) -> list[tuple[slice, slice, int]]:
 
 
 def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        x_SGD[part]
-        .repeat_interleave(q_THD.shape[1] // x_SGD.shape[1], dim=1)
-        .transpose(0, 1)
-        .to(dtype)
-    )
+    heads_per_group = q_THD.shape[1] // x_SGD.shape[1]
+    return x_SGD[part].repeat_interleave(heads_per_group, dim=1).transpose(0, 1).to(dtype)
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
-    """The sum over each group's query heads: [S, G, D]."""
+    """Sum over each group's query heads: [S, G, D]."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
@@ -97,13 +89,11 @@ def _scores(
     q_HTD, k_HSD = q_THD[q_slice].transpose(0, 1).to(dtype), _heads(k_SGD, k_slice, q_THD, dtype)
     scores_HTS = q_HTD @ k_HSD.transpose(1, 2) * layout.scale
     if layout.causal:
-        hidden_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=q_THD.device).triu(
-            ahead + 1
-        )
-        scores_HTS = scores_HTS.masked_fill(hidden_TS, -torch.inf)
+        future_TS = torch.ones_like(scores_HTS[0], dtype=torch.bool).triu(ahead + 1)
+        scores_HTS = scores_HTS.masked_fill(future_TS, -torch.inf)
     return scores_HTS, q_HTD, k_HSD
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """exp(score − lse); a query without any key has lse −∞ and weights 0, where the plain difference would be NaN."""
+    """Return exp(score − lse). A query without keys has lse −∞; the clamp turns its NaN into 0."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()

@@ -1,6 +1,6 @@
-"""Custom operators around the Triton kernels, which torch.compile leaves whole; on a CPU they run the plain operations.
+"""Custom operators around the Triton kernels, which torch.compile keeps whole.
 
-Inputs are contiguous. `available` says whether Triton can be imported: without it a GPU is to run the `aten` form.
+Inputs are contiguous. On a CPU the operators run `plain.py`, so that compiled graphs can be tested.
 """
 
 import os
@@ -21,7 +21,7 @@ def _runs_triton(rows: Tensor) -> bool:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """[M, D]: row place_TK[t, k] is x[t]; a row that several slots name is any one of theirs."""
+    """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any one of them."""
     if _runs_triton(x_TD):
         from orrery.kernels.expert_rows import triton
 
@@ -38,7 +38,7 @@ def _(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
 
 @torch.library.custom_op("orrery::sum_rows", mutates_args=())
 def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
-    """[T, D]: token t is the sum over k of y[place_TK[t, k]]."""
+    """Return [T, D]: token t is the sum over k of y[place_TK[t, k]]."""
     if _runs_triton(y_MD):
         from orrery.kernels.expert_rows import triton
 
@@ -53,7 +53,7 @@ def _(y_MD: Tensor, place_TK: Tensor) -> Tensor:
 
 @torch.library.custom_op("orrery::swiglu_rows", mutates_args=())
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    """[M, I]: silu(gate) · up · score."""
+    """Return [M, I]: silu(gate) · up · score."""
     if _runs_triton(gate_up_M2I):
         from orrery.kernels.expert_rows import triton
 
@@ -70,7 +70,7 @@ def _(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up and score."""
+    """Return the gradients of gate_up and score."""
     if _runs_triton(gate_up_M2I):
         from orrery.kernels.expert_rows import triton
 

@@ -1,10 +1,10 @@
-"""The referee: indexing and plain autograd; sums in float32 (float64 for float64 inputs), rounded once."""
+"""Reference: indexing and plain autograd; sums in float32 (float64 for float64), rounded once."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orrery.kernels.expert_rows.order import Plan
+from orrery.kernels.expert_rows.dispatch import Plan
 
 
 def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
@@ -21,7 +21,6 @@ def combine_rows(y_MD: Tensor, plan: Plan) -> Tensor:
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    gate_MI, up_MI = gate_up_M2I.to(torch.promote_types(gate_up_M2I.dtype, torch.float32)).chunk(
-        2, dim=1
-    )
+    dtype = torch.promote_types(gate_up_M2I.dtype, torch.float32)
+    gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
     return (F.silu(gate_MI) * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)

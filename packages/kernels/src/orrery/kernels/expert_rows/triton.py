@@ -1,7 +1,8 @@
-"""The row movements as Triton kernels: one program a token or a row, float32 inside, one rounding at the store.
+"""Triton kernels of expert rows: one program a token or row, float32 inside, rounded at the store.
 
-- `spread_rows` reads each token once and writes its K rows; `sum_rows` reads the K rows of a token and writes it once: no atomics.
-- Tensors are contiguous. Offsets are 64-bit: M·D passes 2³¹ at 64 thousand tokens.
+- `spread_rows` reads each token once and writes its K rows. `sum_rows` reads a token's K rows and
+  writes it once. Neither needs atomics.
+- Tensors are contiguous. Offsets are 64-bit: M·D exceeds 2³¹ at 64 thousand tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -52,15 +53,8 @@ def swiglu_rows_backward(
     grad_gate_up_M2I, grad_score_M = torch.empty_like(gate_up_M2I), torch.empty_like(score_M)
     num_rows, width = grad_MI.shape
     if num_rows:
-        _swiglu_rows_backward[(num_rows,)](
-            grad_MI,
-            gate_up_M2I,
-            score_M,
-            grad_gate_up_M2I,
-            grad_score_M,
-            width,
-            BLOCK=_block(width),
-        )
+        tensors = (grad_MI, gate_up_M2I, score_M, grad_gate_up_M2I, grad_score_M)
+        _swiglu_rows_backward[(num_rows,)](*tensors, width, BLOCK=_block(width))
     return grad_gate_up_M2I, grad_score_M
 
 
@@ -85,9 +79,8 @@ def _sum_rows(y, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     inside = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        total += tl.load(y + tl.load(place + token * K + k) * width + column, mask=inside).to(
-            tl.float32
-        )
+        row = tl.load(place + token * K + k)
+        total += tl.load(y + row * width + column, mask=inside).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -112,10 +105,9 @@ def _swiglu_rows_backward(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        here = gate_up + row * 2 * width + column
+        gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(here + width, mask=inside, other=0.0).to(tl.float32)
         arrived = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid

@@ -1,8 +1,10 @@
-"""A grouped product with adapters in it, as one operator: x weight[e]ᵀ + (x a[e]ᵀ) b[e]ᵀ.
+"""A grouped product with adapters, as one operator: x weight[e]ᵀ + (x a[e]ᵀ) b[e]ᵀ.
 
-`orrery::adapted_grouped_matmul` is its own gradient with respect to x: the weights transposed, a and b in each other's place. The narrow
-product x a[e]ᵀ is its second result, which the gradient of b needs; the first is kept once, where a sum of two products would be kept with
-both. In bfloat16 on a GPU with Triton, ranks to 64 run in `low_rank.py`'s kernels, all else in grouped products.
+- x's gradient is the same operator with transposed weights and a and b exchanged.
+- The second output is the narrow product x a[e]ᵀ, which b's gradient needs. The first is kept once;
+  a sum of two products would keep both terms.
+- In bfloat16 on a GPU with Triton, ranks up to 64 run in `low_rank.py`. All others run in grouped
+  products.
 """
 
 from importlib.util import find_spec
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orrery.kernels.grouped_matmul import operators
+from orrery.kernels.grouped_matmul import dispatch
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -19,23 +21,25 @@ HAS_TRITON = find_spec("triton") is not None
 def adapted_grouped_matmul(
     x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """Rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N] in x's dtype.
+    """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends i32 [E], rising, at most M; a group may be empty.
-    Rows from ends[-1] on are undefined, in the output and in x's gradient.
+    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends i32 [E], rising, at
+    most M. Groups may be empty. Rows from ends[-1] on are undefined, in the output and in x's
+    gradient. Raise ValueError if shapes or dtypes do not match.
     """
-    shapes = (weight_ENK.shape[::2], b_ENR.shape[:2], b_ENR.shape[2], ends_E.shape)
-    if (
-        shapes != (a_ERK.shape[::2], weight_ENK.shape[:2], a_ERK.shape[1], weight_ENK.shape[:1])
-        or x_MK.shape[1] != a_ERK.shape[2]
-    ):
+    (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
+    wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width
+    narrow = b_ENR.shape[::2] == (num_groups, rank) and ends_E.shape == (num_groups,)
+    if not wide or not narrow:
         raise ValueError(
-            f"x {list(x_MK.shape)}, weight {list(weight_ENK.shape)}, a {list(a_ERK.shape)}, b {list(b_ENR.shape)} and ends "
-            f"{list(ends_E.shape)} must be [M, K], [E, N, K], [E, R, K], [E, N, R] and [E]"
+            f"x {list(x_MK.shape)}, weight {list(weight_ENK.shape)}, a {list(a_ERK.shape)}, "
+            f"b {list(b_ENR.shape)} and ends {list(ends_E.shape)} "
+            "must be [M, K], [E, N, K], [E, R, K], [E, N, R] and [E]"
         )
     if {weight_ENK.dtype, a_ERK.dtype, b_ENR.dtype} != {x_MK.dtype}:
         raise ValueError(
-            f"x {x_MK.dtype}, weight {weight_ENK.dtype}, a {a_ERK.dtype} and b {b_ENR.dtype} must be of one dtype"
+            f"x {x_MK.dtype}, weight {weight_ENK.dtype}, a {a_ERK.dtype} and b {b_ENR.dtype} "
+            "must be of one dtype"
         )
     return _adapted(x_MK, weight_ENK, a_ERK, b_ENR, ends_E)[0]
 
@@ -53,33 +57,32 @@ def _adapted(
     x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     x_MK = x_MK.contiguous()
-    y_MN = operators.product(x_MK, weight_ENK, ends_E)
+    y_MN = dispatch.product(x_MK, weight_ENK, ends_E)
     if _is_fused(x_MK, a_ERK.shape[1]):
         from orrery.kernels.grouped_matmul import low_rank
 
         return y_MN, low_rank.add_low_rank(y_MN, x_MK, a_ERK, b_ENR, ends_E)
-    narrow_MR = operators.product(x_MK, a_ERK, ends_E)
-    return y_MN + operators.product(narrow_MR, b_ENR, ends_E), narrow_MR
+    narrow_MR = dispatch.product(x_MK, a_ERK, ends_E)
+    return y_MN + dispatch.product(narrow_MR, b_ENR, ends_E), narrow_MR
 
 
 @_adapted.register_fake
 def _(
     x_MK: Tensor, weight_ENK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return x_MK.new_empty(x_MK.shape[0], weight_ENK.shape[1]), x_MK.new_empty(
-        x_MK.shape[0], a_ERK.shape[1]
-    )
+    num_rows = x_MK.shape[0]
+    return x_MK.new_empty(num_rows, weight_ENK.shape[1]), x_MK.new_empty(num_rows, a_ERK.shape[1])
 
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """The second result of `adapted_grouped_matmul` by itself, [M, R]: all of x's gradient that a's needs."""
+    """Return the second output of `_adapted` alone, for a's gradient if x needs none: [M, R]."""
     x_MK = x_MK.contiguous()
     if _is_fused(x_MK, a_ERK.shape[1]):
         from orrery.kernels.grouped_matmul import low_rank
 
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)
-    return operators.product(x_MK, a_ERK, ends_E)
+    return dispatch.product(x_MK, a_ERK, ends_E)
 
 
 @_narrow.register_fake
@@ -91,14 +94,14 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """[E, W, R], or [E, R, W] where the narrow factor is first; zero for an empty group."""
+    """Return [E, W, R], or [E, R, W] if `narrow_first`; zero for an empty group."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if _is_fused(wide_MW, narrow_MR.shape[1]):
         from orrery.kernels.grouped_matmul import low_rank
 
         return low_rank.thin_gradient(wide_MW, narrow_MR, ends_E, narrow_first)
     factors = (narrow_MR, wide_MW) if narrow_first else (wide_MW, narrow_MR)
-    return operators.weight_gradient(*factors, ends_E)
+    return dispatch.weight_gradient(*factors, ends_E)
 
 
 @_adapter_gradient.register_fake
@@ -107,7 +110,7 @@ def _(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) ->
     return wide_MW.new_empty(ends_E.shape[0], *(sides if narrow_first else sides[::-1]))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     x_MK, weight_ENK, a_ERK, b_ENR, ends_E = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -128,25 +131,20 @@ def _backward(ctx: Any, grad_MN: Tensor | None, _: Tensor | None) -> tuple[Tenso
         return (None,) * 5
     grad_MN = grad_MN.contiguous()
     wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
-    grad_x_MK = grad_narrow_MR = None
+    grad_x_MK = grad_narrow_MR = grad_weight_ENK = grad_a_ERK = grad_b_ENR = None
     if wants_x:
-        grad_x_MK, grad_narrow_MR = _adapted(
-            grad_MN,
-            weight_ENK.transpose(1, 2),
-            b_ENR.transpose(1, 2),
-            a_ERK.transpose(1, 2),
-            ends_E,
-        )
+        weights = (x.transpose(1, 2) for x in (weight_ENK, b_ENR, a_ERK))
+        grad_x_MK, grad_narrow_MR = _adapted(grad_MN, *weights, ends_E)
     elif wants_a:
         grad_narrow_MR = _narrow(grad_MN, b_ENR.transpose(1, 2), ends_E)
-    grad_weight_ENK = (
-        torch.ops.orrery.grouped_matmul_weight_gradient(grad_MN, x_MK, ends_E)
-        if wants_weight
-        else None
-    )
-    grad_a_ERK = _adapter_gradient(x_MK, grad_narrow_MR, ends_E, True) if wants_a else None
-    grad_b_ENR = _adapter_gradient(grad_MN, narrow_MR, ends_E, False) if wants_b else None
+    if wants_weight:
+        gradient = torch.ops.orrery.grouped_matmul_weight_gradient
+        grad_weight_ENK = gradient(grad_MN, x_MK, ends_E)
+    if wants_a:
+        grad_a_ERK = _adapter_gradient(x_MK, grad_narrow_MR, ends_E, True)
+    if wants_b:
+        grad_b_ENR = _adapter_gradient(grad_MN, narrow_MR, ends_E, False)
     return grad_x_MK, grad_weight_ENK, grad_a_ERK, grad_b_ENR, None
 
 
-_adapted.register_autograd(_backward, setup_context=_keep)
+_adapted.register_autograd(_backward, setup_context=_setup_context)

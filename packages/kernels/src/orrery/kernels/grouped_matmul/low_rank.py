@@ -1,11 +1,12 @@
-"""What adapters add to a grouped product, as Triton kernels: r numbers a row, r being small.
+"""The adapters' part of a grouped product as Triton kernels, for small ranks r.
 
-- `add_low_rank` adds (x a[e]ᵀ) b[e]ᵀ to what the product has written: x is read once, the result read and written once, the narrow
-  product between them stays in registers. `thin_gradient` is the gradient of a or b: a wide and a narrow factor, each read once.
-- Their time is their bytes: 2·M·(K + 2N) and 2·M·(N + K) of an adapted product and its two gradients, in two-byte numbers. Tensor-core
-  tiles of a general grouped GEMM would be all but empty, r being their width, and a sum of two results is three more passes over M·N.
-- Sums are float32; the narrow product is rounded to x's dtype before it meets b, as between two products.
-- A program finds its group by itself, among the ends on the device. Rows from ends[-1] on are not touched.
+- `add_low_rank` adds (x a[e]ᵀ) b[e]ᵀ to the product. It reads x once, reads and writes the result
+  once, and keeps the narrow product in registers. `thin_gradient` reads each factor once.
+- Memory traffic bounds the time: 2·M·(K + 2N) bytes for the product, 2·M·(N + K) for both
+  gradients. A grouped GEMM of width r would leave its tiles nearly empty, and adding its result
+  would take three more passes over M·N.
+- Sums are float32. The narrow product is rounded to x's dtype before the product with b.
+- Each program finds its group from the ends on the device. Rows from ends[-1] on are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_RANK = 64  # beyond it, tiles are wide enough for a general product
-# Of twelve tilings of the first kernel and eight of the second, those that took least on an H200.
+MAX_RANK = 64  # higher ranks fill the tiles of a general product
+# The fastest tilings measured on an H200.
 ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}
 
@@ -22,42 +23,37 @@ LAUNCH = {"num_warps": 4, "num_stages": 3}
 def add_low_rank(
     y_MN: Tensor, x_MK: Tensor, a_ERK: Tensor, b_ENR: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """y += (x a[e]ᵀ) b[e]ᵀ in the rows of each group e; gives x a[e]ᵀ [M, R].
+    """Add (x a[e]ᵀ) b[e]ᵀ to y in the rows of each group e. Return x a[e]ᵀ [M, R].
 
-    y and x are contiguous, a and b may be transposed; all of one dtype.
+    y and x are contiguous, a and b may be transposed, all of one dtype.
     """
     num_rows, inner = x_MK.shape
     num_groups, rank, _ = a_ERK.shape
     narrow_MR = x_MK.new_empty(num_rows, rank)
     if num_rows:
         _grouped_low_rank[(triton.cdiv(num_rows, ROWS) + num_groups,)](
-            y_MN, x_MK, a_ERK, b_ENR, narrow_MR, ends_E, num_groups, y_MN.shape[1], inner, *a_ERK.stride(), *b_ENR.stride(),
-            R=rank, RANK=_padded(rank), GROUPS=triton.next_power_of_2(num_groups),
+            y_MN, x_MK, a_ERK, b_ENR, narrow_MR, ends_E, num_groups, y_MN.shape[1], inner,
+            *a_ERK.stride(), *b_ENR.stride(), R=rank, RANK=_padded(rank),
+            GROUPS=triton.next_power_of_2(num_groups),
             ROWS=ROWS, INNER=INNER, OUTER=OUTER, **LAUNCH,
         )  # fmt: skip
     return narrow_MR
 
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """x a[e]ᵀ [M, R] alone, of any rank, where a general product asks for a multiple of 8."""
-    return add_low_rank(
-        x_MK.new_empty(len(x_MK), 0),
-        x_MK,
-        a_ERK,
-        a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1]),
-        ends_E,
-    )
+    """Return x a[e]ᵀ [M, R] of any rank; a general product needs a multiple of 8."""
+    y_M0, b_E0R = x_MK.new_empty(len(x_MK), 0), a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1])
+    return add_low_rank(y_M0, x_MK, a_ERK, b_E0R, ends_E)
 
 
 def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool) -> Tensor:
-    """[E, W, R], or [E, R, W] where the narrow one is `first`: of each group, one factor transposed times the other. Both contiguous."""
+    """Return each group's wideᵀ narrow [E, W, R], or narrowᵀ wide [E, R, W] if `narrow_first`.
+
+    Both factors are contiguous.
+    """
     num_groups, width, rank = ends_E.shape[0], wide_MW.shape[1], narrow_MR.shape[1]
-    out = wide_MW.new_empty(
-        (num_groups, rank, width) if narrow_first else (num_groups, width, rank)
-    )
-    strides = (
-        (1, width) if narrow_first else (rank, 1)
-    )  # of a number of the wide factor, of the narrow one
+    sides, strides = ((rank, width), (1, width)) if narrow_first else ((width, rank), (rank, 1))
+    out = wide_MW.new_empty((num_groups, *sides))
     _grouped_thin_gradient[(triton.cdiv(width, GRADIENT_WIDTH), num_groups)](
         out, wide_MW, narrow_MR, ends_E, width, *strides, R=rank, RANK=_padded(rank),
         ROWS=ROWS, WIDTH=GRADIENT_WIDTH, **LAUNCH,
@@ -66,13 +62,15 @@ def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_fir
 
 
 def _padded(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))  # the least width of a product on tensor cores
+    return max(16, triton.next_power_of_2(rank))  # tensor cores need a width of at least 16
 
 
 @triton.jit
 def _grouped_low_rank(
-    y, x, a, b, narrow, ends, num_groups, width, inner, a_group, a_rank, a_inner, b_group, b_width, b_rank,
-    R: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    y, x, a, b, narrow, ends, num_groups, width, inner,
+    a_group, a_rank, a_inner, b_group, b_width, b_rank,
+    R: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
 ):  # fmt: skip
     each = tl.arange(0, GROUPS)
     end = tl.load(ends + each, mask=each < num_groups, other=0)

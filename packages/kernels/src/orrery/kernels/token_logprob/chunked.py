@@ -1,21 +1,14 @@
-"""Chunked LM head: at most `chunk_tokens` × V logits exist at any time (or one for each token, where that is more).
+"""Chunked LM head: at most `chunk_tokens` × V logits at a time, or one a token if that is more.
 
-- Forward and backward go over the same tiles of all logits: the backward makes each again, by the same product of the same shapes, so
-  that its logits are the forward's to the last bit. The forward keeps hidden, weight, target, temperature and two numbers a token; or
-  the logits as well, where memory is plenty (`keep_logits`).
-- With Triton a tile is a part of the vocabulary for all tokens. The forward carries what a softmax needs from one to the next. A tile's
-  rows of the weight's gradient are one product, rounded once: no float32 copy of that gradient exists, nor a sum over chunks. What is
-  summed over tiles, in float32 inside the products, is the gradient of the hidden states: T × D numbers, not V × D.
-- In the plain form a tile is `chunk_tokens` tokens with the whole vocabulary, so that what else is in the batch does not change a token's
-  product; the weight's gradient is summed over tiles in float32 and rounded once.
-- So the length of a chunk changes the order of sums in float32, and nothing else.
-- Logits are float32 whatever the inputs are: bfloat16 operands are multiplied as they are and accumulated in float32 on a GPU, and
-  converted first on a CPU. Float64 inputs stay float64 (for the referee's tests). Their gradient is rounded to the inputs' dtype.
-- Gradients flow through log-prob and entropy to hidden and weight, each made only where it is wanted; target and temperature are
-  constants. Not twice differentiable. The host waits for nothing.
-
-What moves on a GPU with Triton, beside the products: each float32 logit is written and read once in the forward, and in the backward
-written and read once more and its bfloat16 gradient written once (and read by two products).
+- Both passes visit the same tiles. The backward recomputes each tile by the same product, so its
+  logits are bitwise those of the forward; with `keep_logits` they are kept instead.
+- Triton tiles span all tokens and a part of the vocabulary. The weight's gradient is one product a
+  tile, rounded once; the hidden gradient [T, D] is summed over tiles in float32.
+- Plain tiles span `chunk_tokens` tokens and the whole vocabulary. The weight's gradient is summed
+  over tiles in float32. Hence chunk length changes only the order of float32 sums.
+- Logits are float32 (float64 for float64). bfloat16 operands are multiplied directly on a GPU and
+  converted first on a CPU. Logit gradients are rounded to the inputs' dtype.
+- Not twice differentiable; target and temperature get no gradient. No host syncs.
 """
 
 from importlib.util import find_spec
@@ -25,16 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orrery.kernels.token_logprob import logits
+from orrery.kernels.token_logprob import plain
 
 ChunkTokens = int | Literal["auto"]
-Form = Literal["plain", "triton"]
+Backend = Literal["plain", "triton"]
 
-AUTO_SHARE = (
-    16  # of the device's memory, one part for a chunk's float32 logits and their 16-bit gradient
-)
+AUTO_SHARE = 16  # an automatic chunk takes 1 / 16 of the device's memory
 AUTO_CPU_TOKENS = 256
-ALIGNMENT = 128  # blocks are whole tiles of the products where they are large enough
+ALIGNMENT = 128  # large enough blocks are multiples of the products' tiles
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -47,45 +38,44 @@ def token_logprob(
     chunk_tokens: ChunkTokens,
     *,
     keep_logits: bool = False,
-    form: Form | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and that distribution's entropy: float32 [T] each.
+    """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
 
-    hidden [T, D] and weight [V, D] of one floating dtype; target i64 [T] in [0, V); temperature f32 [T] > 0. T may be 0.
-    `chunk_tokens` "auto": on a GPU as many as a sixteenth of its total memory holds at 6 bytes a logit, in multiples of 128; on a CPU
-    256. Total, not free memory: the same on every rank of one kind, so that ranks make the same blocks.
-    `keep_logits`: the forward's logits stay, 4 · T · V bytes, and the backward makes a quarter fewer products of the same bits.
-    `form` is Triton's on a GPU where it is installed, and plain otherwise; naming one is for tests and measurements.
+    Both are float32 [T]. hidden [T, D] and weight [V, D] have one floating dtype; target i64 [T] in
+    [0, V); temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
+    `chunk_tokens`: see `auto_chunk_tokens` for "auto".
+    `keep_logits` keeps 4 · T · V bytes and saves the backward a quarter of its products.
+    `backend` is for tests and benchmarks. Default: Triton on a GPU if installed, else plain.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, or auto, got {chunk_tokens}")
     if hidden_TD.dtype != weight_VD.dtype or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and weight {weight_VD.dtype} {list(weight_VD.shape)} do not go together"
+            f"hidden {hidden_TD.dtype} {list(hidden_TD.shape)} and "
+            f"weight {weight_VD.dtype} {list(weight_VD.shape)} do not go together"
         )
     if target_T.shape != (num_tokens,) or temperature_T.shape != (num_tokens,):
         raise ValueError(
-            f"target {list(target_T.shape)} and temperature {list(temperature_T.shape)} must be [{num_tokens}]"
+            f"target {list(target_T.shape)} and temperature {list(temperature_T.shape)} "
+            f"must be [{num_tokens}]"
         )
-    if form is None:
-        form = (
-            "triton"
-            if _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64
-            else "plain"
-        )
-    chunk_tokens = (
-        auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])
-        if chunk_tokens == "auto"
-        else chunk_tokens
-    )
-    return _ChunkedTokenLogprob.apply(
-        hidden_TD, weight_VD, target_T, temperature_T, chunk_tokens, form, keep_logits
-    )
+    if backend is None:
+        fits = _HAS_TRITON and hidden_TD.is_cuda and hidden_TD.dtype != torch.float64
+        backend = "triton" if fits else "plain"
+    if chunk_tokens == "auto":
+        chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])
+    tensors = (hidden_TD, weight_VD, target_T, temperature_T)
+    return _ChunkedTokenLogprob.apply(*tensors, chunk_tokens, backend, keep_logits)
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens of a chunk that "auto" stands for; `token_logprob` says the rule."""
+    """Return the tokens of an "auto" chunk: 256 on a CPU, a multiple of 128 on a GPU.
+
+    On a GPU, a logit and its gradient take 6 bytes, and a chunk a sixteenth of the total memory.
+    Total, not free memory: ranks with equal devices then compute equal tiles.
+    """
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
     tokens = torch.cuda.get_device_properties(device).total_memory // (AUTO_SHARE * 6 * vocab_size)
@@ -93,23 +83,25 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 
 
 def tiles(
-    num_tokens: int, vocab_size: int, chunk_tokens: int, form: Form
+    num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """(tokens, words) that cover all logits, each of at most `chunk_tokens` × V of them, one word for every token at least."""
-    if form == "plain":
-        return [
-            (slice(i, min(i + chunk_tokens, num_tokens)), slice(0, vocab_size))
-            for i in range(0, num_tokens, chunk_tokens)
-        ]
-    tokens, words = (
-        slice(0, num_tokens),
-        blocks(vocab_size, chunk_tokens * vocab_size // max(1, num_tokens)),
-    )
-    return [(tokens, block) for block in words]
+    """Return (tokens, words) slices that cover all logits.
+
+    A tile has at most `chunk_tokens` × V logits, but at least one word for every token.
+    """
+    if backend == "plain":
+        starts = range(0, num_tokens, chunk_tokens)
+        every_word = slice(0, vocab_size)
+        return [(slice(i, min(i + chunk_tokens, num_tokens)), every_word) for i in starts]
+    longest = chunk_tokens * vocab_size // max(1, num_tokens)
+    return [(slice(0, num_tokens), words) for words in blocks(vocab_size, longest)]
 
 
 def blocks(length: int, longest: int) -> list[slice]:
-    """As few slices as cover `length` at no more than `longest` (at least 1) each, of nearly one size, multiples of 128 where that fits."""
+    """Cover `length` with as few slices of at most `longest` (at least 1) as possible.
+
+    Sizes are nearly equal, and multiples of 128 if that fits.
+    """
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
     aligned = -(-size // ALIGNMENT) * ALIGNMENT
@@ -122,7 +114,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with float32 accumulation and result (float64 for float64)."""
+    """Return a @ b, accumulated and returned in float32 (float64 for float64)."""
     out = _wide(a)
     if a.dtype == out:
         return a @ b
@@ -132,7 +124,7 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the dtype of total: inside the product where this torch can."""
+    """Compute total += a @ b in total's dtype, inside the product if this torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
@@ -142,7 +134,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, accumulated in float32 and rounded once."""
+    """Compute out = a @ b, accumulated in float32 and rounded once."""
     if a.is_cuda or a.dtype == _wide(a):
         torch.mm(a, b, out=out)
     else:
@@ -158,27 +150,24 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         target_T: Tensor,
         temperature_T: Tensor,
         chunk_tokens: int,
-        form: Form,
+        backend: Backend,
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        absorb = _passes(form).absorb
+        update_state = _passes(backend).update_state
         ctx.logits = []
-        state_4T = logits.nothing_seen(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
-        for tokens, words in tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, form):
+        ctx.tiles = tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, backend)
+        state_4T = plain.initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
+        for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:
-                ctx.logits.append(
-                    logits_CB.clone() if form == "plain" else logits_CB
-                )  # the plain passes write over what they read
-            absorb(
-                state_4T[:, tokens], logits_CB, target_T[tokens], temperature_T[tokens], words.start
-            )
-            del logits_CB  # a name would keep one tile's alive while the next one's are made
-        logprob_T, entropy_T, log_normalizer_T = logits.finish(state_4T)
-        ctx.save_for_backward(
-            hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T
-        )
-        ctx.chunk_tokens, ctx.form = chunk_tokens, form
+            if keep_logits:  # a copy, where the pass overwrites the logits
+                ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
+            rows = (target_T[tokens], temperature_T[tokens])
+            update_state(state_4T[:, tokens], logits_CB, *rows, words.start)
+            del logits_CB  # frees this tile before the next one is allocated
+        logprob_T, entropy_T, log_normalizer_T = plain.finish_state(state_4T)
+        inputs = (hidden_TD, weight_VD, target_T, temperature_T)
+        ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
+        ctx.backend = backend
         return logprob_T, entropy_T
 
     @staticmethod
@@ -186,28 +175,22 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, target_T, temperature_T, log_normalizer_T, entropy_T = (
-            ctx.saved_tensors
-        )
-        gradient = _passes(ctx.form).gradient
+        hidden_TD, weight_VD, *rows = ctx.saved_tensors
+        rows += [grad_logprob_T, grad_entropy_T]
+        gradient = _passes(ctx.backend).gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = (
-            target_T,
-            temperature_T,
-            log_normalizer_T,
-            entropy_T,
-            grad_logprob_T,
-            grad_entropy_T,
-        )
-        every = tiles(hidden_TD.shape[0], weight_VD.shape[0], ctx.chunk_tokens, ctx.form)
-        dtype, summed = log_normalizer_T.dtype, len({tokens.start for tokens, _ in every}) != 1
-        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype) if wants_hidden else None
-        grad_weight_VD = None
-        if wants_weight:
-            grad_weight_VD = (
-                torch.zeros_like(weight_VD, dtype=dtype) if summed else torch.empty_like(weight_VD)
-            )
-        for tokens, words in every:
+        dtype = _wide(hidden_TD)
+        # Plain tiles share the weight's rows, so their gradients are summed.
+        is_summed = len({tokens.start for tokens, _ in ctx.tiles}) != 1
+        multiply_weight = _add_matmul if is_summed else _write_matmul
+        grad_hidden_TD = grad_weight_VD = None
+        if wants_hidden:
+            grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype)
+        if wants_weight and is_summed:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype)
+        elif wants_weight:
+            grad_weight_VD = torch.empty_like(weight_VD)
+        for tokens, words in ctx.tiles:
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
             rows_C = (row[tokens] for row in rows)
             logits_CB = ctx.logits.pop(0) if ctx.logits else wide_matmul(hidden_CD, weight_BD.T)
@@ -216,19 +199,17 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             if grad_hidden_TD is not None:
                 _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
             if grad_weight_VD is not None:
-                (_add_matmul if summed else _write_matmul)(
-                    grad_weight_VD[words], grad_logits_CB.T, hidden_CD
-                )
+                multiply_weight(grad_weight_VD[words], grad_logits_CB.T, hidden_CD)
             del grad_logits_CB
-        grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if grad_hidden_TD is not None else None
-        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None
+        grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if wants_hidden else None
+        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if wants_weight else None
         return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
 
 
-def _passes(form: Form) -> Any:
-    """The module whose `absorb` and `gradient` pass over a tile's logits."""
-    if form == "plain":
-        return logits
+def _passes(backend: Backend) -> Any:
+    """Return the backend's module, with `update_state` and `gradient`."""
+    if backend == "plain":
+        return plain
     from orrery.kernels.token_logprob import triton
 
     return triton

@@ -1,4 +1,4 @@
-"""The referee: full logits, `log_softmax`, plain autograd."""
+"""Reference: all logits, `log_softmax`, plain autograd."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def token_logprob(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each token, float32 [T] (float64 for float64 inputs); the formulas stand in the package docstring."""
+    """Return log-prob and entropy of each token, float32 [T] (float64 for float64 inputs)."""
     dtype = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
     logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
     log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)

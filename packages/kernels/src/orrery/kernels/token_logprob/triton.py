@@ -1,8 +1,8 @@
-"""The passes of `logits.py`, each once over a block of logits, as Triton kernels: float32 logits in, a state or rounded gradients out.
+"""The Triton backend: `update_state` and `gradient` in one pass each over a block of logits.
 
-- `absorb`: one program a row, over blocks of its columns; the state that it begins with is the one that came in.
-- `gradient`: one program a row and block of columns. `logits.py` holds both formulas.
-- NaN and infinite logits come out as NaN. Offsets are 64-bit: T·V passes 2³¹ at 15 thousand tokens.
+- `plain.py` has the formulas. Logits are float32, gradients rounded at the store.
+- `update_state` runs one program a row, `gradient` one a row and block of columns.
+- NaN and infinite logits give NaN. Offsets are 64-bit: T·V exceeds 2³¹ at 15 thousand tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,10 +16,10 @@ GRADIENT_BLOCK = 4096
 NUM_WARPS = 8
 
 
-def absorb(
+def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Take the logits of columns `first_column` and on into the state, f32 [4, T]; logits f32 [T, B] contiguous."""
+    """Add contiguous f32 logits [T, B] of columns from `first_column` on to the f32 state."""
     num_rows, width = logits_TB.shape
     if logits_TB.numel():
         block = min(ABSORB_BLOCK, triton.next_power_of_2(width))
@@ -38,20 +38,14 @@ def gradient(
     first_column: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient [T, B] of the logits in columns `first_column` and on, rounded once to `out_dtype`; logits f32 [T, B] contiguous."""
+    """Return the gradient [T, B] of contiguous f32 logits, rounded once to `out_dtype`."""
     num_rows, width = logits_TB.shape
     grad_TB = torch.empty_like(logits_TB, dtype=out_dtype)
     if grad_TB.numel():
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(width))
-        # An expanded gradient, such as a plain sum's, has stride 0.
-        rows = (
-            target_T,
-            temperature_T,
-            log_normalizer_T,
-            entropy_T,
-            grad_logprob_T.contiguous(),
-            grad_entropy_T.contiguous(),
-        )
+        # A sum's gradient is expanded, with stride 0.
+        gradients = (grad_logprob_T.contiguous(), grad_entropy_T.contiguous())
+        rows = (target_T, temperature_T, log_normalizer_T, entropy_T, *gradients)
         _gradient[(num_rows, triton.cdiv(width, block))](
             logits_TB, *rows, grad_TB, first_column, width, BLOCK=block, num_warps=NUM_WARPS
         )
@@ -91,27 +85,17 @@ def _absorb(logits, target, temperature, state, first_column, num_rows, width, B
 
 @triton.jit
 def _gradient(
-    logits,
-    target,
-    temperature,
-    log_normalizer,
-    entropy,
-    grad_logprob,
-    grad_entropy,
-    out,
-    first_column,
-    width,
-    BLOCK: tl.constexpr,
-):
+    logits, target, temperature, log_normalizer, entropy, grad_logprob, grad_entropy, out,
+    first_column, width, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     scale = 1.0 / tl.load(temperature + row).to(tl.float32)
     g = tl.load(grad_logprob + row).to(tl.float32)
     h = tl.load(grad_entropy + row).to(tl.float32)
-    log_p = tl.load(logits + row * width + column, mask=inside, other=0.0) * scale - tl.load(
-        log_normalizer + row
-    )
+    z = tl.load(logits + row * width + column, mask=inside, other=0.0) * scale
+    log_p = z - tl.load(log_normalizer + row)
     at_target = column == tl.load(target + row) - first_column
     value = tl.where(at_target, g, 0.0) - tl.exp(log_p) * (g + h * (log_p + tl.load(entropy + row)))
     tl.store(out + row * width + column, (value * scale).to(out.dtype.element_ty), mask=inside)

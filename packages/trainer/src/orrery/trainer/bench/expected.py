@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from orrery.models import build
-from orrery.models.flops import executed_work, is_counted
+from orrery.models.flops import hardware_flops, is_counted
 from orrery.trainer.bench.request import Request
 from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
@@ -46,7 +46,7 @@ def expected(request: Request, lengths: Sequence[int], device: str) -> dict[str,
     if rates is None or not is_counted(request.model):
         return None
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    work = executed_work(model, trainer, lengths)
+    work = hardware_flops(model, trainer, lengths)
     tokens = sum(lengths) / mesh.cp
     blocks, rest = _parameters(request)
     shards = mesh.dp_shard * mesh.cp

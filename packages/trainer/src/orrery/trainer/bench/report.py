@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from orrery.models.flops import executed_work, is_counted, true_work
+from orrery.models.flops import hardware_flops, is_counted, model_flops
 from orrery.observe.provenance import commit, versions
 from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, Rates, expected
@@ -129,9 +129,9 @@ def _work(
     if not is_counted(model):
         return dict.fromkeys(WORK)
     true = statistics.mean(
-        true_work(model, lengths, trainer.lora is not None).total for lengths in every
+        model_flops(model, lengths, trainer.lora is not None).total for lengths in every
     )
-    executed = statistics.mean(executed_work(model, trainer, lengths).total for lengths in every)
+    executed = statistics.mean(hardware_flops(model, trainer, lengths).total for lengths in every)
     per_token = true / statistics.mean(sum(lengths) for lengths in every)
     mfu = None if rates is None else true / device_s / rates.peak_flops
     return dict(

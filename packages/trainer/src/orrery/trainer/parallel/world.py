@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from orrery.kernels.grouped_matmul import leave_multiprocessors
+from orrery.kernels.grouped_matmul import reserve_multiprocessors
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
 from orrery.observe.deadline import scaled
@@ -157,7 +157,7 @@ def _divide_multiprocessors() -> None:
         raise RunFailed(
             f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, or set it to {COLLECTIVE_BLOCKS}"
         )
-    leave_multiprocessors(int(blocks))
+    reserve_multiprocessors(int(blocks))
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:

@@ -1,7 +1,7 @@
-"""`orrery::wide_linear`: tensor cores on the operands as they are, float32 out; one operator to compilers.
+"""`orrery::wide_linear`: half-precision operands on tensor cores, float32 out.
 
-The float32 gradient enters the backward's products as two half-precision parts, its rounding and what that left over: 16 bits of bfloat16's
-8 each, in one product twice as wide.
+The backward's products need the float32 gradient in half precision. It is split into its rounding
+and the rest, which keeps 16 bits in bfloat16, for one product of twice the width.
 """
 
 import torch
@@ -13,7 +13,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """y [T, N] = x · weightᵀ in float32 (float64 for float64). x [T, D] and weight [N, D] are of one floating dtype. Differentiable."""
+    """Return x · weightᵀ [T, N] in float32 (float64 for float64). Differentiable.
+
+    x [T, D] and weight [N, D] have one floating dtype.
+    """
     if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
         return torch.ops.orrery.wide_linear(x_TD, weight_ND)
     return reference.wide_linear(x_TD, weight_ND)
@@ -34,10 +37,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     rounded = grad.to(x.dtype)
     parts = torch.cat((rounded, (grad - rounded.float()).to(x.dtype)), dim=1)
     grad_x = torch.mm(parts, torch.cat((weight, weight)))
-    grad_weight = _wide_mm(parts.T, x)
-    return grad_x, (grad_weight[: weight.shape[0]] + grad_weight[weight.shape[0] :]).to(
-        weight.dtype
-    )
+    high, low = _wide_mm(parts.T, x).chunk(2)
+    return grad_x, (high + low).to(weight.dtype)
 
 
 @_backward.register_fake
@@ -49,7 +50,7 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
@@ -57,4 +58,4 @@ def _gradients(ctx, grad):  # type: ignore[no-untyped-def]
     return torch.ops.orrery.wide_linear_backward(grad, *ctx.saved_tensors)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,0 +1,103 @@
+"""Choose the attention backend, and go on with the next one if it fails.
+
+- `BACKENDS` is in order of preference, from the fastest (benchmarks/kernels/attention.json).
+- A backend is a module with `supports`, `forward` and `backward`.
+- All share one format: out [T, H, D], and log-sum-exp [H, T] in natural logarithms. Hence the
+  backward pass may run on another backend than the forward pass.
+- A backend that fails is not tried again in this process.
+"""
+
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from orrery.kernels.attention import (
+    batched,
+    cudnn_dense,
+    cudnn_packed,
+    flash,
+    flash4,
+    padded,
+    plain,
+)
+from orrery.kernels.attention.layout import Layout, lse_dtype
+
+log = logging.getLogger("orrery.kernels.attention")
+
+BACKENDS: dict[str, ModuleType] = {
+    "flash4": flash4,
+    "cudnn_dense": cudnn_dense,
+    "cudnn_packed": cudnn_packed,
+    "flash": flash,
+    "padded": padded,
+    "batched": batched,
+    "plain": plain,
+}
+
+_failed: set[str] = set()
+
+
+def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
+    """Return the backends that support these inputs, best first. The last is always `plain`."""
+    names = [name for name in BACKENDS if name not in _failed]
+    return [name for name in names if BACKENDS[name].supports(q, k, layout)]
+
+
+def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and log-sum-exp [H, T], both contiguous."""
+    if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
+        lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
+        return q_THD.new_zeros(q_THD.shape), lse_HT
+    q_THD, k_SGD, v_SGD = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
+    return _run_first_that_succeeds("forward", q_THD, k_SGD, layout, q_THD, k_SGD, v_SGD)
+
+
+def backward(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, contiguous and in their inputs' dtypes."""
+    if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
+        dq_THD, dk_SGD, dv_SGD = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
+        return dq_THD, dk_SGD, dv_SGD
+    tensors = tuple(x.contiguous() for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT))
+    return _run_first_that_succeeds("backward", q_THD, k_SGD, layout, *tensors)
+
+
+def _run_first_that_succeeds(
+    pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    *optional, last = candidates(q, k, layout)
+    for name in optional:
+        try:
+            return _contiguous(getattr(BACKENDS[name], pass_)(*tensors, layout))
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            _failed.add(name)
+            log.warning(
+                "attention backend %s fails in the %s pass and is left out from here on "
+                "(q %s, k %s, %d documents): %s",
+                *(name, pass_, list(q.shape), list(k.shape), layout.num_documents, error),
+            )
+    return _contiguous(getattr(BACKENDS[last], pass_)(*tensors, layout))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether another backend can help: a library lacks a plan, or cannot compile one.
+
+    Libraries then raise RuntimeError itself or a type of their own. Out of memory and device
+    faults are subclasses of RuntimeError and would fail on every backend.
+    """
+    return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
+
+
+def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in tensors)
