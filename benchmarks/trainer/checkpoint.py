@@ -1,9 +1,8 @@
-"""How long training waits for a checkpoint, and how long the checkpoint takes: N GB a rank, on the GPUs that are there or on the CPU.
+"""Measure how long training waits for a checkpoint of N GB a rank, and how long writing it takes.
 
-Each rank holds weights and AdamW's state as the trainer does (`CheckpointWriter` of orrery.trainer.checkpoint_writer, sharded by FSDP where there are several
-ranks) and saves them four times. In between it runs steps (matrix products) with nothing on its way and with a save on its way: what
-writing and hashing take from the steps is the ratio of the two. The first save, whose host buffer was reserved beside the first steps,
-counts apart.
+Each rank holds weights and AdamW's state as the trainer does, and saves them four times. Steps
+(matrix products) run with and without a save in flight; their ratio is the cost of writing and
+hashing. The first save, whose host buffer is reserved beside the first steps, is counted apart.
 
     python benchmarks/trainer/checkpoint.py --gigabytes 1
     python benchmarks/trainer/checkpoint.py --gigabytes 40 --ranks 8 --folder /scratch
@@ -43,7 +42,7 @@ ADAMW = AdamW(kind="adamw", lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_dec
 
 
 def holder(num_bytes: int, world: World) -> Any:
-    """What a `CheckpointWriter` reads of a learner: float32 matrices and their two moments, `num_bytes` a rank in all."""
+    """Return a fake learner: float32 matrices and their two moments, `num_bytes` a rank."""
     num_matrices = max(1, round(num_bytes * world.size / (3 * 4 * WIDTH * WIDTH)))
     with torch.device("meta" if world.mesh is not None else world.device):
         policy = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_matrices))
@@ -65,20 +64,13 @@ def holder(num_bytes: int, world: World) -> Any:
 
 
 class Steps:
-    """Steps of about the same length, each done when its seconds are said."""
+    """Steps of about the same length. `run` returns the seconds of one."""
 
     def __init__(self, device: torch.device):
         self._device = device
         size, self._repeat = (8192, 40) if device.type == "cuda" else (1024, 10)
-        self._x = (
-            torch.randn(
-                size,
-                size,
-                device=device,
-                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-            )
-            / size**0.5
-        )
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._x = torch.randn(size, size, device=device, dtype=dtype) / size**0.5
 
     def run(self) -> float:
         begin_s, x = time.perf_counter(), self._x
@@ -90,7 +82,7 @@ class Steps:
 
 
 def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> None:
-    """One rank; the first writes what it saw as JSON."""
+    """Run one rank. The first writes the measurements as JSON."""
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
@@ -98,11 +90,9 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
         device = torch.device("cpu")
         torch.set_num_threads(1)
     mesh = Mesh(dp_replicate=1, dp_shard=size, cp=1, ep=1, cp_style="ulysses", ep_backend="torch")
-    store = (
-        dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
-        if size > 1
-        else None
-    )
+    store = None
+    if size > 1:
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, wait_for_workers=False)
     world = init_world(mesh, rank, device, store)
     learner, steps, saves = holder(num_bytes, world), Steps(device), []
     held = sum(held.local.nbytes for held in state_of(learner).values() if held.writes)

@@ -1,12 +1,12 @@
-"""Run the checks that only GPUs can run: kernels, rings and exchanged experts, layouts over NCCL, offloads, checkpoints, flight recorders.
+"""Run the tests that only GPUs can run, and record their outcome.
 
-They are tests, which pass or fail; here their outcome is kept. A group of them is a process, which is ended when it takes too long; then
-all its tests count as one that failed. A test that was skipped has shown nothing and is counted apart. With `--only` the other groups' rows
-stay as they are, each with the commit that it ran at.
+They cover kernels, rings and exchanged experts, layouts over NCCL, offloads, checkpoints and
+flight recorders. Each group is a process with a time limit; past it the group counts as one failed
+test. Skipped tests are counted apart. With `--only` the other groups' rows stay as they are.
 
     python benchmarks/trainer/gpu_checks.py                       # one GPU does, two do more
     python benchmarks/trainer/gpu_checks.py --only layouts flight_recorders
-    python benchmarks/trainer/gpu_checks.py --check               # on any machine: that every group has tests
+    python benchmarks/trainer/gpu_checks.py --check               # collect the tests, anywhere
 """
 
 import argparse
@@ -29,7 +29,7 @@ from record import ROOT, hardware, record
 
 RECORD = Path(__file__).with_name("gpu_checks.json")
 TRAINER = "packages/trainer/tests"
-GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what pytest is told
+GROUPS: dict[str, tuple[int, list[str]]] = {  # name: (limit in seconds, arguments of pytest)
     "kernels": (150, ["packages/kernels/tests"]),
     "ring_and_experts": (120, [f"{TRAINER}/test_trainer_one_gpu.py"]),
     "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
@@ -38,29 +38,17 @@ GROUPS: dict[str, tuple[int, list[str]]] = {  # name: seconds at most, and what 
     "checkpoints": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
     "flight_recorders": (200, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
 }
-# Not the project's settings of pytest: they name plugins that a GPU host lacks.
-PYTEST = [
-    "-m",
-    "pytest",
-    "-c",
-    "/dev/null",
-    "--rootdir",
-    ".",
-    "--import-mode=importlib",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "-rs",
-]
+# The project's settings of pytest name plugins that a GPU host lacks.
+PYTEST = "-m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q -rs"
 
 
 @dataclass
 class Outcome:
-    """What came of one group: names of tests."""
+    """The tests of one group, by name."""
 
     seconds: float = 0.0
     passed: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # and the first line that says why
+    failed: dict[str, str] = field(default_factory=dict)  # and the first line of the error
     skipped: list[str] = field(default_factory=list)
 
 
@@ -69,11 +57,8 @@ def run(name: str) -> Outcome:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        process = subprocess.Popen(
-            [sys.executable, *PYTEST, "--junitxml", str(report), *words],
-            cwd=ROOT,
-            start_new_session=True,
-        )
+        command = [sys.executable, *PYTEST.split(), "--junitxml", str(report), *words]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
             process.wait(seconds)
             outcome = read(report)
@@ -86,7 +71,7 @@ def run(name: str) -> Outcome:
 
 
 def read(report: Path) -> Outcome:
-    """pytest's own account; a run that left none has failed as a whole."""
+    """Read pytest's report. Without one the group has failed."""
     outcome = Outcome()
     if not report.is_file():
         return Outcome(failed={"all": "pytest ended without a report"})
@@ -103,12 +88,10 @@ def read(report: Path) -> Outcome:
 
 
 def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
-    """Write the record: rows of these outcomes, and of the groups that are not among them those that it has."""
-    before = (
-        {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
-        if path.is_file()
-        else {}
-    )
+    """Write these outcomes, and keep the recorded rows of other groups."""
+    before = {}
+    if path.is_file():
+        before = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
     rows = {name: before[name] for name in GROUPS if name in before}
     for name, each in outcomes.items():
         rows[name] = {
@@ -117,8 +100,6 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
             "unit": "tests",
             "seconds": round(each.seconds, 1),
             "failed": each.failed,
-        }
-        rows[name] |= {
             "passed": each.passed,
             "skipped": each.skipped,
             "commit": commit(ROOT, ".", ":!benchmarks/**/*.json"),
@@ -141,23 +122,16 @@ def keep(outcomes: dict[str, Outcome], path: Path = RECORD) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = list(GROUPS)
     parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=GROUPS,
-        default=list(GROUPS),
-        metavar="GROUP",
-        help=", ".join(GROUPS),
+        "--only", nargs="+", choices=names, default=names, metavar="GROUP", help=", ".join(names)
     )
     parser.add_argument("--check", action="store_true", help="collect the tests and run none")
     args = parser.parse_args()
     if args.check:
-        return max(
-            subprocess.run(
-                [sys.executable, *PYTEST, "--collect-only", *GROUPS[name][1]], cwd=ROOT
-            ).returncode
-            for name in args.only
-        )
+        command = [sys.executable, *PYTEST.split(), "--collect-only"]
+        runs = [subprocess.run([*command, *GROUPS[name][1]], cwd=ROOT) for name in args.only]
+        return max(run.returncode for run in runs)
     if not torch.cuda.is_available():
         raise SystemExit(
             "no GPU here: the checks for CPUs run with `make test`; --check shows what would run"
@@ -167,9 +141,8 @@ def main() -> int:
         outcomes[name] = run(name)
         keep(outcomes)
     for name, each in outcomes.items():
-        print(
-            f"{name:20} {len(each.passed):3} pass, {len(each.failed)} fail, {len(each.skipped)} skipped, {each.seconds:.0f} s"
-        )
+        counts = f"{len(each.passed):3} pass, {len(each.failed)} fail, {len(each.skipped)} skipped"
+        print(f"{name:20} {counts}, {each.seconds:.0f} s")
         for test, why in each.failed.items():
             print(f"    {test}: {why}")
     return 1 if any(each.failed for each in outcomes.values()) else 0

@@ -1,14 +1,14 @@
-"""What each lever of the trainer costs and frees: one shape, measured as its manifest has it, then with one field changed at a time.
+"""Measure the speed and the memory of each memory option: one field of the manifest at a time.
 
-- A row is `orrery bench trainer` in processes of its own: tokens/s, peak memory beside what `memory_plan` had said, and for what waits in
-  host memory the share of its copies that a trace shows beside computation (`bench/host_copies.py`).
-- A lever that the manifest has pulled already is the first row. One that fails is a row with the sentence it failed with.
-- The record is written after every row. A later call goes on where it ended: rows of OUT's record, else of this folder's, stay as they are
-  while devices, layers and micro-batches are the same; `--again LEVER` measures one anew. Nothing begins that `--limit-s` would cut.
+- A row is `orrery bench trainer` in new processes: tokens/s, peak memory beside the planned peak,
+  and the share of host copies that overlap with computation (`bench/host_copies.py`).
+- The first row is the manifest as it is. A row that fails records its error.
+- The record is written after every row. A later call keeps the rows of OUT's record, or of this
+  folder's, for the same devices, layers and micro-batches. `--again LEVER` repeats one.
 
     python benchmarks/trainer/levers.py qwen3_30b_a3b_16k --devices 4 --layers 12 --limit-s 560
-    python benchmarks/trainer/levers.py qwen3_8b_8k --devices 4 --check          # what would be measured, and its plan; needs no GPU
-    python benchmarks/trainer/levers.py tiny --devices 2 --out OUT           # every row on a CPU, in a shape of no meaning
+    python benchmarks/trainer/levers.py qwen3_8b_8k --devices 4 --check    # plans only, no GPU
+    python benchmarks/trainer/levers.py tiny --devices 2 --out OUT         # all rows on a CPU
 """
 
 import argparse
@@ -32,26 +32,42 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 H200_BYTES = 150_109_880_320
 BASE = "as the manifest has it"
-ROW_S = 90.0  # that a row may take before one has been seen
+ROW_S = 90.0  # expected for a row before one was measured
 LONGEST_S = 300.0  # after which a row has hung
-NORM = 1e-3  # relative: how far gradients' norms of the same documents may be apart; bfloat16 leaves 2e-4
+NORM = 1e-3  # relative difference of gradient norms of the same documents, for bfloat16
 GIB = 2**30
+RECORDED = (
+    "step_s", "peak_allocated_bytes", "peak_reserved_bytes", "planned_peak_bytes", "host_copies"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
     manifest: str
     options: Options
-    kinds: tuple[str, ...]  # of levers that say something there
+    kinds: tuple[str, ...]  # of options that matter there
 
 
 MEASURED = {"steps": 3, "warmup": 2, "micro_batches": 2}
+TINY = Options(
+    device="cpu",
+    loss="sft",
+    routing="balanced",
+    steps=1,
+    warmup=1,
+    micro_batches=2,
+    tokens_per_micro_batch=64,
+    document_tokens=16,
+)
 SHAPES = {
-    "qwen3_30b_a3b_16k": Shape("qwen3_30b_a3b_16k", Options(loss="sft", routing="balanced", **MEASURED), ("all", "mixture")),
+    "qwen3_30b_a3b_16k": Shape(
+        "qwen3_30b_a3b_16k",
+        Options(loss="sft", routing="balanced", **MEASURED),
+        ("all", "mixture"),
+    ),
     "qwen3_8b_8k": Shape("qwen3_8b_8k", Options(loss="sft", **MEASURED), ("all",)),
-    "tiny": Shape("reverse_text_moe", Options(device="cpu", loss="sft", routing="balanced", steps=1, warmup=1, micro_batches=2,
-                                             tokens_per_micro_batch=64, document_tokens=16), ("all", "mixture")),
-}  # fmt: skip
+    "tiny": Shape("reverse_text_moe", TINY, ("all", "mixture")),
+}
 
 ADAMW = {"kind": "adamw", "lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 MUON = {
@@ -66,11 +82,8 @@ MUON = {
 
 
 def keep(*names: str) -> dict[str, Any]:
-    return {
-        "activation_checkpointing": {"kind": "selective", "keep": list(names)}
-        if names
-        else {"kind": "full"}
-    }
+    kind = {"kind": "selective", "keep": list(names)} if names else {"kind": "full"}
+    return {"activation_checkpointing": kind}
 
 
 def lora(*targets: str) -> dict[str, Any]:
@@ -93,28 +106,36 @@ LEVERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("all", "checkpointing none", {"memory": NONE}),
     ("all", "checkpointing full", {"memory": keep()}),
     ("all", "checkpointing keeps attention", {"memory": keep("attention")}),
-    ("all", "checkpointing keeps attention, projections", {"memory": keep("attention", "projections")}),
-    ("mixture", "checkpointing keeps attention, projections, experts", {"memory": keep("attention", "projections", "experts")}),
+    ("all", "checkpointing keeps attention, projections",
+     {"memory": keep("attention", "projections")}),
+    ("mixture", "checkpointing keeps attention, projections, experts",
+     {"memory": keep("attention", "projections", "experts")}),
     ("all", "reshard_after_forward true", {"fsdp": {"reshard_after_forward": True}}),
     ("all", "reshard_after_forward false", {"fsdp": {"reshard_after_forward": False}}),
     ("all", "reduce_gradients step", {"fsdp": {"reduce_gradients": "step"}}),
     ("all", "reduce_gradients micro_batch", {"fsdp": {"reduce_gradients": "micro_batch"}}),
     ("all", "lm_head_keeps_logits true", {"memory": {"lm_head_keeps_logits": True}}),
     ("all", "lm_head_keeps_logits false", {"memory": {"lm_head_keeps_logits": False}}),
-    ("all", "lm_head_chunk_tokens 1024", {"memory": {"lm_head_keeps_logits": False, "lm_head_chunk_tokens": 1024}}),
+    ("all", "lm_head_chunk_tokens 1024",
+     {"memory": {"lm_head_keeps_logits": False, "lm_head_chunk_tokens": 1024}}),
     ("all", "compile false", {"compile": False}),
     ("all", "lora on attention, rank 16", {"trainer": lora("attention")}),
-    ("mixture", "lora on attention and experts, rank 16", {"trainer": lora("attention", "experts")}),
+    ("mixture", "lora on attention and experts, rank 16",
+     {"trainer": lora("attention", "experts")}),
     ("mixture", "ep 2", {"mesh": {"ep": 2}}),
     ("mixture", "ep 4", {"mesh": {"ep": 4}}),
     ("all", "cp 2, ulysses", {"mesh": {"cp": 2, "cp_style": "ulysses"}}),
     ("all", "cp 2, ring", {"mesh": {"cp": 2, "cp_style": "ring"}}),
     ("mixture", "ep 2 and cp 2, ring", {"mesh": {"ep": 2, "cp": 2, "cp_style": "ring"}}),
-    ("mixture", "activation_offload beside full, ep 2", {"memory": keep() | {"activation_offload": True}, "mesh": {"ep": 2}}),
+    ("mixture", "activation_offload beside full, ep 2",
+     {"memory": keep() | {"activation_offload": True}, "mesh": {"ep": 2}}),
     ("all", "muon", {"trainer": {"optimizer": MUON}}),
-    ("all", "muon, optimizer_offload", {"trainer": {"optimizer": MUON}, "memory": {"optimizer_offload": True}}),
-    ("all", "kitchen sink", {"memory": KITCHEN_SINK, "fsdp": {"reshard_after_forward": True, "reduce_gradients": "micro_batch"}}),
-    ("all", "fsdp.cpu_offload", {"fsdp": {"cpu_offload": True}}),  # last: its update runs on the host, and takes longest
+    ("all", "muon, optimizer_offload",
+     {"trainer": {"optimizer": MUON}, "memory": {"optimizer_offload": True}}),
+    ("all", "kitchen sink",
+     {"memory": KITCHEN_SINK,
+      "fsdp": {"reshard_after_forward": True, "reduce_gradients": "micro_batch"}}),
+    ("all", "fsdp.cpu_offload", {"fsdp": {"cpu_offload": True}}),  # last, because it is slowest
 )  # fmt: skip
 
 
@@ -130,7 +151,10 @@ class Lever:
 
 
 def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]:
-    """What there is to measure, the manifest's own settings first. Raises OrreryError where a lever does not fit."""
+    """Return the options to measure, the manifest's own settings first.
+
+    Raise OrreryError if an option does not fit.
+    """
     manifest = load(ROOT / "manifests" / f"{shape.manifest}.json")
     start = replace(shape.options, devices=devices, layers=layers)
     found = [Lever(BASE, start, request(manifest, start))]
@@ -145,7 +169,7 @@ def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]
         try:
             asked = request(manifest, options)
         except OrreryError:
-            if "mesh" in changes:  # that these devices cannot have, as ep 4 on two
+            if "mesh" in changes:  # too few devices, as for ep 4 on two
                 continue
             raise
         if all(asked.trainer != one.asked.trainer for one in found):
@@ -154,25 +178,19 @@ def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]
 
 
 def measure(lever: Lever, manifest: str, traces: Path | None, limit_s: float) -> dict[str, Any]:
-    """The row of a lever. Raises TimeoutError where `limit_s` was over first."""
+    """Measure one row. Raise TimeoutError after `limit_s`."""
     row: dict[str, Any] = {
         "variant": lever.name,
         "value": None,
         "unit": "tokens/s/GPU",
         "goal": None,
+        "overrides": lever.asked.overrides,
+        "planned_peak_bytes": lever.planned_bytes,
     }
-    row |= {"overrides": lever.asked.overrides, "planned_peak_bytes": lever.planned_bytes}
     with tempfile.TemporaryDirectory() as folder:
         path, begin_s = Path(folder) / "result.json", time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "orrery.trainer.bench",
-            f"manifests/{manifest}.json",
-            *words(lever.options),
-            "--json",
-            str(path),
-        ]
+        command = [sys.executable, "-m", "orrery.trainer.bench", f"manifests/{manifest}.json"]
+        command += [*words(lever.options), "--json", str(path)]
         if traces is not None and "offload" in lever.name:
             command += ["--profile", str(traces / lever.name.replace(" ", "_").replace(",", ""))]
         print(f"\n=== {lever.name}", flush=True)
@@ -187,30 +205,18 @@ def measure(lever: Lever, manifest: str, traces: Path | None, limit_s: float) ->
         row["wall_s"] = time.monotonic() - begin_s
         print(done.stdout, flush=True)
         if done.returncode:
-            sentence = (
-                done.stderr[max(0, done.stderr.find("error: ")) :]
-                .strip()
-                .removeprefix("error: ")[-2000:]
-            )
+            sentence = done.stderr[max(0, done.stderr.find("error: ")) :].strip()
+            sentence = sentence.removeprefix("error: ")[-2000:]
             print(sentence, flush=True)
             return row | {"error": sentence}
         bench = json.loads(path.read_text())
     bench["phases"]["longest"] = bench["phases"]["longest"][:8]
-    row |= {
-        name: bench[name]
-        for name in (
-            "step_s",
-            "peak_allocated_bytes",
-            "peak_reserved_bytes",
-            "planned_peak_bytes",
-            "host_copies",
-        )
-    }
+    row |= {name: bench[name] for name in RECORDED}
     return row | {"value": bench["tokens_per_s_per_device"], "bench": bench}
 
 
 def words(options: Options) -> list[str]:
-    """The command line that says `options`."""
+    """Return `options` as a command line."""
     said = []
     for field, value in options.__dict__.items():
         if field == "compile" and value is not None:
@@ -223,7 +229,7 @@ def words(options: Options) -> list[str]:
 def rows_before(
     name: str, folders: list[Path], settings: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Rows of the first record there is, by lever; none where it was made with other settings."""
+    """Return the rows of the first record, by option, if it has the same settings."""
     for folder in folders:
         path = folder / f"levers_{name}.json"
         if path.exists():
@@ -240,7 +246,7 @@ def write(
     order: list[str],
     folder: Path,
 ) -> None:
-    """The record, of which the manifest's own settings are the value. Every row says how it compares to them."""
+    """Write the record. Every row is compared with the manifest's own settings."""
     base = rows[BASE]
     compared = []
     for one in sorted(rows.values(), key=lambda row: order.index(row["variant"])):
@@ -270,33 +276,31 @@ def write(
 
 
 def odd_norms(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for each row whose gradients have another norm than those of a row before it, of the same weights and documents."""
+    """Return an error for each row whose gradient norm differs from an earlier like row's."""
     first: dict[str, tuple[str, float]] = {}
     said = []
     for name, row in rows.items():
         if row["value"] is not None:
-            alike = json.dumps(
-                [row["overrides"].get(field) for field in ("trainer.lora", "trainer.mesh.cp")]
-            )
+            fields = "trainer.lora", "trainer.mesh.cp"
+            alike = json.dumps([row["overrides"].get(field) for field in fields])
             norm = row["bench"]["metrics"]["grad_norm"]
             other, expected = first.setdefault(alike, (name, norm))
             if abs(norm / expected - 1) > NORM:
                 said.append(
-                    f"{name}: its gradients' norm is {norm:.5f}, that of {other!r} {expected:.5f}; one of them is wrong"
+                    f"{name}: its gradients' norm is {norm:.5f}, that of {other!r} "
+                    f"{expected:.5f}; one of them is wrong"
                 )
     return said
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
     base = rows.get(BASE, {}).get("value")
-    print(
-        f"\n{'lever':58}{'tokens/s':>10}{'':>7}{'peak GiB':>10}{'planned':>9}  copies beside computation"
-    )
+    head = f"{'lever':58}{'tokens/s':>10}{'':>7}{'peak GiB':>10}{'planned':>9}"
+    print(f"\n{head}  copies beside computation")
     for name, row in rows.items():
         if row["value"] is None:
-            print(
-                f"{name:58}{'fails':>10}{'':>7}{'':>10}{row['planned_peak_bytes'] / GIB:9.1f}  {row['error'].splitlines()[-1][:120]}"
-            )
+            planned, error = row["planned_peak_bytes"] / GIB, row["error"].splitlines()[-1][:120]
+            print(f"{name:58}{'fails':>10}{'':>7}{'':>10}{planned:9.1f}  {error}")
             continue
         large = {way: one for way, one in row["host_copies"].items() if one["num_bytes"] >= GIB}
         hidden = ", ".join(
@@ -321,9 +325,8 @@ def main() -> None:
         )
     if arguments.check:
         for one in every:
-            print(
-                f"{one.name:58}{one.planned_bytes / GIB:8.1f} GiB planned  {' '.join(words(one.options))}"
-            )
+            planned, options = one.planned_bytes / GIB, " ".join(words(one.options))
+            print(f"{one.name:58}{planned:8.1f} GiB planned  {options}")
         if arguments.record:
             record_plans(arguments.shape, every, arguments.out)
         return
@@ -350,10 +353,8 @@ def main() -> None:
         except TimeoutError:
             break
         if one.name == BASE and rows[BASE]["value"] is None:
-            raise SystemExit(
-                f"error: {arguments.shape} {BASE} fails, and nothing can be compared with it: {rows[BASE]['error']}"
-            )
-        # Of rows that were measured: one that fails early says nothing about the next.
+            raise SystemExit(f"error: {arguments.shape} {BASE} fails: {rows[BASE]['error']}")
+        # Only of measured rows: a failed one says little about the next.
         longest_s = max(
             (row["wall_s"] for row in rows.values() if row["value"] is not None), default=ROW_S
         )
@@ -370,7 +371,7 @@ def main() -> None:
 
 
 def record_plans(shape: str, every: list[Lever], out: Path) -> None:
-    """What `memory_plan` has for each lever, where nothing is measured."""
+    """Record the planned peak of each option."""
     record(
         out / f"levers_{shape}_planned.json",
         figure=f"trainer: peak of a device that is planned for {shape}, and with each lever",

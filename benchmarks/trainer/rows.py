@@ -1,9 +1,9 @@
-"""The trainer's speed in the shapes of Qwen3, a row a shape and job: `orrery bench trainer` on this machine, and torchtitan beside it.
+"""Measure the trainer's speed on Qwen3 shapes, optionally beside torchtitan. A row is a shape.
 
-- A row is what `orrery bench trainer` measures of its run with no option (`orrery.trainer.bench.rows`); what it has of its own stands here.
-- A row's value is tokens/s a GPU with the experts that the router chooses; balanced routing is a second variant of a mixture's row.
-- With `--peer` torchtitan 0.2.2 runs first, on the same GPUs and as deep a model (`torchtitan_peer.py`); the ratio is a third variant.
-- With `--layers` the model is shallower on both sides, for hosts that the whole does not fit; then only the ratio has a goal.
+- A row is `orrery bench trainer` of its run without options (`orrery.trainer.bench.rows`).
+- Its value is tokens/s a GPU with the router's own choices. Balanced routing is a second variant.
+- `--peer` runs torchtitan 0.2.2 first, on the same GPUs and depth. The ratio is a third variant.
+- `--layers` makes both models shallower, for small hosts. Then only the ratio has a goal.
 
     python benchmarks/trainer/rows.py qwen3_30b_a3b_16k            # eight GPUs
     python benchmarks/trainer/rows.py qwen3_30b_a3b_16k --devices 4 --layers 24 --peer
@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured, and what is to be reached on eight H200 (`devices` of them in the whole)."""
+    """A shape, and its goals on `devices` H200."""
 
     manifest: str
     goal: float
@@ -71,9 +71,7 @@ ROWS = {
 
 
 def main() -> None:
-    arguments, rest = (
-        parser().parse_known_args()
-    )  # what is left goes to the measurement: --warmup, --memory, --mesh …
+    arguments, rest = parser().parse_known_args()  # the rest goes to the measurement
     row = ROWS[arguments.row]
     devices = arguments.devices or row.devices
     folder = arguments.out
@@ -83,38 +81,30 @@ def main() -> None:
         try:
             theirs = torchtitan_peer.measure(row.peer, devices, arguments.layers, folder)
         except RuntimeError as error:
-            print(error, flush=True)  # ours is measured all the same
+            print(error, flush=True)  # ours is measured anyway
     found = {}
     for routing in arguments.routing or row.routings:
         options = [*row.options, "--devices", str(devices), "--routing", routing, *rest]
         if arguments.layers is not None:
             options += ["--layers", str(arguments.layers)]
-        found[routing] = bench(
-            row.manifest, options, folder / "traces" / routing if arguments.profile else None
-        )
-        # after each, so that a session which ends early keeps what it has
+        traces = folder / "traces" / routing if arguments.profile else None
+        found[routing] = bench(row.manifest, options, traces)
+        # After each, so that a session that ends early keeps its results.
         write(arguments.row, row, devices, arguments.layers, rest, found, theirs, folder)
 
 
 def bench(manifest: str, options: list[str], traces: Path | None) -> dict[str, Any]:
-    """One measurement's JSON; its table goes to the screen."""
+    """Return the JSON of one measurement. Its table goes to the screen."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            "orrery.trainer.bench",
-            f"manifests/{manifest}.json",
-            *options,
-            "--json",
-            str(path),
-        ]
+        command = [sys.executable, "-m", "orrery.trainer.bench", f"manifests/{manifest}.json"]
+        command += [*options, "--json", str(path)]
         if traces is not None:
             command += ["--profile", str(traces)]
         print("+ " + " ".join(command), flush=True)
         code = subprocess.run(command, cwd=ROOT).returncode
         if code:
-            raise SystemExit(code)  # it has said why
+            raise SystemExit(code)
         return json.loads(path.read_text())
 
 
@@ -128,7 +118,7 @@ def write(
     theirs: dict[str, Any] | None,
     folder: Path,
 ) -> None:
-    """The row's record. A goal stands only beside what it was set for: the whole model."""
+    """Write the row's record. Goals are set for the whole model."""
     whole = layers is None
     note = "" if whole else f", {layers} layers"
     rows = [
@@ -143,7 +133,7 @@ def write(
         for routing, one in found.items()
     ]
     if theirs is not None:
-        # torchtitan routes evenly by force, so the balanced variant is its like.
+        # torchtitan forces balanced routing.
         like = found.get("balanced") or next(iter(found.values()))
         ratio = like["tokens_per_s_per_device"] / theirs["tokens_per_s_per_device"]
         rows.append(

@@ -1,10 +1,10 @@
-"""How fast SFT's data becomes tokens, so that a step never waits for them.
+"""Measure how fast SFT's chats become tokens, so that a step never waits for them.
 
-Chats of Python's own sources (five messages, about 2,000 tokens each), in a JSONL file and in Arrow files as `save_to_disk` writes them;
-a byte-level BPE tokenizer of 32,000 tokens, trained on the same text, with a ChatML template. Measured are tokens a second of batches that
-one thread asks for, as a trainer rank's look-ahead does (the tokenizer itself uses every core). Beside it: other masks, how much Python
-another thread can run meanwhile, opening the data, comparing it with validation examples, and what is left to wait for when a step of an
-8-GPU host's speed is trained meanwhile (a sleep in its place).
+The chats are Python's own sources (five messages, about 2,000 tokens each), in JSONL and in Arrow
+files as `save_to_disk` writes them. The tokenizer is a byte-level BPE of 32,000 tokens with a
+ChatML template. Measured are tokens a second of the prefetch thread, other masks, the Python speed
+left to other threads, opening the data, comparing it with validation examples, and the wait of a
+step at an 8-GPU host's speed (a sleep).
 
     python benchmarks/trainer/sft_data.py
 """
@@ -37,10 +37,14 @@ from record import record
 VOCABULARY, CHAT_CHARACTERS, NUM_CHATS, BATCH = 32_000, 7_000, 1_500, 64
 STEP_TOKENS_PER_S = 8 * 9_000  # an 8-GPU host that trains 9,000 tokens a second on each
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-WORDS = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def source_text() -> str:
@@ -123,7 +127,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def tokenising(chats: Chats, renderer: Renderer, roles: tuple) -> dict[str, Any]:
-    """Tokens a second over all chats, a batch at a time."""
+    """Measure tokens a second over all chats, a batch at a time."""
     examples = Examples(chats, renderer, roles, 1 << 20, 1 << 20)
     begin = time.perf_counter()
     num_tokens = sum(
@@ -141,7 +145,7 @@ def tokenising(chats: Chats, renderer: Renderer, roles: tuple) -> dict[str, Any]
 
 
 def left_to_others(chats: Chats, renderer: Renderer) -> dict[str, Any]:
-    """How fast a loop of Python runs beside the tokenising thread, as a share of its speed alone: the GIL, and a core that both use."""
+    """Measure a Python loop's speed beside the tokenising thread, as a share of its speed alone."""
 
     def turns_per_s(until: Callable[[], bool]) -> float:
         turns, begin = 0, time.perf_counter()
@@ -162,7 +166,7 @@ def left_to_others(chats: Chats, renderer: Renderer) -> dict[str, Any]:
 
 
 def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
-    """Share of a step that is waited for tokens, at the training speed of an 8-GPU host."""
+    """Measure the share of a step spent waiting for tokens, at an 8-GPU host's speed."""
     examples = Examples(chats, renderer, ("assistant",), 1 << 20, 1 << 20)
     num_steps, waited, trained = 6, 0.0, 0.0
     with prefetch(
@@ -184,7 +188,7 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
 
 
 def main() -> None:
-    sft_data.KEPT_TOKENS = 0  # every token is made anew
+    sft_data.KEPT_TOKENS = 0  # keep no tokens
     torch.set_num_threads(1)
     text = source_text()
     with tempfile.TemporaryDirectory() as folder:

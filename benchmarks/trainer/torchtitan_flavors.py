@@ -1,4 +1,4 @@
-"""Adds a flavor of fewer layers to torchtitan's table of Qwen3 models; torchtitan imports this file (`--experimental.custom_import`)."""
+"""Add a Qwen3 flavor with fewer layers to torchtitan (`--experimental.custom_import`)."""
 
 import os
 from dataclasses import replace

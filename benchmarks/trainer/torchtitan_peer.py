@@ -1,8 +1,8 @@
-"""torchtitan 0.2.2 on this machine's GPUs: its own training loop, on words that this file makes up, read from its own log.
+"""Measure torchtitan 0.2.2's own training loop on this machine's GPUs, from its log.
 
-- It needs a tokenizer and text: a word-level tokenizer and JSONL of random words, both written here; nothing is fetched.
+- Its word-level tokenizer and its text of random words are written here. Nothing is fetched.
 - Speed and memory are those of its last logged step, which its log averages over the last two.
-- A model of fewer layers is a flavor that `torchtitan_flavors.py` adds to torchtitan's table.
+- `torchtitan_flavors.py` adds flavors with fewer layers to torchtitan's table.
 
     python benchmarks/trainer/torchtitan_peer.py 30B-A3B --seq-len 16384 --devices 8 --balanced
 """
@@ -44,12 +44,13 @@ class Job:
 def measure(
     job: Job, devices: int, layers: int | None, logs: Path, deadline_s: float = 420.0
 ) -> dict[str, Any]:
-    """Its last logged step. Raises RuntimeError with the end of its log where there is none."""
+    """Return its last logged step. Raise RuntimeError with the end of its log if it has none."""
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
         write_assets(assets)
         line = command(job, devices, layers, assets)
         print("+ " + " ".join(line), flush=True)
+        given = os.environ.get("PYTHONPATH", "").split(":")
         environment = {
             **os.environ,
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -59,16 +60,7 @@ def measure(
             "TOKENIZERS_PARALLELISM": "false",
             "ORRERY_PEER_FLAVOR": job.flavor,
             "ORRERY_PEER_LAYERS": str(layers or ""),
-            "PYTHONPATH": os.pathsep.join(
-                [
-                    str(HERE),
-                    *(
-                        os.path.abspath(one)
-                        for one in os.environ.get("PYTHONPATH", "").split(":")
-                        if one
-                    ),
-                ]
-            ),
+            "PYTHONPATH": os.pathsep.join([str(HERE), *map(os.path.abspath, filter(None, given))]),
             "LOG_RANK": "0",
         }
         log = logs / f"torchtitan_{job.flavor}_{job.seq_len}.log"
@@ -104,43 +96,22 @@ def measure(
         "command": " ".join(["python", *line[1:]]),
         "versions": versions(),
     }
-    print(
-        f"torchtitan {job.flavor} {job.seq_len}: {last[1]:,.0f} tokens/s/GPU, {result['peak_reserved_gib']:.1f} GiB",
-        flush=True,
-    )
+    measured = f"{last[1]:,.0f} tokens/s/GPU, {result['peak_reserved_gib']:.1f} GiB"
+    print(f"torchtitan {job.flavor} {job.seq_len}: {measured}", flush=True)
     return result
 
 
 def command(job: Job, devices: int, layers: int | None, assets: Path) -> list[str]:
-    """The command line of the peer's figures in this project's goals, with its data from `assets`."""
+    """Return the peer's command line, with data from `assets`."""
     flavor = job.flavor if layers is None else f"{job.flavor}-{layers}L"
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={devices}",
-        "--local-ranks-filter=0",
-    ]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={devices}", "--local-ranks-filter=0"]
     words += ["-m", "torchtitan.train", "--model.name", "qwen3", "--model.flavor", flavor]
+    words += ["--training.seq_len", str(job.seq_len)]
+    words += ["--training.local_batch_size", str(job.batch), "--training.steps", str(STEPS)]
+    words += ["--activation_checkpoint.mode", job.checkpointing, "--compile.enable"]
+    words += ["--metrics.log_freq", "2", "--training.dataset", "c4_test"]
     words += [
-        "--training.seq_len",
-        str(job.seq_len),
-        "--training.local_batch_size",
-        str(job.batch),
-        "--training.steps",
-        str(STEPS),
-    ]
-    words += [
-        "--activation_checkpoint.mode",
-        job.checkpointing,
-        "--compile.enable",
-        "--metrics.log_freq",
-        "2",
-    ]
-    words += [
-        "--training.dataset",
-        "c4_test",
         "--training.dataset_path",
         str(assets / "text"),
         "--model.hf_assets_path",
@@ -158,7 +129,7 @@ def command(job: Job, devices: int, layers: int | None, assets: Path) -> list[st
 
 
 def write_assets(folder: Path) -> None:
-    """`tokenizer.json` and `text/words.jsonl`: random words, each a token."""
+    """Write `tokenizer.json` and `text/words.jsonl`: random words, each a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{i}" for i in range(NUM_WORDS)]

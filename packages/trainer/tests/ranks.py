@@ -1,7 +1,7 @@
-"""Ranks of a test as processes of one origin: `ranks.py MODULE FOLDER PORT NUM_RANKS`; `trainer_cases.run_script` starts it.
+"""Fork the ranks of a test: `ranks.py MODULE FOLDER PORT NUM_RANKS`, for `run_script`.
 
-Forked once MODULE is there, since imports are by far the longest part of a rank, and nothing has begun a thread or asked for a GPU yet.
-Each rank's words are FOLDER/rank_<i>.out and .err. The first that fails ends the others, and so does SIGTERM.
+MODULE is imported before the fork, because imports take most of a rank's time. No thread or GPU is
+in use then. Output goes to FOLDER/rank_<i>.out and .err. A failed rank or SIGTERM ends all ranks.
 """
 
 import importlib

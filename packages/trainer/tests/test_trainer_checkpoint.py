@@ -78,7 +78,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(start, tmp_pat
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """A folder in which two ranks trained straight, stopped, resumed, and read what one rank had written in `by_one`."""
+    """A folder of two ranks that trained, stopped, resumed, and read one rank's `by_one`."""
     folder = tmp_path_factory.mktemp("two_ranks")
     alone = make_learner(manifest(), write_start_weights(manifest(), folder / "start"))
     train(alone, [1, 2])
@@ -166,7 +166,8 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
                 checkpoint.state_of(learner)[name].local[3, 4] = value
                 with pytest.raises(
                     RunFailed,
-                    match=rf"^step 2: after its update {name} is not finite on rank 0; nothing of it is stored",
+                    match=rf"^step 2: after its update {name} is not finite on rank 0; nothing "
+                    rf"of it is stored",
                 ):
                     saver.copy(learner, folder / "trainer")
             else:
@@ -183,7 +184,8 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
 def test_every_rank_hears_whose_part_is_not_finite(two_ranks):
     for answers in json.loads((two_ranks / "answers.json").read_text()):
         assert re.match(
-            r"step 2: after its update exp_avg/network\.\S+ is not finite on rank 1; nothing of it is stored",
+            r"step 2: after its update exp_avg/network\.\S+ is not finite on rank 1; nothing "
+            r"of it is stored",
             answers["not_finite"]["error"],
         )
     assert not (two_ranks / "not_finite").exists()
@@ -224,7 +226,7 @@ ROUTES = {  # what is trained, and where its state lies on each of the meshes
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory):
-    """A folder in which one rank's state of each route went from mesh to mesh and on, and {route: (that state, a step later)}."""
+    """A folder of states that went from mesh to mesh, and {route: (state, a step later)}."""
     folder, states, jobs = tmp_path_factory.mktemp("travelled"), {}, []
     write_start_weights(manifest(model=MIXTURE), folder / "start")
     for route, (trainer, places) in ROUTES.items():
@@ -260,7 +262,7 @@ def stored_bytes(folder: Path) -> int:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_mesh_reads_what_every_other_wrote(travelled, route):
-    """One rank's state goes from mesh to mesh of four ranks and back to one, to the bit; whoever has it can go on."""
+    """A state passes through meshes of four ranks, keeps its bits, and can be trained on."""
     folder, states = travelled
     expected, onwards = states[route]
     for mesh in MESHES:
@@ -288,7 +290,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
     )
     with pytest.raises(
         RunFailed,
-        match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], the model's has \[64, 32\]",
+        match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], the model's "
+        r"has \[64, 32\]",
     ):
         checkpoint.load(other, tmp_path / "trainer")
     model = {"num_layers": 1}
@@ -422,7 +425,8 @@ def test_a_full_disk_ends_the_run_by_file_and_leaves_the_checkpoint_before(start
             saver.write(lambda: checkpoints.complete(three))
             with pytest.raises(
                 RunFailed,
-                match=r"rank_0\.safetensors: File too large; the run goes on from its newest whole checkpoint",
+                match=r"rank_0\.safetensors: File too large; the run goes on from its newest "
+                r"whole checkpoint",
             ):
                 while True:
                     saver.check()
@@ -492,7 +496,8 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_together(hosts, fits):
     else:
         with pytest.raises(
             RunFailed,
-            match=r"in the copies of the 2 ranks on this host take 0\.0 GB of host memory, of which 0\.0",
+            match=r"in the copies of the 2 ranks on this host take 0\.0 GB of host memory, of "
+            r"which 0\.0",
         ):
             copy.check_room(60, world)
 
@@ -514,7 +519,7 @@ def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path)
 
 
 class OfTwo:
-    """The world of the second of two replicas, whose first writes all; `said` has its collectives in order."""
+    """The world of the second of two replicas. `said` lists its collectives in order."""
 
     rank, size, replica, is_first, device = 1, 2, 1, False, torch.device("cpu")
 
@@ -534,7 +539,7 @@ class OfTwo:
 
 @pytest.fixture
 def second(start, tmp_path):
-    """A learner, the world of the second rank, and its `CheckpointWriter`, which has written its part of step 0."""
+    """A learner, the second rank's world, and its writer, which has written step 0."""
     learner, world = make_learner(manifest(), start), OfTwo()
     saver = checkpoint_writer.CheckpointWriter(world)
     (tmp_path / "step_0" / "trainer.partial").mkdir(parents=True)  # as the first rank does
@@ -574,7 +579,8 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
     monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
     with pytest.raises(
         RunFailed,
-        match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run reachable, and fast",
+        match=r"^the checkpoint in step_0: not done after 0 s; is the disk of this run "
+        r"reachable, and fast",
     ):
         saver.finish() if call == "finish" else saver.copy(learner, tmp_path / "step_2" / "trainer")
     assert not world.said
@@ -661,7 +667,8 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
     save_file(tensors, start / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         RunFailed,
-        match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage began with ",
+        match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage "
+        r"began with ",
     ):
         checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     with pytest.raises(

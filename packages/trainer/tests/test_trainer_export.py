@@ -1,4 +1,4 @@
-"""Exports of checkpoints: the bytes that the live policy would be saved as, and a sentence for every mistake."""
+"""Exports of checkpoints: the bytes of the live policy, and an error for every mistake."""
 
 import shutil
 
@@ -122,7 +122,8 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
         (
             (run_dir,),
             2,
-            f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export another step with --step",
+            f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export "
+            f"another step with --step",
         ),
     ]:
         found, said = exported(*words)

@@ -1,4 +1,4 @@
-"""What only GPUs can show: layouts over NCCL, what waits in host memory beside CUDA, and checkpoints from GPUs, each against one GPU."""
+"""Compare layouts over NCCL, offloads and checkpoints with a single GPU."""
 
 import json
 
@@ -62,7 +62,7 @@ ALONE = {
     for name, model in NETWORKS.items()
 }
 
-# In half precision, with shapes that the fast kernels take. Compiled blocks have graphs of their own.
+# In half precision, with shapes that the fast kernels support, compiled and not.
 HALF = {"compute_dtype": "bfloat16"}
 KEEPING = {
     "memory": {
@@ -152,8 +152,7 @@ def test_a_layout_over_nccl_makes_the_gradients_of_one_gpu(ran, name):
 
 @pytest.mark.parametrize("name", [name for name in HALVES if name != "half_alone"])
 def test_a_layout_in_half_precision_makes_the_gradients_of_one_gpu(ran, name):
-    # A rounding of bfloat16 is 4e-3, and a gradient is tens of them deep, with random signs. What float32 has shown above is not shown
-    # again: that no token is lost. This is about kernels that take nothing but half precision.
+    # A rounding of bfloat16 is 4e-3, and a gradient accumulates tens of them with random signs.
     worst = max(errors(ran, name).items(), key=lambda one: one[1])
     assert worst[1] <= 0.05, worst
 
@@ -199,7 +198,7 @@ def test_state_in_host_memory_changes_no_bit_and_weights_there_the_last(tmp_path
         )
         for name, weight in here.items():
             assert torch.equal(offloaded[name], weight), (kind, name)
-            # The processor's kernel rounds elsewhere; Adam divides by the root of what it rounds, so steps of 1e-2 differ by 1e-5 of them.
+            # The CPU kernel rounds differently, and Adam magnifies that: 1e-5 of steps of 1e-2.
             torch.testing.assert_close(
                 hosted[name],
                 weight,

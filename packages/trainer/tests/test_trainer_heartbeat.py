@@ -1,4 +1,4 @@
-"""The heartbeat of one rank: what is counted, and what is kept where torch records it. Several ranks: packages/launcher/tests."""
+"""The heartbeat of one rank: its counts and flight recorder. Several: packages/launcher/tests."""
 
 import logging
 import pickle

@@ -1,4 +1,4 @@
-"""Host memory that is registered with CUDA, by a stand-in for the CUDA runtime that knows what is registered."""
+"""Host memory: registration with a fake CUDA runtime, and the memory left by control groups."""
 
 import gc
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_checkpoints_copy_that_grows_or_goes_leaves_nothing_registered(registe
 
 
 def group(folder: Path, version: int, limit: str, used: int, files: int) -> None:
-    """The files of a control group, of which a third of its pages of `files` are in use just now."""
+    """Write the files of a control group; a third of its `files` pages are active."""
     names = (
         ("memory.limit_in_bytes", "memory.usage_in_bytes")
         if version == 1
@@ -98,13 +98,14 @@ def group(folder: Path, version: int, limit: str, used: int, files: int) -> None
         (folder / name).write_text(f"{content}\n")
     whose, active = "total_" if version == 1 else "", files // 3
     (folder / "memory.stat").write_text(
-        f"anon 5\n{whose}active_file {active}\n{whose}inactive_file {files - active}\ninactive_anon 9\n"
+        f"anon 5\n{whose}active_file {active}\n"
+        f"{whose}inactive_file {files - active}\ninactive_anon 9\n"
     )
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """A folder of proc/ and sys/ of a machine that has 1000 KiB left; `machine(lines)` writes the process's groups."""
+    """A machine's proc/ and sys/ with 1000 KiB left. `machine(lines)` writes the groups."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(
         "MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n"

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is frozen stays, what is trained leaves merged, and ranks change nothing."""
+"""Low-rank adapters: frozen weights stay, exports are merged, and ranks change nothing."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_what_leaves_the_trainer_is_merged(tmp_path, model):
     merged = build(spec.model)
     weights.load(merged, tmp_path / "merged")
     assert {name for name, _ in named_hf_tensors(merged)} == set(whole)
-    # Both are float32; merging changes the order of one sum a product. Measured: 5e-7 of log-probs of about 3.
+    # Both are float32. Merging changes the order of one sum a product.
     torch.testing.assert_close(
         scores(Policy(merged, 16)), scores(learner.policy), rtol=0, atol=5e-6
     )
@@ -87,10 +87,7 @@ def test_what_leaves_the_trainer_is_merged(tmp_path, model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_exported_is_the_exact_sum_rounded_once(tmp_path, model, dtype):
-    """Summed in float32: up to four roundings of the product and one of the sum, each 2⁻²⁴ of what is summed. Measured: 2.4 of them.
-
-    So in bfloat16 it is the exact sum's own rounding, but where that lies so near the middle of two numbers that float32 cannot tell.
-    """
+    """In float32 there are up to five roundings of 2⁻²⁴. In bfloat16 only near ties may differ."""
     spec = manifest(model=MODELS[model], trainer={"lora": LORAS[model]})
     start = write_start_weights(spec, tmp_path / "start")
     network = build(spec.model, dtype)
@@ -167,7 +164,8 @@ def test_targets_choose_what_is_adapted(tmp_path):
             if count is None:
                 with pytest.raises(
                     ValueError,
-                    match=rf"trainer\.lora\.targets \['{target}'\]: family .* has none; choose from",
+                    match=rf"trainer\.lora\.targets \['{target}'\]: family .* has none; choose "
+                    rf"from",
                 ):
                     manifest(model=MODELS[model], trainer={"lora": fields})
                 continue
@@ -192,14 +190,14 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path):
         found = load_file(tmp_path / f"{layout}.safetensors")
         assert found.keys() == learner.weights.keys()
         for name, weight in learner.weights.items():
-            # Of gradients that are float32 sums in another order; the first step moves by 5e-3. Measured: 2e-7.
+            # Gradients are float32 sums in another order; the first step moves by 5e-3.
             torch.testing.assert_close(found[name], weight.detach(), rtol=0, atol=2e-6)
 
 
 def test_on_a_direct_wire_every_rank_sends_its_shards_merged(tmp_path):
-    """What all ranks hold is every element once a replica, and that of the whole merged tensors but for the rounding of one sum.
+    """Each replica holds every element once, equal to the whole merged tensors up to a rounding.
 
-    Rank 32 is as many as queries have rows: a factor cut along its rank is not one that is cut along its weight's rows.
+    Rank 32 is the number of query rows, so sharding along the rank could be confused with rows.
     """
     wide = LORAS["dense"] | {"rank": 32}
     cases = {

@@ -1,4 +1,4 @@
-"""The loss against a slow one: plain Python numbers, one token at a time, straight from the formula."""
+"""The loss against a slow reference: the formula in plain Python, one token at a time."""
 
 import math
 

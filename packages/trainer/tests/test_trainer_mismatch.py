@@ -51,12 +51,14 @@ def judged(guard, step, *batches, kl=0.1):
     return guard.check(step, kl)
 
 
-def test_one_engine_of_four_that_forges_is_named_with_its_version_though_the_batch_as_a_whole_is_within_the_bound():
+def test_an_engine_that_forges_is_named_with_its_version_though_the_batch_is_within_the_bound():
     good = [batch(9, [0, 1, 2], [8, 7, 8], [0.1, -0.1, 0.1]) for _ in range(8)]
     forged = [batch(9, [3, 3], [7, 8], [-6.0, 0.1]) for _ in range(2)]
     says = (
-        rf"^step 9: log-probs of {4 * (LENGTH - 1)} tokens of engine 3 are 3\.05 from the trainer's on average, of version 7 6; "
-        r"the mean difference of log-probs, 3\.05, is more than trainer\.mismatch\.stop_logprob_difference = 2, so the batch is not trained"
+        rf"^step 9: log-probs of {4 * (LENGTH - 1)} tokens of engine 3 are 3\.05 from the "
+        rf"trainer's on average, of version 7 6; "
+        r"the mean difference of log-probs, 3\.05, is more than "
+        r"trainer\.mismatch\.stop_logprob_difference = 2, so the batch is not trained"
     )
     with pytest.raises(RunFailed, match=says):
         judged(guard(), 9, *good, *forged)
@@ -88,7 +90,8 @@ def test_the_kl_of_a_batch_warns_and_then_ends_the_run(caplog):
     )
     with pytest.raises(
         RunFailed,
-        match=r"engine 1 .* the KL from engines to trainer, 11, is more than trainer\.mismatch\.stop_kl = 10",
+        match=r"engine 1 .* the KL from engines to trainer, 11, is more than "
+        r"trainer\.mismatch\.stop_kl = 10",
     ):
         judged(guard(), 9, *each, kl=11.0)
     judged(guard(stop_kl=None), 9, *each, kl=11.0)

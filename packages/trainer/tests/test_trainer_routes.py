@@ -44,7 +44,7 @@ def routed(learner, columns):
 
 
 def elsewhere(learner, columns):
-    """The batch with other routes, which the last token of each sample and one whole sample do not have."""
+    """The batch with other routes, missing for each last token and for one whole sample."""
     routes = routed(learner, columns).token["routed_experts"]
     routes += 1
     routes[routes == SHAPE.num_experts] = 0
@@ -108,7 +108,7 @@ def test_tokens_without_routes_are_counted_but_for_each_samples_last(start):
 
 
 def test_log_probs_are_compared_on_the_engines_routes(start):
-    """An engine whose routers choose otherwise gives other log-probs, which only its routes explain."""
+    """An engine that routes differently has other log-probs, which only its routes explain."""
     engine, columns = make_learner(manifest(model=MODEL), start), batch_columns(1)
     columns.sample["dispatch_version"][:] = 0
     columns.sample["temperature"][:] = 1.0
@@ -141,7 +141,8 @@ def test_log_probs_are_compared_on_the_engines_routes(start):
     [
         (
             lambda routes: routes[:, :1],
-            r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* wants uint8 \[tokens, 2, 3\]",
+            r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* wants uint8 "
+            r"\[tokens, 2, 3\]",
         ),
         (
             lambda routes: np.where(np.arange(len(routes))[:, None, None] == 5, 8, routes).astype(

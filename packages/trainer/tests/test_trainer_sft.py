@@ -1,7 +1,7 @@
-"""SFT's data and its validation: datasets on disk, examples that are tokenised when needed, losses that are never trained.
+"""SFT's data and validation: datasets on disk, tokenisation on demand, losses without training.
 
-`reversed_words/` is a DatasetDict that `datasets` 5.2.0 wrote, `save_to_disk(…, num_shards={"train": 2, "validation": 1})`: 48 and 8 chats
-of one user's word and its reversal, and a column `length` beside `messages`.
+`reversed_words/` is a DatasetDict of `datasets` 5.2.0: 48 training chats in 2 shards and 8
+validation chats, each a word and its reversal, with a column `length` beside `messages`.
 """
 
 import hashlib
@@ -286,7 +286,8 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, CALLS, result("c1"), result("c2"), result("c3"), ANSWER],
             {},
-            r"message 4 \(tool\) has the tool_call_id 'c3' and no call before it waits for a result",
+            r"message 4 \(tool\) has the tool_call_id 'c3' and no call before it waits for a "
+            r"result",
         ),
         (
             [USER, {"role": "assistant", "tool_calls": [{"function": FUNCTION}]}],
@@ -370,7 +371,8 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
     [
         (
             {"fingerprint": "beef"},
-            r"data\.fingerprint: .*reversed_words/train has 5d8f9d93110c4621, the manifest says beef",
+            r"data\.fingerprint: .*reversed_words/train has 5d8f9d93110c4621, the manifest "
+            r"says beef",
         ),
         (
             {"split": "test"},
@@ -386,7 +388,8 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
         ),
         (
             {"column": "chat"},
-            r"data\.column: .*data-00000-of-00002.arrow has no 'chat'; choose from length, messages",
+            r"data\.column: .*data-00000-of-00002.arrow has no 'chat'; choose from length, "
+            r"messages",
         ),
         ({"column": "length"}, r"reversed_words/train: row 0: not a chat of the form"),
         (
@@ -413,7 +416,8 @@ def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer,
         ),
         (
             {"role": "user", "thinking": "ab"},
-            r"row 1: message 0 \(user\) has 'thinking', which is not read; leave it out, or say it in",
+            r"row 1: message 0 \(user\) has 'thinking', which is not read; leave it out, or "
+            r"say it in",
         ),
         ({"role": "user", "content": None}, r"row 1: message 0 \(user\) has no content; add it"),
     ],
@@ -441,7 +445,8 @@ def test_a_chat_that_is_longer_than_the_model_knows_is_named_though_a_micro_batc
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"memory": memory})})
     with pytest.raises(
         OrreryError,
-        match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or leave it out",
+        match=r"chats\.jsonl:2: 65 tokens do not fit model\.max_positions 64; cut the chat or "
+        r"leave it out",
     ):
         load_examples(spec, tokenizer)
     assert load_examples(with_model(spec, max_positions=65), tokenizer).columns(
@@ -457,7 +462,8 @@ def test_a_chat_with_a_token_that_the_model_has_no_row_for_is_named(tmp_path, to
     spec = with_model(sft_spec(data=write_chats(tmp_path / "chats.jsonl", chats)), vocab_size=15)
     with pytest.raises(
         OrreryError,
-        match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token 15, which is no row",
+        match=r"chats\.jsonl:2: model\.vocab_size: 15, and the tokenizer makes 'h' the token "
+        r"15, which is no row",
     ):
         load_examples(spec, tokenizer)
 
@@ -470,7 +476,8 @@ def test_a_torn_file_and_a_missing_reader_are_one_sentence(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         OrreryError,
-        match=r"data\.kind: datasets are read with pyarrow, which is not installed here; type `make setup`",
+        match=r"data\.kind: datasets are read with pyarrow, which is not installed here; type "
+        r"`make setup`",
     ):
         opened(**dataset())
 
@@ -598,7 +605,8 @@ def test_the_validation_loss_is_the_mean_over_tokens_however_they_are_packed(sta
         learner.weights["network.norm.weight"][0] = float("nan")
     with pytest.raises(
         RunFailed,
-        match=r"validation after step 0: cross-entropy is nan \(weight network.norm.weight is not finite\)",
+        match=r"validation after step 0: cross-entropy is nan \(weight network.norm.weight is "
+        r"not finite\)",
     ):
         validation.loss(learner)
 
@@ -744,7 +752,7 @@ def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(
     assert first[1] == pytest.approx(
         same[1], rel=1e-6
     )  # the same weights; seven examples on two ranks, so one rank has more
-    # Later the weights themselves differ by the order of sums, as test_trainer_stages.py bounds them.
+    # Later the weights differ by the order of sums (bounds: test_trainer_stages.py).
     for name, weight in load_file(run_dir / "weights" / "sft" / "model.safetensors").items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=5e-5)
     assert [step for step, _, _ in later] == [step for step, _, _ in others] == [4, 6]
@@ -758,7 +766,10 @@ def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
     shared = write_chats(tmp_path / "train.jsonl", [*word_chats("train"), chats[5]])
     spec = sft_spec(data=shared, validation=validated())
     examples = load_examples(spec, tokenizer)
-    expected = r"stages\.sft\.validation\.data: .*validation: row 5 stands in the training data too, as .*train\.jsonl:49; leave it out"
+    expected = (
+        r"stages\.sft\.validation\.data: .*validation: row 5 stands in the training data too, "
+        r"as .*train\.jsonl:49; leave it out"
+    )
     with pytest.raises(OrreryError, match=expected):
         load_validation(spec, tokenizer, examples.chats, ALONE)
     fewer = sft_spec(data=shared, validation=validated(num_examples=5))

@@ -1,4 +1,4 @@
-"""The trainer's stages as real processes, with this test in the place of launcher and orchestrator."""
+"""The trainer's stages as real processes. The test acts as launcher and orchestrator."""
 
 import asyncio
 import hashlib
@@ -100,11 +100,11 @@ class Stage:
             if rank.poll() is None:
                 rank.send_signal(signal.SIGKILL)
                 rank.wait()
-            rank.stderr.close()  # or a test that has no part in it fails with the warning, when the collector comes by
+            rank.stderr.close()  # otherwise the collector warns during another test
 
 
 def start_run(folder: Path, spec, stages=()) -> Path:
-    """A run directory after init (made in this process: starting one takes seconds) and after `stages`."""
+    """A run directory after init, made in this process to save time, and after `stages`."""
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
     initialize(parse_role("trainer", ["--run-dir", str(folder), "--stage", "init"]))
@@ -119,7 +119,7 @@ def final_weights(run_dir: Path, stage: str) -> bytes:
 
 
 async def compare_columns(run_dir: Path, spec, attempt: int, version: int):
-    """What an engine with the last published weights would say of some tokens: a batch to compare, not to train."""
+    """A batch to compare: log-probs of an engine with the last published weights."""
     watch = WeightWatch(weight_dir(run_dir, attempt))
     while (published := watch.latest()) is None or published.version < version:
         await asyncio.sleep(0.02)
@@ -146,7 +146,7 @@ async def digest_of(version: int, run_dir: Path, attempt: int) -> str:
 async def orchestrate(
     run_dir: Path, spec, steps: range, attempt: int, change=None, winds_down=False, ends_early=False
 ) -> None:
-    """Cut, announce and send made-up batches, and after the last the one to compare; returns when the trainer has them all.
+    """Send random batches, then the batch to compare. Return when the trainer has them all.
 
     With `ends_early` the batch to compare comes after `steps`, with the orchestrator's half of the
     step before it. With `winds_down` the wind-down message comes there, with that half too.
@@ -361,7 +361,7 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
     in_shared_memory(killed, 1)
     stage = Stage(killed, "rl", num_ranks)
     try:
-        # Three batches are there: the trainer gets through step 3, one past its checkpoint, and waits for batch 4.
+        # With three batches the trainer finishes step 3, one past its checkpoint, and waits.
         asyncio.run(orchestrate(killed, spec, range(1, 4), 1))
         await_checkpoint(killed, 2)
     finally:
@@ -389,7 +389,7 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
 def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(
     tmp_path, in_shared_memory, whole
 ):
-    """Before any batch, after a step that is due no checkpoint, after one that has its checkpoint; or at once after resuming."""
+    """Before any batch, after a step with and without a checkpoint, or right after resuming."""
     spec, straight = whole
     num_ranks = spec.trainer.mesh.world_size
     run_dir = start_run(tmp_path / "run", spec)
@@ -422,7 +422,7 @@ def test_a_stage_that_winds_down_at_any_step_goes_on_to_the_same_bits(
     assert [(row["step"], row["attempt"]) for row in rows] == expected, "no batch is trained twice"
 
 
-def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_its_weights_also_once_killed_at_that(
+def test_a_stage_that_ends_early_leaves_its_last_checkpoint_and_weights_also_after_a_kill(
     tmp_path, in_shared_memory, whole
 ):
     """Step 3 of 5 is the last, and no checkpoint is due. The second attempt resumes from step 3."""
@@ -507,8 +507,8 @@ def test_rollouts_of_other_weights_than_were_published_end_the_run(tmp_path, in_
     [(code, error)] = run_rl(run_dir, spec, range(1, 2), change=stamp)
     assert code == 1 and "Traceback" not in error
     assert (
-        "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer published it with "
-        in error
+        "error: batch 1: its rollouts carry version 0 with digest ab, but the trainer "
+        "published it with " in error
     )
 
 
@@ -536,7 +536,7 @@ def test_a_resumed_trainer_knows_the_digests_of_versions_before_its_checkpoint(t
 def test_a_steps_row_is_written_before_its_checkpoint_counts(
     tmp_path, in_shared_memory, monkeypatch
 ):
-    """Nobody makes a checkpointed step again, so a kill right after the marker must find its row."""
+    """A checkpointed step is never repeated, so a kill after the marker must find its row."""
     spec = manifest(
         stages={"sft": None, "rl": {"num_steps": 3}}
     )  # a checkpoint after step 2, which step 3's waits for
@@ -623,7 +623,7 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     assert losses[0] > 2.3  # about log 16, the size of the vocabulary
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
     assert final_weights(runs[0], "sft") == final_weights(runs[1], "sft")
-    # The written weights have the loss that was trained to, so what was exported is what was learned.
+    # The exported weights have the final training loss.
     network = build(spec.model)
     weights.load(network, runs[0] / "weights" / "sft")
     examples = load_examples(spec, runs[0] / "weights" / "sft").columns(range(64))
@@ -634,7 +634,7 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     logits = network.logits(tokens, positions, torch.from_numpy(examples.offsets.astype(np.int32)))
     logprob = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
     loss = -logprob[torch.from_numpy(examples.token["trained"][1:])].mean().item()
-    # Losses still fall, and a batch's loss is of the weights before its own step: the last weights are better than the last five.
+    # A batch's loss is that of the weights before its step, and losses still fall.
     assert 0 < loss < np.mean(losses[-5:])
 
 
@@ -814,7 +814,7 @@ def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path)
 
 
 def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
-    """Its orchestrator may be asked before there are engines; then the batch after the last one is to be compared by nobody."""
+    """The orchestrator may be asked to end before there are engines to compare with."""
     ended, spec = [], manifest(stages={"rl": {"num_steps": 3}})
     saving = SimpleNamespace(
         copy=lambda *_: pytest.fail("the last step has its checkpoint"),

@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a tiny manifest, random batches, learners on one rank and on several processes."""
+"""Shared cases: a tiny manifest, random batches, learners in one and in several processes."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
 
 
 def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: int = 0) -> Columns:
-    """A batch of rollouts as an orchestrator would cut it for `step`: prompts of 3 tokens, log-probs near those of a fresh model."""
+    """A random batch for `step`: prompts of 3 tokens, log-probs near those of a fresh model."""
     rng = np.random.default_rng([seed, step])
     lengths = rng.integers(5, 20, num_samples)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -226,7 +226,7 @@ def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: i
     }
     sample = {
         "temperature": rng.uniform(0.7, 1.3, num_samples).astype(np.float32),
-        # Of an older policy, so that nobody compares these made-up log-probs with the trainer's.
+        # An older policy, so that these random log-probs are not compared with the trainer's.
         "dispatch_version": np.full(num_samples, step - 2, dtype=np.int32),
     }
     return Columns(offsets, token, sample)
@@ -266,9 +266,9 @@ def rank_device(rank: int) -> torch.device:
 def run_ranks(
     num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu"
 ) -> list[dict[str, dict]]:
-    """Do the jobs, one after the other, on `num_ranks` processes (trainer_rank.py says what a job is): each rank's answers by job name.
+    """Run jobs (see trainer_rank.py) on `num_ranks` processes. Return each rank's answers by job.
 
-    Many jobs share one set of processes, since starting one costs seconds. Fails with the stderr of a rank that failed.
+    Jobs share the processes, because starting one takes seconds. Fails with a failed rank's stderr.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     return run_script("trainer_rank", folder, num_ranks, deadline_s=100, device=device)
@@ -277,9 +277,9 @@ def run_ranks(
 def run_script(
     module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu"
 ) -> list[dict]:
-    """`main` of `module` with the words FOLDER PORT NUM_RANKS RANK as every rank: each one's last line, JSON.
+    """Run `main` of `module` as every rank, with FOLDER PORT NUM_RANKS RANK as arguments.
 
-    Fails with the stderr of all where one failed.
+    Return each rank's last line as JSON. If one fails, fail with the stderr of all.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,10 +1,11 @@
-"""One rank of a test: `trainer_rank.py FOLDER PORT WORLD_SIZE RANK` does the jobs that `trainer_cases.run_ranks` wrote to FOLDER/jobs.json.
+"""Run the jobs in FOLDER/jobs.json as one rank: `trainer_rank.py FOLDER PORT WORLD_SIZE RANK`.
 
-A job is {"name", "manifest": keywords of `manifest`, "steps"} and, where wanted: "batch" (keywords of `train`), "compare"
-(the first batch, after the steps), "resume" and "save" (checkpoint folders), "bit_flipped_on" (the rank whose first weight is another
-before it is saved), "moment_lost_on" (the rank that has a NaN in a first moment before it saves), "broken_on" (the rank in whose backward
-passes the first block's attention meets a NaN), "export" (a Hugging Face folder), "held" (what the rank would send over a direct wire,
-against whole tensors). Its weights go to FOLDER/<name>.safetensors; what the steps said is the last line of stdout.
+A job has "name", "manifest" (keywords of `manifest`), "steps", and optionally "batch" (keywords of
+`train`), "compare" (the first batch, after the steps), "resume", "save", "export" (folders),
+"held" (compare the shards of a direct wire with whole tensors), and a fault on one rank:
+"bit_flipped_on" (in the first weight, before saving), "moment_lost_on" (NaN in a first moment,
+before saving), "broken_on" (NaN in the backward pass of the first block's attention).
+Weights go to FOLDER/<name>.safetensors. The last line of stdout has the steps' metrics.
 """
 
 import json
@@ -44,7 +45,7 @@ def train(
     max_tokens: int = 64,
     poison: int | None = None,
 ) -> list[dict]:
-    """Steps on the made-up batches; with `poison`, that rank's first advantages of the last step are NaN."""
+    """Train random batches. With `poison`, that rank's last step has NaN advantages."""
     rows = []
     for step in steps:
         mine = share(
@@ -61,7 +62,7 @@ def train(
 
 
 def die_in_the_middle(start: Path, run_dir: Path, after_file: str) -> None:
-    """A process that is killed when its thread has written one file of step 3, or half of one; here, since a new process must find it."""
+    """Kill this process once its thread has written a file of step 3, or half of one."""
     learner = make_learner(manifest(), start)
     train(learner, [1, 2, 3])
 
@@ -108,7 +109,7 @@ class Captured:
 
 
 def held_by_this_rank(learner: Learner) -> dict:
-    """Elements that this rank would send, and the most by which one differs from that of the whole merged tensors."""
+    """Return the elements that this rank would send, and their largest error."""
     source = Captured()
     publisher = DirectPublisher(learner.policy, source, torch.float32, None)
     publisher.publish(0)
