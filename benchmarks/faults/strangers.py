@@ -170,7 +170,7 @@ class Run:
         trainer = json.loads(
             (self.folder / "stages" / "rl" / "endpoints" / "trainer.0.json").read_text()
         )["url"]
-        wire = coordinator.find(
+        wire = coordinator.find_wire(
             weight_dir(
                 self.folder, json.loads((self.folder / "status.json").read_text())["attempt"]
             )

@@ -88,7 +88,7 @@ def end_half_way(claimed: Published, engine: str) -> None:
     assert taking is not None
     other = WeightReceiver(engine, 0, 1, CPU)
     other.join(claimed.folder.parent, whole)
-    rounds = other.take(taking, PartTimer())
+    rounds = other.receive(taking, PartTimer())
     for _ in range(3):
         next(rounds)
     rounds.close()

@@ -13,8 +13,8 @@ from orrery.inference import loading
 from orrery.inference.loading import WORD, Loading, runs
 from orrery.inference.needs import Destination, Needs
 from orrery.inference.patches.vllm import has_stale_head, say_nothing_of_unloaded
-from orrery.transport.weight_wire.buckets import in_bucket, shape_of
-from orrery.transport.weight_wire.plan import Slice, TensorInfo
+from orrery.transport.weight_wire.buckets import in_bucket
+from orrery.transport.weight_wire.plan import Slice, TensorInfo, shape_of
 
 
 def experts(number, rows, columns):

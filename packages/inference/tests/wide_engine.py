@@ -19,7 +19,7 @@ from orrery.transport.weight_wire.receiver import WeightReceiver
 server_arguments, correct, take, receive = (
     __main__.server_arguments,
     releases.correct,
-    WeightReceiver.take,
+    WeightReceiver.receive,
     WeightReceiver._receive,
 )
 
@@ -70,5 +70,5 @@ if __name__ == "__main__":
         "1"  # until the rest of an engine that lost a worker is killed
     )
     __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
-    WeightReceiver.take, WeightReceiver._receive = take_or_fail, receive_and_fail
+    WeightReceiver.receive, WeightReceiver._receive = take_or_fail, receive_and_fail
     __main__.main()

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.transport.weight_wire.buckets import HeldTensor, in_bucket, shape_of
+from orrery.transport.weight_wire.buckets import HeldTensor, in_bucket
 from orrery.transport.weight_wire.coordinator import PartTimer
 from orrery.transport.weight_wire.files import WeightWatch
 from orrery.transport.weight_wire.leases import read_transfer
-from orrery.transport.weight_wire.plan import dtype_of
+from orrery.transport.weight_wire.plan import dtype_of, shape_of
 from orrery.transport.weight_wire.receiver import WeightReceiver
 from orrery.transport.weight_wire.sender import WeightSender
 
@@ -128,7 +128,7 @@ class Engine:
         missing = sum(
             torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes
         )
-        with contextlib.closing(self.target.take(taking, self.parts)) as rounds:
+        with contextlib.closing(self.target.receive(taking, self.parts)) as rounds:
             for one, bucket in rounds:
                 for name, box, offset in one.slices:
                     assert (name, box) not in self.got

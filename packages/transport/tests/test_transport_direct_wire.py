@@ -134,7 +134,7 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
 
         def end_in_the_middle():
             ending.target.join(claimed.folder.parent, ending.needs)
-            rounds = ending.target.take(read_transfer(claimed.path), PartTimer())
+            rounds = ending.target.receive(read_transfer(claimed.path), PartTimer())
             next(rounds)
             settling.start()
             rounds.close()
@@ -159,7 +159,7 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
             ] * len(engines)
             release_lease(claimed)
         kept = [
-            ranks[0].source._meeting.store.check([f"member/{engine.target._member}"])
+            ranks[0].source._store.store.check([f"member/{engine.target._member}"])
             for engine in (whole, back, ending)
         ]
         assert kept == [True, True, False]
@@ -429,7 +429,7 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
     def offer(*_):
         raise WireFailed("the store is gone")
 
-    monkeypatch.setattr(links.ipc, "is_shared", lambda *_: False)
+    monkeypatch.setattr(links.pull, "is_shared", lambda *_: False)
     monkeypatch.setattr(links, "RegisteredBuckets", lambda *_: Opened("buckets", closed))
     monkeypatch.setattr(links, "NixlReader", reader)
     monkeypatch.setattr(links.nixl, "offer", offer)
@@ -444,7 +444,7 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
 
 def stranger_at(folder):
     """A connection to the store of anybody's, and the wire's secret to compare with."""
-    address = coordinator.find(folder)
+    address = coordinator.find_wire(folder)
     return torch.distributed.TCPStore(
         address.host, address.port, None, False, wait_for_workers=False
     ), address.secret
@@ -470,7 +470,7 @@ def test_what_a_stranger_writes_into_the_store_is_refused_before_it_is_decoded(t
     with trainers("nccl", tmp_path / "wire", 1) as ([rank], _):
         publish([rank], 1)
         store, _ = stranger_at(tmp_path / "wire")
-        joined = coordinator.join(coordinator.find(tmp_path / "wire"))
+        joined = coordinator.connect(coordinator.find_wire(tmp_path / "wire"))
         for forged in (
             b"",
             b"\xc0",

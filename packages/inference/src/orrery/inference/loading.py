@@ -14,8 +14,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from orrery.inference.needs import Destination, Needs
-from orrery.transport.weight_wire.buckets import in_bucket, shape_of
-from orrery.transport.weight_wire.plan import Slice, TensorInfo, dtype_of, intersection
+from orrery.transport.weight_wire.buckets import in_bucket
+from orrery.transport.weight_wire.plan import Slice, TensorInfo, dtype_of, intersection, shape_of
 
 
 class Run(NamedTuple):

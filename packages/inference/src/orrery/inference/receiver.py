@@ -225,7 +225,7 @@ class Receiver(Backend):
         target.join(Path(update.path).parent, self._learn)
         self.parts.add("learn_s", begin)
         loading = Loading(self.model, self._needs)
-        with contextlib.closing(target.take(taking, self.parts)) as rounds:
+        with contextlib.closing(target.receive(taking, self.parts)) as rounds:
             for one, bucket in rounds:
                 begin = time.perf_counter()
                 loading.load(self._runs_of(one), bucket)

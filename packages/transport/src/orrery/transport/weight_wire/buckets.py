@@ -1,10 +1,11 @@
-"""Buckets: the buffers that slices travel in, and the copies between them and the tensors that they are slices of.
+"""Buckets: the buffers in which slices are sent, and the copies between tensors and buckets.
 
-- A slice is dense in a bucket; in its tensor it may be any box. The copy converts the dtype where the two differ.
-- Neighbours that follow one another in both places are one copy: stacked experts, a tensor each in a checkpoint, become a few.
-- Two buckets a rank: one is filled while the other is on its way.
+- A slice is dense in a bucket. In its tensor it may be any box. A copy also converts the dtype.
+- Copies that are adjacent in both places become one, such as the experts of a stacked tensor.
+- A rank has two buckets: one is filled while the other is being sent.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,19 @@ import torch
 from torch import Tensor
 
 from orrery.transport.fingerprint import SliceFingerprints, SliceSpec
-from orrery.transport.weight_wire.plan import ALIGNMENT_BYTES, PIECES_A_BUCKET, Box, cut, volume
+from orrery.transport.weight_wire.plan import (
+    PIECES_A_BUCKET,
+    Box,
+    aligned_bytes,
+    cut,
+    shape_of,
+    starts_of,
+)
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of the checkpoint as a rank of the trainer holds it: `local` is the data of `box`; `dtype` is what it travels in."""
+    """A trainer rank's part of a tensor: `local` is the data of `box`, `dtype` the sent dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,76 +36,89 @@ class HeldTensor:
     local: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """A view of the data of `box`, which must lie inside of what is held."""
-        return self.local[
-            tuple(
-                slice(start - first, stop - first)
-                for (start, stop), (first, _) in zip(box, self.box, strict=True)
-            )
-        ]
+        """Return a view of the data of `box`, which must lie inside `self.box`."""
+        sides = zip(box, self.box, strict=True)
+        return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-Copy = tuple[
-    Tensor, int, torch.dtype
-]  # a view, where in the bucket its data are (bytes), in which dtype they are there
+Copy = tuple[Tensor, int, torch.dtype]  # a view, its byte offset in the bucket, its dtype there
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """The same copies, with neighbours made one."""
+    """Return the copies, with adjacent ones joined."""
     found: list[Copy] = []
     for view, offset, dtype in copies:
         if view.is_contiguous():
             view = view.reshape(-1)
-            if found:
-                last, last_offset, last_dtype = found[-1]
-                if (
-                    last.dim() == 1
-                    and last.is_contiguous()
-                    and last.dtype == view.dtype
-                    and last_dtype == dtype
-                    and last.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-                    and last.storage_offset() + last.numel() == view.storage_offset()
-                    and last_offset + last.numel() * dtype.itemsize == offset
-                ):
-                    whole = last.as_strided(
-                        (last.numel() + view.numel(),), (1,), last.storage_offset()
-                    )
-                    found[-1] = (whole, last_offset, dtype)
-                    continue
+            if found and _are_adjacent(found[-1], (view, offset, dtype)):
+                last, last_offset, _ = found[-1]
+                size = (last.numel() + view.numel(),)
+                whole = last.as_strided(size, (1,), last.storage_offset())
+                found[-1] = (whole, last_offset, dtype)
+                continue
         found.append((view, offset, dtype))
     return found
 
 
+def _are_adjacent(one: Copy, other: Copy) -> bool:
+    (a, a_offset, a_dtype), (b, b_offset, b_dtype) = one, other
+    return (
+        a.dim() == 1
+        and a.is_contiguous()
+        and (a.dtype, a_dtype) == (b.dtype, b_dtype)
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+        and a_offset + a.numel() * a_dtype.itemsize == b_offset
+    )
+
+
 def in_bucket(bucket: Tensor, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """The view of `bucket` (u8) that has this shape and dtype from byte `offset` on."""
+    """Return the view of `bucket` (u8) with this shape and dtype from byte `offset` on."""
     shape = tuple(shape)
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[offset : offset + size].view(dtype).view(shape)
 
 
 def fill(bucket: Tensor, copies: Iterable[Copy]) -> None:
-    """Copy every view into the bucket."""
     for view, offset, dtype in copies:
         in_bucket(bucket, offset, view.shape, dtype).copy_(view)
 
 
-def shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
+def allocate(num_bytes: int, device: torch.device) -> list[Tensor]:
+    """Return two buckets (u8), each one allocation that a CUDA IPC handle can name."""
+    with _fixed_segments(device):
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def starts_of(box: Box) -> tuple[int, ...]:
-    return tuple(start for start, _ in box)
+@contextmanager
+def _fixed_segments(device: torch.device) -> Iterator[None]:
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if device.type != "cuda" or settings is None:
+        yield
+        return
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    configured = "".join(os.environ.get(name, "") for name in names)
+    settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        if "expandable_segments:True" in configured:
+            settings("expandable_segments:True")
 
 
 @dataclass
 class _Bucketful:
     copies: list[Copy] = field(default_factory=list)
-    where: list[SliceSpec] = field(default_factory=list)
+    slices: list[SliceSpec] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
 
 class RankFingerprints:
-    """Made once for what stands where; `of` reads it anew."""
+    """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
+
+    Shares add up over ranks. They are computed from filled buckets, hence from the bytes that
+    would be sent. Of replicas only the first rank counts.
+    """
 
     def __init__(
         self,
@@ -107,28 +128,29 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` are the boxes of ranks before this one: what one of them holds too is theirs to count."""
+        """`held_before` are the boxes of lower ranks, which count what they hold too."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0
         for one in held:
             if any(boxes.get(one.name) == one.box for boxes in held_before):
                 continue
-            for box in cut(one.box, one.dtype.itemsize, bucket_bytes // PIECES_A_BUCKET):
-                size = -(-volume(box) * one.dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            itemsize = one.dtype.itemsize
+            for box in cut(one.box, itemsize, bucket_bytes // PIECES_A_BUCKET):
+                size = aligned_bytes(box, itemsize)
                 if used + size > bucket_bytes:
                     parts.append(_Bucketful())
                     used = 0
-                parts[-1].copies.append((one.part(box), used, one.dtype))
-                parts[-1].where.append(
-                    SliceSpec(used, shape_of(box), one.shape, starts_of(box), one.dtype.itemsize)
-                )
-                parts[-1].positions.append(position[one.name])
+                part = parts[-1]
+                part.copies.append((one.part(box), used, one.dtype))
+                spec = SliceSpec(used, shape_of(box), one.shape, starts_of(box), itemsize)
+                part.slices.append(spec)
+                part.positions.append(position[one.name])
                 used += size
         self._parts = [
             (
                 joined(part.copies),
-                SliceFingerprints(part.where, device),
+                SliceFingerprints(part.slices, device),
                 torch.tensor(part.positions, device=device),
             )
             for part in parts
@@ -136,37 +158,10 @@ class RankFingerprints:
         ]
 
     @torch.no_grad()
-    def of(self, bucket: torch.Tensor) -> np.ndarray:
-        """u64 [tensors], in the order of `names`; `bucket` (u8) is overwritten."""
+    def of(self, bucket: Tensor) -> np.ndarray:
+        """Return u64 [tensors], in the order of `names`. Overwrites `bucket` (u8)."""
         total = torch.zeros(self._num_tensors, dtype=torch.int64, device=self._device)
         for copies, fingerprints, positions in self._parts:
             fill(bucket, copies)
             total.index_add_(0, positions, fingerprints.of(bucket))
         return total.cpu().numpy().view(np.uint64)
-
-
-def allocate(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Two buckets (u8) that a handle can name."""
-    with _segments_that_stay(device):
-        return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-
-
-@contextmanager
-def _segments_that_stay(device: torch.device) -> Iterator[None]:
-    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if device.type != "cuda" or settings is None:
-        yield
-        return
-    grows = "expandable_segments:True" in _configured()
-    settings("expandable_segments:False")
-    try:
-        yield
-    finally:
-        if grows:
-            settings("expandable_segments:True")
-
-
-def _configured() -> str:
-    import os
-
-    return os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

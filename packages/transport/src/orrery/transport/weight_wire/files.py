@@ -1,15 +1,14 @@
-"""Weights as safetensors in shared memory: the trainer writes, every engine of the machine maps.
+"""Weights as safetensors files: the trainer writes them, every engine maps them.
 
-In a stage on several nodes the same in the run's folder, which all nodes see.
+The folder is in shared memory, or in the run's folder for a stage on several nodes.
 
-- `<dir>/version_<n>/00000.safetensors …` holds the tensors in shards of bounded size, so that a lazy iterator (one
-  gathered tensor at a time, even through one reused buffer) never makes two copies of the model. Of a folder that is published as it is,
-  the shards are links to its files, which stay when the version goes.
-- `<dir>/version_<n>.json` is the marker, written last, when all else is on disk; whoever looks for versions looks only for markers.
-- The publisher keeps the newest `keep`, so that a version stays while engines load it and the trainer goes on. It removes a marker
-  before the files, and a reader that maps a removed file keeps its data.
-- The folder is for its owner alone; one of another owner is refused.
-- Tensors that share memory with another of the same version (tied embeddings) are written once a name.
+- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size, so that an iterator of
+  gathered tensors never makes two copies of the model. The shards of a folder that is published
+  as it is are links to its files.
+- `version_<n>.json`: the marker, written last, when all else is on disk. Readers look only for it.
+- The publisher keeps the newest `keep` versions. It removes a marker before its files. A reader
+  that has mapped a removed file keeps its data.
+- Only the owner may enter the folder; another user's folder is refused.
 """
 
 import math
@@ -37,49 +36,46 @@ SHARD_BYTES = 1 << 30
 
 
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
-    """SliceSpec this attempt's versions are; the launcher removes it when the stage ends, however it ends.
-
-    On one node among the run's shared memory, on several below the run's folder.
-    """
+    """Return the folder of this attempt's versions. The launcher removes it after the stage."""
     if num_nodes > 1:
         return Path(run_dir) / "weights" / "wire" / f"attempt{attempt}"
     return SHARED_MEMORY / f"{prefix(Path(run_dir))}attempt{attempt}"
 
 
 def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
-    """Free its memory; nothing happens where there is none."""
     shutil.rmtree(weight_dir(run_dir, attempt, num_nodes), ignore_errors=True)
 
 
 def own(folder: Path) -> None:
-    """Make `folder` one that only its owner may enter; an OrreryError where that is somebody else."""
+    """Make `folder`, for its owner alone. Raises OrreryError if it is a link or another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
-            f"{folder}: a link, or another user's folder, stands where weights would go; have it removed and run again"
+            f"{folder}: a link, or another user's folder, stands where weights would go; "
+            "have it removed and run again"
         )
-    folder.chmod(0o700)  # one that was there may be open to others
+    folder.chmod(0o700)  # an existing folder may be open to others
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> None:
-    """Raises OrreryError where a publisher that keeps `keep` versions would not find room for them and the one that it is writing."""
+    """Raise OrreryError unless `keep` versions and one that is being written fit on disk."""
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
-        where, enlarge = (
-            SHARED_MEMORY,
-            f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)",
+        where = SHARED_MEMORY
+        enlarge = (
+            f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
         )
     needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
     if needed > free:
         raise OrreryError(
-            f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB in {where} at a time, "
-            f"{needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free; "
+            f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
+            f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free; "
             f"set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
         )
 
 
 class WeightPublisher:
-    """The trainer's end. One process publishes; the folder is made at once and removed by `close`."""
+    """The trainer's end, in one process. `close` removes the folder."""
 
     def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder = Path(folder)
@@ -93,15 +89,15 @@ class WeightPublisher:
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         canary: Sequence[float] = (),
     ) -> Published:
-        """Make `version` visible. Tensors may be on any device and are copied out one at a time."""
+        """Publish `version`. Tensors may be on any device and are copied one at a time."""
         return self._publish(
             version, lambda aside: self._write_shards(aside, named_tensors), canary
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Make the safetensors files of `folder` visible as `version`, without a copy: whoever reads must see `folder` too. Needs no torch.
+        """Publish the safetensors files of `folder` without a copy; readers must see it too.
 
-        Raises OrreryError where there are none.
+        Needs no torch. Raises OrreryError if there are no files.
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
@@ -110,23 +106,27 @@ class WeightPublisher:
     ) -> Published:
         if self._last_version is not None and version <= self._last_version:
             raise OrreryError(
-                f"weight wire: version {version} after version {self._last_version}; versions only rise"
+                f"weight wire: version {version} after version {self._last_version}; "
+                "versions only rise"
             )
         target = self.folder / f"version_{version}"
         aside = self.folder / f".version_{version}.{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
-            taken = write(aside)
+            fingerprints = write(aside)
         except (SafetensorError, OSError) as error:
             raise OrreryError(
-                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how full it is; where it is shared memory, "
-                f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) enlarges it"
+                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how "
+                "full it is; where it is shared memory, "
+                f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) "
+                "enlarges it"
             ) from error
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)
         aside.rename(target)
-        published = Published(version, str(target), taken, digest(taken), tuple(canary))
+        summary = digest(fingerprints)
+        published = Published(version, str(target), fingerprints, summary, tuple(canary))
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         self._last_version = version
         for old in sorted(_versions(self.folder))[: -self._keep]:
@@ -140,10 +140,11 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
+        """Write the shards; return the tensors' fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
-        taken: dict[str, int] = {}
+        fingerprints: dict[str, int] = {}
         shard: dict[str, torch.Tensor] = {}
         num_shards = shard_bytes = 0
 
@@ -158,44 +159,44 @@ class WeightPublisher:
                 shard_bytes = 0
 
         for name, tensor in named_tensors:
-            if name in taken:
+            if name in fingerprints:
                 raise OrreryError(f"weight wire: tensor {name!r} was given twice")
             tensor = tensor.detach()
-            taken[name] = tensor_fingerprint(tensor)
+            fingerprints[name] = tensor_fingerprint(tensor)
             tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if shard and shard_bytes + tensor.nbytes > self._shard_bytes:
                 flush()
             shard[name] = tensor
             shard_bytes += tensor.nbytes
         flush()
-        if not taken:
+        if not fingerprints:
             raise OrreryError("weight wire: a version without tensors")
-        return taken
+        return fingerprints
 
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
-    """Link every safetensors file of `folder`; the fingerprints of the tensors in them."""
-    taken: dict[str, int] = {}
-    for path in sorted(
-        folder.absolute().glob("*.safetensors")
-    ):  # not resolved: a container has the folder under this name
+    """Link every safetensors file of `folder`; return the fingerprints of their tensors."""
+    fingerprints: dict[str, int] = {}
+    # Absolute but not resolved: a container has the folder under this name.
+    for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
-        taken |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
-    if not taken:
+        fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
+    if not fingerprints:
         raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
-    return taken
+    return fingerprints
 
 
 def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, elements as integers) of a safetensors file: 8 bytes of header size, the header as JSON, then all tensors' bytes."""
+    """Yield (name, elements as integers) of a safetensors file.
+
+    The format is 8 bytes of header size, the header as JSON, then all tensors' bytes.
+    """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(size))
-    data = (
-        np.memmap(path, np.uint8, "r", 8 + size)
-        if path.stat().st_size > 8 + size
-        else np.empty(0, np.uint8)
-    )
+    data = np.empty(0, np.uint8)
+    if path.stat().st_size > 8 + size:
+        data = np.memmap(path, np.uint8, "r", 8 + size)
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
@@ -205,26 +206,26 @@ def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class WeightWatch:
-    """The end of whoever needs to know which versions there are; needs no torch."""
+    """Finds published versions; needs no torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._found: tuple[tuple[int, int], Published] | None = (
-            None  # the newest, and which file it was in
-        )
+        # The newest version, and the identity of its marker file.
+        self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """The newest version, or None before the first. Asked many times a second: a marker of megabytes is decoded once."""
+        """Return the newest version, or None before the first.
+
+        Cheap to call many times a second: a marker of megabytes is decoded once.
+        """
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
                 continue
-            if (
-                self._found is not None
-                and self._found[0] == file
-                and self._found[1].version == version
-            ):
-                return self._found[1]
+            if self._found is not None:
+                known, published = self._found
+                if known == file and published.version == version:
+                    return published
             found = self.version(version)
             if found is not None:
                 self._found = file, found
@@ -232,7 +233,7 @@ class WeightWatch:
         return None
 
     def version(self, version: int) -> Published | None:
-        """What was published as `version`, or None where it is not there (yet, or any more)."""
+        """Return this version, or None if it is not published or already removed."""
         path = self.folder / f"version_{version}.json"
         try:
             content = nfs.read(path)
@@ -242,17 +243,18 @@ class WeightWatch:
 
 
 def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-    """(name, tensor) of every tensor at `Published.path`, shard by shard, in no order that means anything."""
+    """Yield (name, tensor) of every tensor at `Published.path`, in no particular order."""
     from safetensors import safe_open
 
     folder = Path(path)
-    # Whoever asks has heard of it from somebody who saw its marker; with a newer one there it may be gone for good.
+    # The caller heard of a marker, so NFS shows the folder soon, unless a newer version replaced it.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise OrreryError(
-            f"{folder}: no weights here; the publisher keeps only the newest versions, so ask for the latest again"
+            f"{folder}: no weights here; the publisher keeps only the newest versions, "
+            "so ask for the latest again"
         )
     for shard in shards:
         try:
@@ -261,7 +263,8 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
                     yield name, file.get_tensor(name)
         except FileNotFoundError as error:
             raise OrreryError(
-                f"{shard}: removed while it was read; the publisher keeps only the newest versions, so ask for the latest again"
+                f"{shard}: removed while it was read; the publisher keeps only the newest "
+                "versions, so ask for the latest again"
             ) from error
 
 
@@ -270,6 +273,6 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _version(path: Path) -> int:
-    """The number in the name of a version's folder or marker, −1 where there is none."""
+    """Return the version number in a folder's or marker's name, or −1."""
     name = path.stem.removeprefix("version_")
     return int(name) if name.isdigit() else -1

@@ -1,4 +1,17 @@
-"""What every weight wire says of a version; `weight_wire/__init__.py` has the protocol in words."""
+"""Published versions, and who may still transfer a version of a direct wire. Needs no torch.
+
+The trainer sends from the weights that it trains, so a version exists only until the next
+optimizer step. Files in the wire's folder coordinate orchestrator and trainer:
+
+- `version_<n>.json`: version n is available. The trainer removes it before its next step.
+- `claim_<n>_<lease>.json`: a lease of version n, a hard link to the file above. Creating the link
+  is atomic: either the trainer sees the lease and waits, or the version is gone.
+- `take_<transfer>_<lease>.json`: the engines of one transfer. Its path is what engines are given
+  as the path of the version. While the file exists, the transfer goes on.
+
+If an engine is lost, its transfer's file is removed, so that no process waits for it. The lease
+still holds the version, and the other engines get it in another transfer (`retry_transfer`).
+"""
 
 import itertools
 import os
@@ -11,26 +24,24 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.transport import nfs
 
+ADDRESS = "wire.json"  # only the folder of a direct wire has it
+# A worker passes on nothing but its error message, so the message carries these words.
+ELSEWHERE = "failed elsewhere"
+GONE = "can no longer be had"
+ROUND_S = 60.0  # for one round of messages; scaled
+
+_numbers = itertools.count(1)  # of leases and transfers; only one process creates them
+
 
 class WireFailed(RunFailed):
-    """Weights did not travel; the sentence names the take, who was waited for, or the tensor."""
-
-
-ELSEWHERE = "failed elsewhere"
-GONE = "can no longer be had"  # of a version: the trainer has sent it, and stepped since
-ROUND_S = (
-    60.0  # for one round; a bucket takes milliseconds, the rest is patience with a busy machine
-)
+    """Weights were not transferred. The message names the transfer, the peer or the tensor."""
 
 
 class TransferFailed(WireFailed):
-    """A take came to nothing for this end by another's doing: the same again, without whoever was lost, may succeed.
+    """A transfer failed because of another process. A retry without that process may succeed."""
 
-    A worker of an engine passes on nothing but its sentence, so the sentence says so too (`ELSEWHERE`).
-    """
-
-    def __init__(self, take: int, why: object) -> None:
-        super().__init__(f"take {take} {ELSEWHERE}: {why}")
+    def __init__(self, transfer: int, why: object) -> None:
+        super().__init__(f"take {transfer} {ELSEWHERE}: {why}")
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -52,76 +63,72 @@ class Published(msgspec.Struct, frozen=True):
         return Path(self.path)
 
 
-ADDRESS = "wire.json"  # stands in the folder of every direct wire, and in no other
-
-_numbers = itertools.count(1)  # of takes; one process claims, and no number means two of them
-
-
 class Transfer(msgspec.Struct, frozen=True):
-    """`take_<take>_<claim>.json`."""
+    """`take_<transfer>_<lease>.json`: one version going to these engines."""
 
-    take: int
-    claim: int
+    number: int = msgspec.field(name="take")
+    lease: int = msgspec.field(name="claim")
     version: int
     engines: tuple[str, ...]
 
 
 def is_direct(published: Published) -> bool:
-    """Whether engines can have this only together with its trainer."""
+    """Return whether the version is only available from its running trainer."""
     return (published.folder / ADDRESS).exists()
 
 
 def acquire_lease(published: Published, engines: Sequence[str]) -> Published | None:
-    """`published` as the engines of these names are to be handed it, all of them; None where it is gone: look for a newer one.
+    """Lease the version and start a transfer to the named engines.
 
-    One process claims. `release` what this gave when the update is over, whether it failed or not.
+    Return what each engine must load, or None if the version is gone. Only one process may call
+    this. It must call `release_lease` with the result, also after a failure. Versions of other
+    wires are returned unchanged.
     """
     if not is_direct(published):
         return published
     folder, number = published.folder, next(_numbers)
-    claimed = _take(published, folder, Transfer(number, number, published.version, tuple(engines)))
+    transfer = Transfer(number, number, published.version, tuple(engines))
+    leased = _start(published, folder, transfer)
     try:
-        os.link(
-            folder / f"version_{published.version}.json",
-            _claim_path(folder, published.version, number),
-        )
+        marker = folder / f"version_{published.version}.json"
+        os.link(marker, _lease_path(folder, published.version, number))
     except FileNotFoundError:
-        abandon_transfer(claimed.folder)
+        abandon_transfer(leased.folder)
         return None
-    return claimed
+    return leased
 
 
-def retry_transfer(claimed: Published, engines: Sequence[str]) -> Published:
-    """What is claimed already once more, for these engines; the take before is given up."""
-    if not _is_take(claimed.folder):
-        return claimed
-    path = claimed.folder
+def retry_transfer(leased: Published, engines: Sequence[str]) -> Published:
+    """Abandon the transfer and start another one to `engines`, under the same lease."""
+    path = leased.folder
+    if not _is_transfer(path):
+        return leased
     abandon_transfer(path)
-    return _take(
-        claimed,
-        path.parent,
-        Transfer(next(_numbers), _number(path, 2), claimed.version, tuple(engines)),
-    )
+    number, lease = next(_numbers), _number(path, 2)
+    return _start(leased, path.parent, Transfer(number, lease, leased.version, tuple(engines)))
 
 
-def abandon_transfer(taken: Path) -> None:
-    """Nobody is to wait any more for who has not come through the take that stands at this path, if it is one."""
-    if _is_take(taken):
-        taken.unlink(missing_ok=True)
+def abandon_transfer(path: Path) -> None:
+    """End all waits of the transfer at `path`; do nothing if `path` is not one."""
+    if _is_transfer(path):
+        path.unlink(missing_ok=True)
 
 
-def release_lease(claimed: Published) -> None:
-    """The claim is over."""
-    path = claimed.folder
-    if _is_take(path):
+def release_lease(leased: Published) -> None:
+    """End the lease and its transfer, so that the trainer may step."""
+    path = leased.folder
+    if _is_transfer(path):
         abandon_transfer(path)
-        _claim_path(path.parent, claimed.version, _number(path, 2)).unlink(missing_ok=True)
+        _lease_path(path.parent, leased.version, _number(path, 2)).unlink(missing_ok=True)
 
 
 def read_transfer(path: Path | str) -> Transfer | None:
-    """What stands at the path that an engine was handed; None where this is no path of a direct wire. TransferFailed where the take is over."""
+    """Return the transfer at the path that an engine was given, or None for other wires' paths.
+
+    Raises TransferFailed if the transfer is over.
+    """
     path = Path(path)
-    if not _is_take(path):
+    if not _is_transfer(path):
         return None
     content = nfs.read(path)
     if content is None:
@@ -129,33 +136,31 @@ def read_transfer(path: Path | str) -> Transfer | None:
     return msgspec.json.decode(content, type=Transfer)
 
 
-def transfer_path(folder: Path, take: int, claim: int) -> Path:
-    return folder / f"take_{take}_{claim}.json"
+def transfer_path(folder: Path, transfer: int, lease: int) -> Path:
+    return folder / f"take_{transfer}_{lease}.json"
 
 
 def open_leases(folder: Path, version: int) -> list[int]:
-    """The claims of `version` that have not been given back."""
+    """Return the numbers of the leases of `version` that have not been released."""
     return sorted(_number(path, 2) for path in folder.glob(f"claim_{version}_*.json"))
 
 
-def is_leased(folder: Path, version: int, number: int) -> bool:
-    """Whether this claim of `version` has not been given back."""
-    return _claim_path(
-        folder, version, number
-    ).exists()  # by name: a network file system may list it later
+def is_leased(folder: Path, version: int, lease: int) -> bool:
+    """Return whether this lease is open. Looks it up by name, since NFS may list it late."""
+    return _lease_path(folder, version, lease).exists()
 
 
-def _take(published: Published, folder: Path, taking: Transfer) -> Published:
-    path = transfer_path(folder, taking.take, taking.claim)
-    write_atomic(path, msgspec.json.encode(taking))
+def _start(published: Published, folder: Path, transfer: Transfer) -> Published:
+    path = transfer_path(folder, transfer.number, transfer.lease)
+    write_atomic(path, msgspec.json.encode(transfer))
     return msgspec.structs.replace(published, path=str(path))
 
 
-def _claim_path(folder: Path, version: int, number: int) -> Path:
-    return folder / f"claim_{version}_{number}.json"
+def _lease_path(folder: Path, version: int, lease: int) -> Path:
+    return folder / f"claim_{version}_{lease}.json"
 
 
-def _is_take(path: Path) -> bool:
+def _is_transfer(path: Path) -> bool:
     return path.name.startswith("take_")
 
 

@@ -1,13 +1,13 @@
-"""Links: how bytes get from a source's bucket into a target's, a message a round and pair. One file a kind.
+"""Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
 
-- `peers`: sends and receives of a process group (nccl on GPU, gloo on CPU): kind `nccl`.
-- `ipc`: the target maps the source's buckets: kind `nccl` too, where both are GPUs of one host.
-- `nixl`: the target reads out of the source's buckets: kind `nixl`.
+- `nccl`: messages of a process group of our own (nccl on GPUs, gloo on CPUs; sources first, then
+  targets). Between GPUs of one host the target maps the source's buckets instead (`pull`).
+- `nixl`: the target reads the source's registered buckets (`nixl`).
 
-A source's link has `send(side, number, target, offset, num_bytes)`, which says that this part of its bucket `side` is round `number`'s
-message; a target's has `receive(number, source, message, into)`. Both give something to `wait` for: until then the source's part must not
-be overwritten, and the target's not read. What a target's device was told to do with `into` before is done before it is overwritten.
-`close` gives a link up; whoever waits at the other end hears of it.
+nccl gives each pair of ranks a communicator and a stream, so a rank's messages to several peers
+run at the same time. It creates the communicator in the pair's first message and waits there for
+the peer without a deadline. First messages therefore run in a thread, which is abandoned at ours.
+A rank that waits for a dead peer gets an error: from gloo at once, from nccl at the deadline.
 """
 
 import os
@@ -24,50 +24,55 @@ from torch import Tensor
 
 from orrery.observe.deadline import scaled
 from orrery.observe.network import name_interface
-from orrery.transport.weight_wire import nixl
-from orrery.transport.weight_wire import pull as ipc
+from orrery.transport.weight_wire import nixl, pull
 from orrery.transport.weight_wire.coordinator import StoreConnection
 from orrery.transport.weight_wire.leases import ROUND_S, WireFailed
 from orrery.transport.weight_wire.nixl import NixlReader, RegisteredBuckets
 from orrery.transport.weight_wire.plan import SliceMessage, TransferPlan
 from orrery.transport.weight_wire.pull import IpcReader, PullReceiver, PullSender, Reader
 
-
-class InFlight(Protocol):
-    """A message."""
-
-    def wait(self) -> None:
-        """Until it is there. Raises WireFailed naming who did not send or take it."""
-
-
-class SenderLink(Protocol):
-    def send(
-        self, side: int, number: int, target: int, offset: int, num_bytes: int
-    ) -> InFlight: ...
-    def close(self) -> None: ...
-
-
-class ReceiverLink(Protocol):
-    def receive(
-        self, number: int, source: int, message: SliceMessage, into: torch.Tensor
-    ) -> InFlight: ...
-    def close(self) -> None: ...
-
-
-FORM_S = 30.0  # for a group's ranks to connect, all of which have just come
+FORM_S = 30.0  # for a group's ranks to connect; all of them have just arrived; scaled
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
 
 T = TypeVar("T")
 
 
+class InFlight(Protocol):
+    """A message being transferred."""
+
+    def wait(self) -> None:
+        """Wait until it has arrived. Raises WireFailed naming the peer.
+
+        Before that the source must not overwrite its part, and the target must not read its own.
+        """
+
+
+class SenderLink(Protocol):
+    """A source's end. `close` gives the link up, so that waits at the other end fail."""
+
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
+        """Send these bytes of bucket `side` as the message of round `number`."""
+
+    def close(self) -> None: ...
+
+
+class ReceiverLink(Protocol):
+    """A target's end."""
+
+    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
+        """Receive into `into` (u8), after the device's earlier work on it is done."""
+
+    def close(self) -> None: ...
+
+
 class GroupLink:
-    """One rank's end."""
+    """One rank's end of a process group."""
 
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """`names` are what error sentences call the ranks of the group, this one (`rank`) among them. Waits until all are there."""
+        """Wait until all ranks are there. `names` are the ranks' names in error messages."""
         self._names, self._device = names, device
         self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
@@ -75,45 +80,34 @@ class GroupLink:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = (
-                "0"  # a peer's death is ours to handle; nccl's answer is to end this process too
-            )
+            os.environ[handling] = "0"  # else nccl ends this process when a peer dies
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
-                os.environ.pop(handling) if before is None else os.environ.update(
-                    {handling: before}
-                )
+                if before is None:
+                    del os.environ[handling]
+                else:
+                    os.environ[handling] = before
         else:
+            limit = timedelta(seconds=scaled(FORM_S))
             try:
-                self._group = dist.ProcessGroupGloo(
-                    store, rank, len(names), timedelta(seconds=scaled(FORM_S))
-                )
+                self._group = dist.ProcessGroupGloo(store, rank, len(names), limit)
             except RuntimeError as error:
                 raise WireFailed(
-                    f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} ranks ({_first(error)})"
+                    f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} "
+                    f"ranks ({_first_line(error)})"
                 ) from error
 
-    def send(self, message: Tensor, peer: int, number: int) -> "PendingMessage":
-        return PendingMessage(
-            self,
-            self._start(lambda: self._group.send([message], peer, number), peer, "take"),
-            peer,
-            "take",
-        )
+    def send(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+        return self._start(lambda: self._group.send([message], peer, number), peer, "take")
 
-    def receive(self, message: Tensor, peer: int, number: int) -> "PendingMessage":
-        return PendingMessage(
-            self,
-            self._start(lambda: self._group.recv([message], peer, number), peer, "send"),
-            peer,
-            "send",
-        )
+    def receive(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+        return self._start(lambda: self._group.recv([message], peer, number), peer, "send")
 
-    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> dist.Work:
+    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> "GroupMessage":
         try:
             if self._device.type == "cpu" or peer in self._met:
-                return message()
+                return GroupMessage(self, message(), peer, verb)
             stream = torch.cuda.current_stream(self._device)
 
             def on_our_stream() -> dist.Work:
@@ -122,47 +116,54 @@ class GroupLink:
 
             work = within(scaled(ROUND_S), on_our_stream)
             self._met.add(peer)
-            return work
+            return GroupMessage(self, work, peer, verb)
         except RuntimeError as error:
             raise self.failed(peer, verb, error) from error
 
+    def wait(self, work: dist.Work) -> None:
+        """Wait until `work` is done, on the device too. Raises RuntimeError after ROUND_S."""
+        limit_s = scaled(ROUND_S)
+        if self._device.type == "cpu":
+            work.wait(timedelta(seconds=limit_s))
+            return
+        end = time.monotonic() + limit_s
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError(f"{limit_s:g} s are over")
+            time.sleep(POLL_S)
+        work.wait()
+
     def failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
         return WireFailed(
-            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first(error)}); see its log"
+            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}); "
+            "see its log"
         )
 
     def close(self) -> None:
-        """Give the group up; whoever waits for this rank hears of it."""
+        """Abort the group; waiting peers get an error."""
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
 
 
-class PendingMessage:
-    """A message on its way."""
+class GroupMessage:
+    """A message of a process group."""
 
-    def __init__(self, peers: GroupLink, work: dist.Work, peer: int, verb: str) -> None:
-        self._peers, self._work, self._peer, self._verb = peers, work, peer, verb
+    def __init__(self, group: GroupLink, work: dist.Work, peer: int, verb: str) -> None:
+        self._group, self._work, self._peer, self._verb = group, work, peer, verb
 
     def wait(self) -> None:
-        """Until it is over, on the device too. Raises WireFailed naming the peer."""
-        limit_s = scaled(ROUND_S)
         try:
-            if self._peers._device.type == "cpu":
-                self._work.wait(timedelta(seconds=limit_s))
-                return
-            end = time.monotonic() + limit_s
-            while not self._work.is_completed():
-                if time.monotonic() > end:
-                    raise RuntimeError(f"{limit_s:g} s are over")
-                time.sleep(POLL_S)
-            self._work.wait()
+            self._group.wait(self._work)
         except RuntimeError as error:
-            raise self._peers.failed(self._peer, self._verb, error) from error
+            raise self._group.failed(self._peer, self._verb, error) from error
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What `call` gives, in a thread of its own. Raises what it raises, or RuntimeError after `limit_s`; then the thread goes on alone."""
+    """Return the result of `call`, run in a thread.
+
+    Raises what `call` raises, or RuntimeError after `limit_s`; the thread is then abandoned.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -182,141 +183,131 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
     return results[0]
 
 
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-class _Sending:
-    """A source's end, over whichever way leads to each target; `opened` is what it closes."""
+class _SenderLink:
+    """Uses the pull link for the targets in `pulling`, the group for all others."""
 
     def __init__(
         self,
         opened: ExitStack,
-        pull: PullSender,
+        pull_sender: PullSender,
         pulling: set[int],
-        peers: GroupLink | None,
-        buckets: Sequence[torch.Tensor],
+        group: GroupLink | None,
+        buckets: Sequence[Tensor],
         num_sources: int,
     ) -> None:
-        self._pull, self._pulling, self._peers, self._buckets, self._num_sources = (
-            pull,
-            pulling,
-            peers,
-            buckets,
-            num_sources,
-        )
+        """`close` closes `opened`."""
+        self._pull, self._pulling, self._group = pull_sender, pulling, group
+        self._buckets, self._num_sources = buckets, num_sources
         self.close = opened.close
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
         if target in self._pulling:
-            return self._pull.send(side, number, target, offset, num_bytes)
-        assert self._peers is not None
-        return self._peers.send(
-            self._buckets[side][offset : offset + num_bytes], self._num_sources + target, number
-        )
+            return self._pull.send(side, target, offset, num_bytes)
+        assert self._group is not None
+        message = self._buckets[side][offset : offset + num_bytes]
+        return self._group.send(message, self._num_sources + target, number)
 
 
-class _Receiving:
-    """A target's end; `opened` is what it closes."""
+class _ReceiverLink:
+    """Uses the pull link for the sources in `pulled`, the group for all others."""
 
     def __init__(
-        self, opened: ExitStack, pull: PullReceiver, pulled: set[int], peers: GroupLink | None
+        self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
     ) -> None:
-        self._pull, self._pulled, self._peers = pull, pulled, peers
+        """`close` closes `opened`."""
+        self._pull, self._pulled, self._group = pull, pulled, group
         self.close = opened.close
 
-    def receive(
-        self, number: int, source: int, message: SliceMessage, into: torch.Tensor
-    ) -> InFlight:
+    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
         if source in self._pulled:
             return self._pull.receive(source, into)
-        assert self._peers is not None
+        assert self._group is not None
         if into.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return self._peers.receive(into, source, number)
+        return self._group.receive(into, source, number)
 
 
 def make_sender_link(
     kind: str,
-    meeting: StoreConnection,
+    store: StoreConnection,
     generation: int,
     rank: int,
     plan: TransferPlan,
-    buckets: Sequence[torch.Tensor],
+    buckets: Sequence[Tensor],
     device: torch.device,
 ) -> SenderLink:
+    """Return the link of source `rank`. If a part cannot be opened, close the parts before it."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
-    near = {
-        target for target, member in enumerate(plan.members) if ipc.is_shared(place, member.place)
-    }
+    near = {t for t, member in enumerate(plan.members) if pull.is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
-    with ExitStack() as opened:  # where one end cannot be made, those before it are closed
+    with ExitStack() as opened:
         offer = None
         if kind == "nixl":
-            registered = RegisteredBuckets(
-                f"trainer-{rank}-{generation}-{meeting.address.name}", buckets
-            )
+            name = f"trainer-{rank}-{generation}-{store.address.name}"
+            registered = RegisteredBuckets(name, buckets)
             opened.callback(registered.close)
-            offer = nixl.offer(meeting, generation, rank, registered)
+            offer = nixl.offer(store, generation, rank, registered)
         elif near:
-            offer = ipc.offer(meeting, generation, rank, buckets)
-        pull = PullSender(
-            meeting, generation, rank, plan.ranks[len(plan.holdings) :], device, offer
+            offer = pull.offer(store, generation, rank, buckets)
+        target_names = plan.ranks[len(plan.holdings) :]
+        pull_sender = PullSender(store, generation, rank, target_names, device, offer)
+        opened.callback(pull_sender.close)
+        group = _group(opened, kind, store, generation, rank, plan, device)
+        return _SenderLink(
+            opened.pop_all(), pull_sender, pulling, group, buckets, len(plan.holdings)
         )
-        opened.callback(pull.close)
-        peers = (
-            GroupLink(meeting.store, generation, rank, plan.ranks, device)
-            if _needs_peers(kind, plan)
-            else None
-        )
-        if peers is not None:
-            opened.callback(peers.close)
-        return _Sending(opened.pop_all(), pull, pulling, peers, buckets, len(plan.holdings))
 
 
 def make_receiver_link(
     kind: str,
-    meeting: StoreConnection,
+    store: StoreConnection,
     generation: int,
     target: int,
     plan: TransferPlan,
-    buckets: Sequence[torch.Tensor],
+    buckets: Sequence[Tensor],
     device: torch.device,
 ) -> ReceiverLink:
+    """Return the link of target `target`; see `make_sender_link`."""
     place = plan.members[target].place
     sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
     readers: dict[int, Reader] = {}
     with ExitStack() as opened:
         if kind == "nixl":
-            registered = RegisteredBuckets(
-                f"engine-{target}-{generation}-{meeting.address.name}", buckets
-            )
+            name = f"engine-{target}-{generation}-{store.address.name}"
+            registered = RegisteredBuckets(name, buckets)
             opened.callback(registered.close)
             for source in sources:
-                readers[source] = NixlReader(meeting, generation, source, registered)
+                readers[source] = NixlReader(store, generation, source, registered)
                 opened.callback(readers[source].close)
         else:
             for source in sources:
-                if ipc.is_shared(plan.holdings[source].place, place):
-                    readers[source] = IpcReader(meeting, generation, source, device)
+                if pull.is_shared(plan.holdings[source].place, place):
+                    readers[source] = IpcReader(store, generation, source, device)
                     opened.callback(readers[source].close)
-        peers = (
-            GroupLink(meeting.store, generation, len(plan.holdings) + target, plan.ranks, device)
-            if _needs_peers(kind, plan)
-            else None
-        )
-        if peers is not None:
-            opened.callback(peers.close)
-        return _Receiving(
-            opened.pop_all(),
-            PullReceiver(meeting, generation, target, readers),
-            set(readers),
-            peers,
-        )
+        rank = len(plan.holdings) + target
+        group = _group(opened, kind, store, generation, rank, plan, device)
+        pull_receiver = PullReceiver(store, generation, target, readers)
+        return _ReceiverLink(opened.pop_all(), pull_receiver, set(readers), group)
 
 
-def _needs_peers(kind: str, plan: TransferPlan) -> bool:
-    """Whether any two ranks of the group must send to one another; all its ranks answer alike."""
-    return kind != "nixl" and not all(
-        ipc.is_shared(one.place, other.place) for one in plan.holdings for other in plan.members
-    )
+def _group(
+    opened: ExitStack,
+    kind: str,
+    store: StoreConnection,
+    generation: int,
+    rank: int,
+    plan: TransferPlan,
+    device: torch.device,
+) -> GroupLink | None:
+    """Return the process group if any pair of ranks needs it; all ranks decide alike."""
+    pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
+    if kind == "nixl" or all(pull.is_shared(*pair) for pair in pairs):
+        return None
+    group = GroupLink(store.store, generation, rank, plan.ranks, device)
+    opened.callback(group.close)
+    return group

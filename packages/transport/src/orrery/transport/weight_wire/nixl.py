@@ -1,7 +1,8 @@
-"""The wire `nixl`: an engine rank reads slices out of a trainer rank's registered buckets, over RDMA where there is some (NIXL over UCX).
+"""The wire `nixl`: engine ranks read the trainer ranks' registered buckets (NIXL over UCX).
 
-https://github.com/ai-dynamo/nixl. Both ends register their two buckets once a group; what they then need of one another, NIXL's own
-metadata of an agent and the buckets' addresses, stands in the wire's store. Works between CPUs too (shared memory, or TCP).
+https://github.com/ai-dynamo/nixl. It uses RDMA if there is some, and works between CPUs too
+(shared memory or TCP). Both ends register their two buckets once a group. The source's agent
+metadata and bucket addresses are in the wire's store.
 """
 
 import os
@@ -20,11 +21,12 @@ from orrery.transport.weight_wire.coordinator import StoreConnection
 from orrery.transport.weight_wire.leases import ROUND_S, WireFailed
 
 POLL_S = 0.0002
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread; traffic wakes it earlier
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class NixlAgent(msgspec.Struct):
-    """What a source says of itself."""
+    """How to reach a source's buckets."""
 
     metadata: bytes
     memory: str
@@ -33,14 +35,38 @@ class NixlAgent(msgspec.Struct):
 
 
 def load() -> Any:
-    """NIXL's Python API. Raises OrreryError where the package, or its build for this CUDA, is missing."""
+    """Return NIXL's Python API. Raises OrreryError if it, or its build for this CUDA, is missing."""
     try:
         import nixl._api
     except ImportError as error:
         raise OrreryError(
-            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); install nixl as locks/ has it, or set it to 'nccl'"
+            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); "
+            "install nixl as locks/ has it, or set it to 'nccl'"
         ) from error
     return nixl._api
+
+
+def wait_for_progress() -> None:
+    """Patch NIXL so that the progress thread of a CPU process sleeps; call before making an agent.
+
+    `nixl_agent` sets `pthrDelay` to 0 and has no option for it: the thread polls, and every idle
+    process with an agent uses a whole core. Seen with 1.5.1; remove this when
+    `nixl_agent_config` takes the delay. Raises ImportError if NIXL is not installed.
+    """
+    import nixl._api
+
+    bindings: Any = nixl._api.nixlBind
+    config = bindings.nixlAgentConfig
+    if hasattr(config, "orrery"):
+        return
+
+    class WaitingConfig(config):  # type: ignore[misc, valid-type]
+        orrery = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = WaitingConfig
 
 
 class RegisteredBuckets:
@@ -56,44 +82,38 @@ class RegisteredBuckets:
         self.buckets = list(buckets)
         self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
         self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-        self._registration = self.agent.register_memory(
-            [(b.data_ptr(), b.nbytes, self.device, "") for b in buckets], self.memory
-        )
+        regions = [(b.data_ptr(), b.nbytes, self.device, "") for b in buckets]
+        self._registration = self.agent.register_memory(regions, self.memory)
 
     def described(self) -> NixlAgent:
-        return NixlAgent(
-            self.agent.get_agent_metadata(),
-            self.memory,
-            self.device,
-            tuple(bucket.data_ptr() for bucket in self.buckets),
-        )
+        addresses = tuple(bucket.data_ptr() for bucket in self.buckets)
+        return NixlAgent(self.agent.get_agent_metadata(), self.memory, self.device, addresses)
 
     def close(self) -> None:
         self.agent.deregister_memory(self._registration)
 
 
 def offer(
-    meeting: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
+    store: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
 ) -> str:
-    """Say where this source's buckets are; the key at which that stands."""
+    """Publish how to reach this source's buckets; return the key."""
     key = f"nixl/{generation}/{source}"
-    meeting.put(key, registered.described())
+    store.put(key, registered.described())
     return key
 
 
 class NixlReader:
-    """A target's access to one source."""
+    """A target's access to one source's buckets."""
 
     def __init__(
-        self, meeting: StoreConnection, generation: int, source: int, own: RegisteredBuckets
+        self, store: StoreConnection, generation: int, source: int, own: RegisteredBuckets
     ) -> None:
         self._own, self._source = own, source
-        self._remote = meeting.get(
-            f"nixl/{generation}/{source}", NixlAgent, f"trainer {source}, where its buckets are"
-        )
+        what = f"trainer {source}, where its buckets are"
+        self._remote = store.get(f"nixl/{generation}/{source}", NixlAgent, what)
         with self._reaching():
-            self._name = own.agent.add_remote_agent(self._remote.metadata)
-        self._name = self._name.decode() if isinstance(self._name, bytes) else self._name
+            name = own.agent.add_remote_agent(self._remote.metadata)
+        self._name = name.decode() if isinstance(name, bytes) else name
 
     def read(
         self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
@@ -107,15 +127,15 @@ class NixlReader:
         self._own.agent.remove_remote_agent(self._name)
 
     def _read(self, side: int, offset: int, into: torch.Tensor) -> None:
-        agent = self._own.agent
-        local = agent.get_xfer_descs(
-            [(into.data_ptr(), into.nbytes, self._own.device)], self._own.memory
+        agent, own, remote = self._own.agent, self._own, self._remote
+        here = (into.data_ptr(), into.nbytes, own.device)
+        there = (remote.addresses[side] + offset, into.nbytes, remote.device)
+        handle = agent.initialize_xfer(
+            "READ",
+            agent.get_xfer_descs([here], own.memory),
+            agent.get_xfer_descs([there], remote.memory),
+            self._name,
         )
-        there = agent.get_xfer_descs(
-            [(self._remote.addresses[side] + offset, into.nbytes, self._remote.device)],
-            self._remote.memory,
-        )
-        handle = agent.initialize_xfer("READ", local, there, self._name)
         try:
             state, end = agent.transfer(handle), time.monotonic() + scaled(ROUND_S)
             while state == "PROC" and time.monotonic() <= end:
@@ -128,31 +148,11 @@ class NixlReader:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """NIXL's errors have no class in common but Exception."""
+        """Turn NIXL's errors, which share no class but Exception, into WireFailed."""
         try:
             yield
         except Exception as error:
             raise WireFailed(
-                f"weight wire: slices of trainer {self._source} cannot be read over NIXL ({error}); see its log"
+                f"weight wire: slices of trainer {self._source} cannot be read over NIXL "
+                f"({error}); see its log"
             ) from error
-
-
-PROGRESS_US = 20_000  # between two looks where nothing wakes it; what arrives does
-
-
-def wait_for_progress() -> None:
-    """In a process on CPU that makes agents, before it makes one. Raises ImportError where NIXL is not installed."""
-    import nixl._api
-
-    bindings: Any = nixl._api.nixlBind
-    config = bindings.nixlAgentConfig
-    if hasattr(config, "orrery"):
-        return
-
-    class WaitingConfig(config):  # type: ignore[misc, valid-type]
-        orrery = True
-
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
-
-    bindings.nixlAgentConfig = WaitingConfig

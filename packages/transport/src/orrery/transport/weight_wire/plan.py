@@ -1,15 +1,13 @@
-"""Which rank sends which part of which tensor to whom, as data: no torch, no process, no bytes.
+"""Which trainer rank sends which slices of which tensors to which engine rank, as data.
 
-- In: what every source (trainer rank) holds, a box a tensor; what every target (engine rank) needs, boxes of the same tensors.
-- Out: `plan_moves`, the intersections of the two; `schedule`, the same cut into messages of bounded rounds.
-- Always: an element that a target needs comes exactly once to it, from a source that holds it. A transfer lies inside its source's box,
-  so no rank ever sends, or buffers, what is not its own or its receiver's.
-- Of sources that hold the same (replicas), the one that has sent least so far sends.
-- In a round a rank sends at most `bucket_bytes`, and receives at most as many: what double buffers are sized by. Rounds are no barriers:
-  one in which a rank has nothing to do does not exist for it.
-- Everybody derives the same schedule from the same tables, so nothing but data travels.
-
-A box is one `[start, stop)` a dimension of the whole tensor; a scalar's is `()`.
+- Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
+  needs boxes of it. A box is one `[start, stop)` a dimension of the whole tensor; a scalar's is ().
+- Every needed element goes to its target exactly once, from a source that holds it. Of sources
+  that hold the same box (replicas), the one with the fewest bytes so far sends.
+- A move lies inside its source's box, so no rank buffers more than its own or its receiver's data.
+- In a round a rank sends at most `bucket_bytes`, and receives at most as many. Rounds are not
+  barriers: a rank skips rounds in which it has nothing to do.
+- Every rank computes the same schedule from the same tables, so only data is sent.
 """
 
 import math
@@ -24,14 +22,43 @@ import torch
 from orrery.manifest.errors import OrreryError
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = (
-    16  # of every slice in a message: any dtype may be viewed there, and a device reads whole words
-)
+ALIGNMENT_BYTES = 16  # of every slice in a message, so that it can be viewed in any dtype
 PIECES_A_BUCKET = 4  # a slice takes at most this share of a bucket, so that buckets fill
 
 
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor of the checkpoint, in the dtype in which it is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a rank's memory is. Two GPU ranks of one `host` can map each other's memory."""
+
+    host: str
+    device: str  # "cpu" or "cuda"
+
+
+class Holding(msgspec.Struct):
+    """What a trainer rank holds."""
+
+    place: Location
+    boxes: dict[str, Box]
+
+
+class Member(msgspec.Struct):
+    """An engine rank, and what it needs."""
+
+    engine: str
+    rank: int
+    place: Location
+    needs: dict[str, tuple[Box, ...]]
+
+
 class Move(NamedTuple):
-    """`box` of tensor `name` goes from `source` to `target` (ranks among their own kind)."""
+    """`box` of tensor `name` goes from rank `source` to rank `target`."""
 
     source: int
     target: int
@@ -40,7 +67,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A part of a message: `box` of tensor `name`, dense and in row-major order from byte `offset` on."""
+    """Part of a message: `box` of tensor `name`, dense and row-major from byte `offset` on."""
 
     name: str
     box: Box
@@ -49,7 +76,7 @@ class Slice(NamedTuple):
 
 @dataclass
 class SliceMessage:
-    """What goes from one source to one target in one round; it begins at these bytes of their buffers of that round."""
+    """What goes from one source to one target in one round, at these offsets of their buckets."""
 
     source_offset: int
     target_offset: int
@@ -60,12 +87,71 @@ class SliceMessage:
 Rounds = list[dict[tuple[int, int], SliceMessage]]  # of each round: (source, target) → message
 
 
+@dataclass(frozen=True)
+class TransferPlan:
+    """The rounds of a group. Targets are `members`, in order."""
+
+    tensors: Sequence[TensorInfo]
+    holdings: Sequence[Holding]
+    members: Sequence[Member]
+    rounds: Rounds
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[TensorInfo],
+        holdings: Sequence[Holding],
+        members: Sequence[Member],
+        bucket_bytes: int,
+    ) -> "TransferPlan":
+        itemsize = {tensor.name: dtype_of(tensor).itemsize for tensor in tensors}
+        boxes, needs = [each.boxes for each in holdings], [each.needs for each in members]
+        moves = plan_moves([each.name for each in tensors], boxes, needs, itemsize)
+        return cls(tensors, holdings, members, schedule(moves, itemsize, bucket_bytes))
+
+    @property
+    def ranks(self) -> list[str]:
+        """What error messages call the ranks of the group: sources first, then targets."""
+        sources = [f"trainer {rank}" for rank in range(len(self.holdings))]
+        return [*sources, *(f"{each.engine} (rank {each.rank})" for each in self.members)]
+
+    def of_source(self, source: int) -> list[tuple[int, dict[int, SliceMessage]]]:
+        """Return (round, target → message) of every round in which `source` sends."""
+        return self._of_rank(source, own=0)
+
+    def of_target(self, target: int) -> list[tuple[int, dict[int, SliceMessage]]]:
+        """Return (round, source → message) of every round in which `target` receives."""
+        return self._of_rank(target, own=1)
+
+    def _of_rank(self, rank: int, own: int) -> list[tuple[int, dict[int, SliceMessage]]]:
+        found = []
+        for number, messages in enumerate(self.rounds):
+            mine = {pair[1 - own]: each for pair, each in messages.items() if pair[own] == rank}
+            if mine:
+                found.append((number, mine))
+        return found
+
+
+def dtype_of(tensor: TensorInfo) -> torch.dtype:
+    dtype = getattr(torch, tensor.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def starts_of(box: Box) -> tuple[int, ...]:
+    return tuple(start for start, _ in box)
+
+
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None where that is nothing."""
+    """Return the intersection of two boxes of one tensor, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -76,7 +162,10 @@ def plan_moves(
     needs: Sequence[Mapping[str, Sequence[Box]]],
     itemsize: Mapping[str, int],
 ) -> list[Move]:
-    """All that must travel, in the order of `names`. Raises OrreryError where sources hold less than a target needs."""
+    """Return all moves, in the order of `names`.
+
+    Raises OrreryError if the sources do not hold every needed element exactly once.
+    """
     load = [0] * len(holdings)
     found: list[Move] = []
     for name in names:
@@ -94,15 +183,16 @@ def plan_moves(
                         missing -= volume(common)
                         found.append(Move(source, target, name, common))
                 if missing:
+                    where = "no trainer rank" if missing > 0 else "several trainer ranks in part"
                     raise OrreryError(
-                        f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, and {missing} elements of it are with "
-                        f"{'no trainer rank' if missing > 0 else 'several trainer ranks in part'}"
+                        f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, "
+                        f"and {missing} elements of it are with {where}"
                     )
     return found
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """`box` in parts of at most `max_bytes`, in row-major order, each as long in its outermost dimensions as that allows."""
+    """Yield `box` in parts of at most `max_bytes`, in row-major order, as large as possible."""
     if volume(box) * itemsize <= max_bytes:
         yield box
         return
@@ -114,8 +204,16 @@ def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
         yield from cut(part, itemsize, max_bytes) if rows == 1 else (part,)
 
 
+def aligned_bytes(box: Box, itemsize: int) -> int:
+    """Return the bytes that the data of `box` take in a message."""
+    return -(-volume(box) * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """`moves` in rounds: each goes into the first round, not before its ranks' last, in which both have room for it."""
+    """Return the rounds: each slice is in the first round with room for it at both of its ranks.
+
+    A rank's slices keep their order, so that round is not before the last round of either rank.
+    """
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)  # (round, source) → bytes
     received: dict[tuple[int, int], int] = defaultdict(int)
@@ -123,7 +221,7 @@ def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: i
     last_of_target: dict[int, int] = defaultdict(int)
     for source, target, name, whole in moves:
         for box in cut(whole, itemsize[name], bucket_bytes // PIECES_A_BUCKET):
-            size = -(-volume(box) * itemsize[name] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            size = aligned_bytes(box, itemsize[name])
             number = max(last_of_source[source], last_of_target[target])
             while max(sent[number, source], received[number, target]) + size > bucket_bytes:
                 number += 1
@@ -149,105 +247,19 @@ def pieces(
     shapes: Mapping[str, Sequence[int]],
     needs: Sequence[Mapping[str, Sequence[Box]]],
 ) -> list[tuple[str, Box]]:
-    """The distinct boxes that the ranks of one engine hold, which must tile every tensor; OrreryError naming one that is not."""
+    """Return the distinct boxes that the ranks of one engine hold.
+
+    Raises OrreryError, naming the tensor, if its boxes do not tile it.
+    """
     found: list[tuple[str, Box]] = []
     for name in names:
         boxes = sorted({box for wanted in needs for box in wanted.get(name, ())})
-        whole = math.prod(shapes[name])
-        if sum(map(volume, boxes)) != whole or any(
-            intersection(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a
-        ):
-            held = sum(map(volume, boxes))
+        whole, held = math.prod(shapes[name]), sum(map(volume, boxes))
+        pairs = ((a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a)
+        if held != whole or any(intersection(a, b) for a, b in pairs):
             raise OrreryError(
-                f"weight wire: the ranks of an engine hold {held} elements of tensor {name!r}, in {len(boxes)} parts; it has {whole}"
+                f"weight wire: the ranks of an engine hold {held} elements of tensor {name!r}, "
+                f"in {len(boxes)} parts; it has {whole}"
             )
         found += [(name, box) for box in boxes]
     return found
-
-
-class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of the checkpoint as it travels."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # torch's name of it
-
-
-class Location(msgspec.Struct, frozen=True):
-    """SliceSpec a rank's memory is: two ranks of one `host` may map one another's."""
-
-    host: str
-    device: str  # "cpu" or "cuda"
-
-
-class Holding(msgspec.Struct):
-    """What a trainer rank holds."""
-
-    place: Location
-    boxes: dict[str, Box]
-
-
-class Member(msgspec.Struct):
-    """What a rank of an engine needs, and who it is."""
-
-    engine: str
-    rank: int
-    place: Location
-    needs: dict[str, tuple[Box, ...]]
-
-
-@dataclass(frozen=True)
-class TransferPlan:
-    """Sources are trainer ranks; targets are `members`, ranks of engines, in order."""
-
-    tensors: Sequence[TensorInfo]
-    holdings: Sequence[Holding]
-    members: Sequence[Member]
-    rounds: Rounds
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[TensorInfo],
-        holdings: Sequence[Holding],
-        members: Sequence[Member],
-        bucket_bytes: int,
-    ) -> "TransferPlan":
-        itemsize = {tensor.name: dtype_of(tensor).itemsize for tensor in tensors}
-        moves = plan_moves(
-            [each.name for each in tensors],
-            [each.boxes for each in holdings],
-            [each.needs for each in members],
-            itemsize,
-        )
-        return cls(tensors, holdings, members, schedule(moves, itemsize, bucket_bytes))
-
-    @property
-    def ranks(self) -> list[str]:
-        """What sentences call the ranks of the group."""
-        return [
-            *(f"trainer {rank}" for rank in range(len(self.holdings))),
-            *(f"{each.engine} (rank {each.rank})" for each in self.members),
-        ]
-
-    def of_source(self, source: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """(round, target → message) of every round in which `source` sends."""
-        found = [
-            (number, {t: message for (s, t), message in every.items() if s == source})
-            for number, every in enumerate(self.rounds)
-        ]
-        return [(number, mine) for number, mine in found if mine]
-
-    def of_target(self, target: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """(round, source → message) of every round in which `target` receives."""
-        found = [
-            (number, {s: message for (s, t), message in every.items() if t == target})
-            for number, every in enumerate(self.rounds)
-        ]
-        return [(number, mine) for number, mine in found if mine]
-
-
-def dtype_of(tensor: TensorInfo) -> torch.dtype:
-    dtype = getattr(torch, tensor.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

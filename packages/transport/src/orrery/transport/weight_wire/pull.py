@@ -1,7 +1,11 @@
-"""Links on which a target reads out of a source's bucket: who may read and overwrite when is said in the store, bytes go by `Reader`s.
+"""Links on which a target reads a source's bucket, by CUDA IPC here and by NIXL in `nixl`.
 
-- A source says that a message is full, with the place of it; the target reads it, and says so; then the source may fill the place again.
-- Messages of a pair are numbered through, over takes too, so no word is taken for an older one.
+- The source announces a full message in the wire's store. The target reads it and acknowledges.
+  Then the source may overwrite that part of its bucket.
+- Messages of a pair are numbered through all transfers, so none is mistaken for an older one.
+- CUDA IPC: both ranks are on one host, and the copy runs over NVLink if there is one. The store
+  holds only what `cudaIpcOpenMemHandle` needs, as plain numbers and bytes. The reader maps the
+  memory on its own device, the only one whose number it knows.
 """
 
 from collections import defaultdict
@@ -17,7 +21,7 @@ from orrery.transport.weight_wire.plan import Location
 
 
 class MessageReady(msgspec.Struct):
-    """SliceSpec a message lies: which of the source's buckets, and which bytes of it."""
+    """A message's place: the source's bucket, and its bytes in it."""
 
     side: int
     offset: int
@@ -25,122 +29,102 @@ class MessageReady(msgspec.Struct):
 
 
 class Reader(Protocol):
-    """How a target gets at one source's buckets."""
+    """A target's access to one source's buckets."""
 
     def read(
         self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
     ) -> None:
-        """Fill `into` (u8) with the bytes of bucket `side` from `offset` on, once `free` has happened; they are there when this returns."""
+        """Fill `into` (u8) from byte `offset` of bucket `side`, once the event `free` happened."""
 
     def close(self) -> None: ...
 
 
 class PullSender:
-    """A source's end. `offer`: the key at which it has said how its buckets are read."""
+    """A source's end. `offer` is the key at which it has published access to its buckets."""
 
     def __init__(
         self,
-        meeting: StoreConnection,
+        store: StoreConnection,
         generation: int,
         source: int,
         names: Sequence[str],
         device: torch.device,
         offer: str | None = None,
     ) -> None:
-        self._offer = offer
-        self._meeting, self._key, self._names, self._device = (
-            meeting,
-            f"pull/{generation}/{source}",
-            names,
-            device,
-        )
+        self._store, self._names, self._device, self._offer = store, names, device, offer
+        self._key = f"pull/{generation}/{source}"
         self._count: dict[int, int] = defaultdict(int)
-        self._offered: set[str] = set()
+        self._announced: set[str] = set()
 
-    def send(
-        self, side: int, number: int, target: int, offset: int, num_bytes: int
-    ) -> "_OfferedMessage":
+    def send(self, side: int, target: int, offset: int, num_bytes: int) -> "_AnnouncedMessage":
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # it is full only then
+            torch.cuda.current_stream().synchronize()  # the bucket is full only then
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
-        self._offered.add(key)
-        self._meeting.put(f"{key}/full", MessageReady(side, offset, num_bytes))
-        return _OfferedMessage(self, key, self._names[target])
+        self._announced.add(key)
+        self._store.put(f"{key}/full", MessageReady(side, offset, num_bytes))
+        return _AnnouncedMessage(self, key, self._names[target])
 
-    def is_read(self, key: str, target: str) -> None:
-        self._meeting.get(f"{key}/read", bool, f"{target}, that it has read its slices", ROUND_S)
+    def await_read(self, key: str, target: str) -> None:
+        self._store.get(f"{key}/read", bool, f"{target}, that it has read its slices", ROUND_S)
         self._forget(key)
 
     def close(self) -> None:
-        """Readers hear of it when the take is given up, or at their deadline."""
-        for key in list(self._offered):
+        """Withdraw all messages. Readers fail when the transfer is abandoned, or at ROUND_S."""
+        for key in list(self._announced):
             self._forget(key)
         if self._offer is not None:
-            self._meeting.forget(self._offer)
+            self._store.forget(self._offer)
 
     def _forget(self, key: str) -> None:
-        self._offered.discard(key)
-        self._meeting.forget(f"{key}/full", f"{key}/read")
+        self._announced.discard(key)
+        self._store.forget(f"{key}/full", f"{key}/read")
 
 
-class _OfferedMessage:
-    def __init__(self, source: PullSender, key: str, target: str) -> None:
-        self._source, self._key, self._target = source, key, target
+class _AnnouncedMessage:
+    def __init__(self, sender: PullSender, key: str, target: str) -> None:
+        self._sender, self._key, self._target = sender, key, target
 
     def wait(self) -> None:
-        self._source.is_read(self._key, self._target)
+        self._sender.await_read(self._key, self._target)
 
 
 class PullReceiver:
     """A target's end, for the sources that it has a reader of."""
 
     def __init__(
-        self, meeting: StoreConnection, generation: int, target: int, readers: dict[int, Reader]
+        self, store: StoreConnection, generation: int, target: int, readers: dict[int, Reader]
     ) -> None:
-        self._meeting, self._generation, self._target, self._readers = (
-            meeting,
-            generation,
-            target,
-            readers,
-        )
+        self._store, self._readers = store, readers
+        self._generation, self._target = generation, target
         self._count: dict[int, int] = defaultdict(int)
 
     def receive(self, source: int, into: torch.Tensor) -> "_AwaitedMessage":
         key = f"pull/{self._generation}/{source}.{self._target}/{self._count[source]}"
         self._count[source] += 1
-        return _AwaitedMessage(self._meeting, key, source, self._readers[source], into)
+        return _AwaitedMessage(self._store, key, source, self._readers[source], into)
 
 
 class _AwaitedMessage:
     def __init__(
-        self, meeting: StoreConnection, key: str, source: int, reader: Reader, into: torch.Tensor
+        self, store: StoreConnection, key: str, source: int, reader: Reader, into: torch.Tensor
     ) -> None:
-        self._meeting, self._key, self._source, self._reader, self._into = (
-            meeting,
-            key,
-            source,
-            reader,
-            into,
-        )
+        self._store, self._key, self._source = store, key, source
+        self._reader, self._into = reader, into
         self._free = None
-        if into.is_cuda:  # of what the device still does with these bytes; the other bucket may be at work for longer
+        if into.is_cuda:  # the device may still use these bytes; the other bucket longer still
             self._free = torch.cuda.Event()
             self._free.record()
 
     def wait(self) -> None:
-        full = self._meeting.get(
-            f"{self._key}/full",
-            MessageReady,
-            f"trainer {self._source}, that its slices are there",
-            ROUND_S,
-        )
-        self._reader.read(full.side, full.offset, self._into, self._free)
-        self._meeting.put(f"{self._key}/read", True)
+        what = f"trainer {self._source}, that its slices are there"
+        ready = self._store.get(f"{self._key}/full", MessageReady, what, ROUND_S)
+        self._reader.read(ready.side, ready.offset, self._into, self._free)
+        self._store.put(f"{self._key}/read", True)
 
 
 class IpcHandle(msgspec.Struct):
-    """A bucket, as `torch.UntypedStorage._share_cuda_` tells of it (torch 2.13)."""
+    """A bucket, as `torch.UntypedStorage._share_cuda_` describes it (torch 2.13)."""
 
     memory: bytes
     num_bytes: int
@@ -152,28 +136,26 @@ class IpcHandle(msgspec.Struct):
 
 
 def is_shared(source: Location, target: Location) -> bool:
-    """Whether the target may map the source's memory."""
+    """Return whether the target may map the source's memory."""
     return source.device == target.device == "cuda" and source.host == target.host
 
 
 def offer(
-    meeting: StoreConnection, generation: int, source: int, buckets: Sequence[torch.Tensor]
+    store: StoreConnection, generation: int, source: int, buckets: Sequence[torch.Tensor]
 ) -> str:
-    """Say how this source's buckets are mapped; the key at which that stands."""
+    """Publish the handles of this source's buckets; return the key."""
     key = f"ipc/{generation}/{source}"
-    meeting.put(key, [handle_of(bucket) for bucket in buckets])
+    store.put(key, [handle_of(bucket) for bucket in buckets])
     return key
 
 
 def handle_of(bucket: torch.Tensor) -> IpcHandle:
-    _, memory, num_bytes, offset_bytes, counter, counter_offset, event, event_needed = (
-        bucket.untyped_storage()._share_cuda_()
-    )
-    return IpcHandle(memory, num_bytes, offset_bytes, counter, counter_offset, event, event_needed)
+    _, *described = bucket.untyped_storage()._share_cuda_()
+    return IpcHandle(*described)
 
 
 def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The bucket that `handle` is of, mapped into this process."""
+    """Map the bucket of `handle` into this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return rebuild_cuda_tensor(
@@ -196,20 +178,16 @@ def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> torc
 
 
 class IpcReader:
-    """A target's access to one source."""
+    """Reads one source's buckets, mapped by CUDA IPC."""
 
     def __init__(
-        self, meeting: StoreConnection, generation: int, source: int, device: torch.device
+        self, store: StoreConnection, generation: int, source: int, device: torch.device
     ) -> None:
-        handles = meeting.get(
-            f"ipc/{generation}/{source}",
-            list[IpcHandle],
-            f"trainer {source}, how its buckets are mapped",
-        )
-        self._buckets = [
-            open_handle(handle, meeting.address.bucket_bytes, device) for handle in handles
-        ]
-        self._stream = torch.cuda.Stream(device)  # beside the loading of what came before
+        what = f"trainer {source}, how its buckets are mapped"
+        handles = store.get(f"ipc/{generation}/{source}", list[IpcHandle], what)
+        num_bytes = store.address.bucket_bytes
+        self._buckets = [open_handle(handle, num_bytes, device) for handle in handles]
+        self._stream = torch.cuda.Stream(device)  # runs beside the loading of earlier slices
 
     def read(
         self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
