@@ -188,15 +188,9 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
         **{"inference.0": "node1", "orchestrator.0": "node1", "inference.1": "node2"},
         **{"trainer.0": "node3", "trainer.1": "node4"},
     }  # fmt: skip
-    listening = [line.split()[3] for line in cluster.on("node3", "ss", "-Hltn").stdout.splitlines()]
-    ours = [
-        address for address in listening if not address.endswith(":6818")
-    ]  # slurmd's and srun's own are the site's
-    assert not [
-        address
-        for address in ours
-        if address.startswith(("0.0.0.0:", "*:", "[::]:")) and _is_ours(cluster, "node3", address)
-    ]
+    found = {node: _sockets(cluster, run, node) for node in sorted(set(nodes.values()))}
+    assert all(count > 1 for count, _ in found.values())
+    assert [sentence for _, undeclared in found.values() for sentence in undeclared] == []
     cluster.on("node2", "kill", "-9", str(run.health("inference.1")["pid"]))
     cluster.wait_until(
         "the engine serves again",
@@ -241,7 +235,7 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     )
     cluster.wait_until(
         "the job runs again",
-        lambda: run.status().get("attempt", 0) > attempt,
+        lambda: run.status().get("attempt", 0) > attempt and run.status().get("roles"),
         120,
         lambda: terminal.output[-2000:],
     )
@@ -257,10 +251,22 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     assert not list((run.path / "weights" / "wire").glob("*"))
 
 
-def _is_ours(cluster: Cluster, node: str, address: str) -> bool:
-    """Whether a listening socket belongs to a role."""
-    shown = cluster.on(node, "ss", "-Hltnp", "sport", "=", f":{address.rpartition(':')[2]}").stdout
-    return "python3" in shown
+SOCKETS = """
+import json, sys, psutil, socket
+from orrery.launcher.listeners import listening, undeclared
+roles = {int(pid): role for pid, role in json.loads(sys.argv[1]).items()}
+[host] = [a.address for a in psutil.net_if_addrs()["eth0"] if a.family == socket.AF_INET]
+found = listening(roles)
+print(json.dumps([len(found), undeclared(found, host)]))
+"""
+
+
+def _sockets(cluster: Cluster, run: Run, node: str) -> tuple[int, list[str]]:
+    """Return the number of sockets that roles on a node listen on, and sentences about undeclared ones."""
+    names = [role["name"] for role in run.status()["roles"] if role["node"] == node]
+    roles = {run.health(name)["pid"]: name.split(".")[0] for name in names}
+    python = str(cluster.checkout / ".venv/bin/python")
+    return tuple(json.loads(cluster.on(node, python, "-c", SOCKETS, json.dumps(roles)).stdout))
 
 
 def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, fresh):
