@@ -194,7 +194,7 @@ async def measure(
         ("adaptive", bounds),
     ]
     rows = []
-    async with await assemble.fleet(ctx) as fleet:
+    async with await assemble.engine_pool(ctx) as fleet:
         for number in range(args.rounds):
             for name, settings in (
                 variants if number % 2 == 0 else reversed(variants)

@@ -343,7 +343,7 @@ async def rounds(
     rows: Rows = {}
     async with AsyncExitStack() as stack:
         fleets = {
-            name: await stack.enter_async_context(await assemble.fleet(ctx))
+            name: await stack.enter_async_context(await assemble.engine_pool(ctx))
             for name, ctx in stages.items()
         }
         for number in range(args.rounds):

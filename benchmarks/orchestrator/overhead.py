@@ -184,7 +184,7 @@ async def measure(
 ) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
-        async with await assemble.fleet(
+        async with await assemble.engine_pool(
             ctx
         ) as fleet:  # a stage's own each time: one that has the version already waits for the next
             row = {

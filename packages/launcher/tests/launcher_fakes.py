@@ -135,7 +135,7 @@ def orchestrate_then_block() -> None:
             await asyncio.sleep(0.05)
         time.sleep(3600)
 
-    orchestrator.assemble.fleet = fleet
+    orchestrator.assemble.engine_pool = fleet
     orchestrator.main()
 
 

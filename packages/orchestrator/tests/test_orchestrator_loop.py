@@ -21,7 +21,7 @@ from orrery.manifest.schema import Evaluate
 from orrery.observe import wind_down
 from orrery.observe.health import read_health
 from orrery.observe.wind_down import WoundDown
-from orrery.orchestrator import assemble, evaluate, preemption, runner, snapshot, timeouts
+from orrery.orchestrator import assemble, dispatch, evaluate, preemption, runner, snapshot
 from orrery.orchestrator import loop as loop_module
 from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.concurrency import Notifier
@@ -477,7 +477,7 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 
 
 def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often, monkeypatch):
-    monkeypatch.setattr(timeouts, "PROOF_S", 0.2)
+    monkeypatch.setattr(dispatch, "PROOF_S", 0.2)
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     fleet = fakes.FakeFleet(
         script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True

@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Grpo, MaxRl
 from orrery.orchestrator import batching, samples, snapshot
-from orrery.orchestrator.activity import PIECE_S, EngineActivity
 from orrery.orchestrator.algorithms import ALGORITHMS, advantages
-from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer, Sample
-from orrery.orchestrator.clock import Clock
+from orrery.orchestrator.buffer import BARREN_BATCHES, CompleteGroup, RolloutBuffer, Sample
+from orrery.orchestrator.dispatch import PROOF_S, TimeoutClassifier
+from orrery.orchestrator.engine_load import PIECE_S, EngineActivity
 from orrery.orchestrator.evaluate import summary
 from orrery.orchestrator.evaluation import Evaluations, describe_counts
-from orrery.orchestrator.groups import CompleteGroup
-from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
-from orrery.orchestrator.scheduler import Snapshot
-from orrery.orchestrator.source import Source
-from orrery.orchestrator.timeouts import PROOF_S, TimeoutClassifier
+from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request, Source
+from orrery.orchestrator.scheduler import Clock, Snapshot
 from orrery.tasks.task import Message, ToolCall
 from orrery.transport import checkpoints
 from orrery.transport.routed_experts import RouteShape, without_routes

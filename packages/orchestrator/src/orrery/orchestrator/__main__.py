@@ -1,4 +1,4 @@
-"""`python -m orrery.orchestrator --run-dir R --stage rl|evaluate …`: the orchestrator's process."""
+"""The orchestrator's process: `python -m orrery.orchestrator --run-dir R --stage rl|evaluate …`."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ from orrery.orchestrator.preemption import stop_trainer
 
 
 async def rl(ctx: RoleContext) -> None:
-    """The RL stage, from the first weights to the last evaluation, or until it is asked to wind down."""
+    """Run the RL stage from the first weights to the last evaluation, or until it is preempted."""
     wire = assemble.sender(ctx)
     try:
         try:
-            fleet = await assemble.fleet(ctx)
-        except WoundDown as asked:  # before anything was sent
-            await stop_trainer(ctx, wire, asked.step)
-        async with fleet as engines:
+            pool = await assemble.engine_pool(ctx)
+        except WoundDown as preempted:  # before any batch was sent
+            await stop_trainer(ctx, wire, preempted.step)
+        async with pool as engines:
             await (await assemble.loop(ctx, engines, wire)).run()
         with ctx.health.waiting("the trainer to take the last batch"):
             await wire.drained(None)
@@ -36,7 +36,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, where it is installed: it halves what a request costs us."""
+    """Return uvloop's event loop if it is installed, which makes requests cheaper."""
     try:
         import uvloop
     except ImportError:
@@ -47,8 +47,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def main() -> None:
     with role_process("orchestrator") as ctx:
         if ctx.stage not in STAGES:
+            names = ", ".join(STAGES)
             raise OrreryError(
-                f"orchestrator: --stage {ctx.stage!r} is not one of mine; choose from {', '.join(STAGES)}"
+                f"orchestrator: --stage {ctx.stage!r} is not one of mine; choose from {names}"
             )
         with asyncio.Runner(loop_factory=event_loop) as runner:
             runner.run(run(ctx))

@@ -1,21 +1,13 @@
 """Admission: how many rollouts may be in flight. A permit is one rollout.
 
-- Always: 0 ≤ taken; every permit taken is given back once.
-- Lowering the limit never cancels; it only stops refilling.
-- Pure: no clock, no engine. Who looks at the engines calls `observe`; while they do not answer nobody does, and the limit stays.
-
-A limit that adapts is what the engines' caches hold. It has one number to learn, the need: the share of one engine's cache that a rollout
-in flight takes. Cache in use over rollouts in flight measures it, shared prefixes and turns that wait for tools included.
-
-- A need above the one held counts at once. One below counts as rollouts end, and only while the pool is full and the engines' queues
-  are not. So the limit is good for the worst moment of about the last third of a turnover, a young cohort raises no hopes, and the time
-  constant is the rollouts' own.
-- Rollouts whose requests queue in an engine are held by no cache: that raises the need, at once.
-- Preempted rollouts did not fit, though a gauge may not show it any more: the limit falls by as many, by BACKOFF at most, and not again
-  before the pool has come down to it, since what happens until then is not the new limit's doing.
-- A storm cancels nothing either: a preempted rollout loses its cache, which is one prefill; a cancelled one loses its tokens too.
-- The need is of one engine, so an engine that is gone takes its share of the limit along, and brings it back.
-- First the limit is what the caches hold of rollouts at the longest context.
+- Lowering the limit cancels no rollout. It only stops new ones.
+- An adaptive limit is what the engines' caches can hold. It learns `share`: the part of one
+  engine's cache that one rollout in flight takes, shared prefixes and waiting turns included.
+- A measured share above the held one counts at once. A lower one counts as rollouts end, and only
+  while all permits are taken and the queues are short. So a young cohort does not raise the limit.
+- Requests that wait in an engine hold no cache, which raises the share.
+- A preemption lowers the limit by at most BACKOFF, and again only once the pool fits that limit.
+- The limit is `engines / share`, so it falls and rises with the number of engines.
 """
 
 import math
@@ -25,14 +17,14 @@ from dataclasses import dataclass, field
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.orchestrator.engines.messages import EngineMetrics
 
-BACKOFF = 0.05  # of the limit, at a look that finds preemptions
+BACKOFF = 0.05  # largest cut for one poll with preemptions, as a part of the limit
 LEAST = 1e-9  # share of a cache
-DECAY = 3.0  # what a turnover of the pool leaves of a need that is no longer measured, as a power of 1/e
+DECAY = 3.0  # after the whole pool has turned over, e^-DECAY of an old share remains
 
 
 @dataclass
 class AdaptiveLimit:
-    """The share of one engine's cache that a rollout in flight takes, and the limit that follows."""
+    """The share of one engine's cache that a rollout takes, and the limit that follows from it."""
 
     bounds: AdaptiveAdmission
     max_model_len_tokens: int
@@ -46,16 +38,17 @@ class AdaptiveLimit:
     def observe(
         self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool
     ) -> None:
-        """Follow the engines that serve, by index; rollouts in flight now, ended since the last look, and whether permits ran out since.
+        """Update share and limit from one poll.
 
-        Prefill engines are not among `loads`: their caches hold a prompt for a moment.
+        `loads` has the serving engines by index, without prefill engines, whose caches hold a
+        prompt only briefly. `num_ended` and `was_full` (no permit was free) are since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # Requests whose cache is being loaded count as waiting and hold their blocks.
+        # Requests whose cache is being loaded count as waiting, but hold their blocks.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -64,10 +57,8 @@ class AdaptiveLimit:
             if measured >= self.share:
                 self.share = measured
             elif was_full and not preempted and waiting <= num_ended:
-                self.share = max(
-                    LEAST,
-                    measured + (self.share - measured) * math.exp(-DECAY * num_ended / in_flight),
-                )
+                kept = math.exp(-DECAY * num_ended / in_flight)
+                self.share = max(LEAST, measured + (self.share - measured) * kept)
             if preempted and in_flight <= self.limit:
                 fits = min(self.limit, in_flight, len(loads) / self.share)
                 self.share = len(loads) / max(0.5, fits - min(preempted, max(1.0, BACKOFF * fits)))
@@ -86,30 +77,27 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Preemptions since the last look; none at the first. An engine that started anew counts from 0 again."""
+        """Return the preemptions since the last poll. A restarted engine counts from 0 again."""
         before = self._preemptions
-        self._preemptions = before | {
-            index: load.preemptions_total for index, load in loads.items()
-        }
-        return sum(
-            now.preemptions_total - (was if (was := before[index]) <= now.preemptions_total else 0)
-            for index, now in loads.items()
-            if index in before
-        )
+        totals = {index: load.preemptions_total for index, load in loads.items()}
+        self._preemptions = before | totals
+        new = 0
+        for index, total in totals.items():
+            if index in before:
+                new += total - before[index] if total >= before[index] else total
+        return new
 
 
 class Admission:
-    """A counter of permits, under the manifest's limit or one that follows the engines."""
+    """A counter of permits under a fixed or an adaptive limit."""
 
     def __init__(self, settings: FixedAdmission | AdaptiveAdmission, max_model_len_tokens: int):
-        self.adaptive = (
-            AdaptiveLimit(settings, max_model_len_tokens)
-            if isinstance(settings, AdaptiveAdmission)
-            else None
-        )
+        self.adaptive: AdaptiveLimit | None = None
+        if isinstance(settings, AdaptiveAdmission):
+            self.adaptive = AdaptiveLimit(settings, max_model_len_tokens)
         self.limit = self.adaptive.limit if self.adaptive else settings.max_in_flight
         self.taken = 0
-        self._num_ended, self._was_full = 0, False  # since the last look
+        self._num_ended, self._was_full = 0, False  # since the last poll
 
     @property
     def free(self) -> int:
@@ -128,7 +116,7 @@ class Admission:
         self._num_ended += count
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Let the limit follow these engines, if it does follow; `Need.observe` says which."""
+        """Adapt the limit to the serving engines (`AdaptiveLimit.observe`)."""
         was_full = self._was_full or self.taken >= self.limit
         if self.adaptive is not None:
             self.adaptive.observe(loads, self.taken, self._num_ended, was_full)

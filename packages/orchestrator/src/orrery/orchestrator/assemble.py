@@ -1,4 +1,4 @@
-"""Assemble: from the manifest and the other roles' addresses to what a stage runs."""
+"""Build the parts of a stage from the manifest and the addresses of the other roles."""
 
 import asyncio
 import threading
@@ -26,14 +26,14 @@ from orrery.transport.weight_wire import make_watch, served_model
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # to read data sets and a checkpoint from a shared file system; scaled
-SERVERS_START_S = 600.0  # vLLM imports and compiles for minutes on a busy machine
+READ_S = 1800.0  # scaled; data sets and a checkpoint may be on a slow shared file system
+SERVERS_START_S = 600.0  # scaled; vLLM may import and compile for minutes
 
 
-async def fleet(ctx: RoleContext) -> EnginePool:
-    """A client of every engine of this stage, behind the router where there is one; waits until all listen.
+async def engine_pool(ctx: RoleContext) -> EnginePool:
+    """Wait until all engines and the router, if there is one, listen. Return their clients.
 
-    Raises WoundDown, at the step that the stage begins with, where it is asked to wind down meanwhile.
+    Raise WoundDown, with the step at which the stage begins, if the stage is preempted meanwhile.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -53,13 +53,11 @@ async def fleet(ctx: RoleContext) -> EnginePool:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Those of servers that are starting; looks for them in a thread, which ends once nobody waits for it any more."""
+    """Wait for `count` servers of `role` in a thread. The thread ends when its caller is cancelled."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
-        if (
-            is_left.is_set()
-        ):  # the loop's end waits for its threads: SIGTERM would wait for the servers
+        if is_left.is_set():  # else the event loop would wait for this thread at exit
             raise asyncio.CancelledError
         if request.poll():
             raise WoundDown(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
@@ -73,7 +71,7 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:
-    """The tasks by purpose, in the manifest's order."""
+    """Build the tasks by purpose, in the manifest's order."""
     return {
         "train": [make(use) for use in manifest.tasks.train],
         "evaluation": [make(use) for use in manifest.tasks.evaluation],
@@ -81,72 +79,57 @@ def tasks(manifest: Manifest) -> dict[str, list]:
 
 
 def policy_dir(ctx: RoleContext, *stages: str) -> Any:
-    """The weights folder of the first of `stages` that this run has."""
+    """Return the weights folder of the first of `stages` that this run has."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
     return ctx.run_dir / "weights" / names[0]
 
 
 def renderer(ctx: RoleContext, *stages: str) -> Renderer:
-    """The chat format of that folder, held to the model's vocabulary: an engine has no row for a token beyond it."""
+    """Return the chat format of that folder, limited to the model's vocabulary."""
     return Renderer(policy_dir(ctx, *stages), ctx.manifest.model.vocab_size)
 
 
 def sender(ctx: RoleContext) -> RolloutSender:
-    """The batch wire's end, published for the trainer's ranks. Inside the event loop: it serves there."""
-    wire = make_sender(
-        ctx.manifest.transport.rollouts,
-        ctx.run_dir,
-        ctx.host,
-        ctx.port,
-        ctx.manifest.trainer.mesh.world_size,
-    )
+    """Open the rollout wire and publish its address. Call it inside the event loop that serves it."""
+    kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
+    wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
     rendezvous.publish(ctx, wire.url)
     return wire
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """A fresh state, or the one of the newest complete checkpoint; what earlier attempts left incomplete is removed."""
-    # Safe here: every file of a new checkpoint comes after our next cut.
+    """Return a new scheduler, or the one of the newest complete checkpoint.
+
+    Remove incomplete checkpoints of earlier attempts, and those of the finished SFT stage.
+    """
+    # Safe here: every file of a new checkpoint is written after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
-    if removed := checkpoints.discard_all(
-        ctx.run_dir, "sft"
-    ):  # that stage is done, and all that is wanted of it is `weights/sft`
-        ctx.log.info(
-            "checkpoints of sft, which is done, are removed: steps %s", ", ".join(map(str, removed))
-        )
+    if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
+        steps = ", ".join(map(str, removed))
+        ctx.log.info("checkpoints of sft, which is done, are removed: steps %s", steps)
     newest = checkpoints.latest(ctx.run_dir)
     if newest is None:
         return Scheduler(ctx.manifest)
-    step = newest.step
-    resumed = Scheduler(
-        ctx.manifest, snapshot.read(checkpoints.checkpoint_dir(ctx.run_dir, *newest), step)
-    )
-    ctx.log.info(
-        "resuming after step %d: %d rollouts queued, %d groups to redo",
-        step,
-        resumed.buffer.num_queued,
-        len(resumed.source.unfinished),
-    )
+    step, folder = newest.step, checkpoints.checkpoint_dir(ctx.run_dir, *newest)
+    resumed = Scheduler(ctx.manifest, snapshot.read(folder, step))
+    num_queued, num_groups = resumed.buffer.num_queued, len(resumed.source.unfinished)
+    text = "resuming after step %d: %d rollouts queued, %d groups to redo"
+    ctx.log.info(text, step, num_queued, num_groups)
     return resumed
 
 
 async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:
-    """Return `read()`, run in a thread: it may take minutes, and the event loop must turn."""
-    with ctx.health.waiting(
-        "tasks, their data and checkpoints to be read", deadline_s=scaled(READ_S)
-    ):
+    """Return `read()`, run in a thread. It may take minutes, and must not block the event loop."""
+    waits_for = "tasks, their data and checkpoints to be read"
+    with ctx.health.waiting(waits_for, deadline_s=scaled(READ_S)):
         return await WorkerThread("assemble")(read)
 
 
 async def loop(ctx: RoleContext, engines: EnginePool, wire: RolloutSender) -> Loop:
-    """The RL stage."""
-    begin, played, chat = await read_in_thread(
+    """Build the RL stage."""
+    start, built, chat = await read_in_thread(
         ctx, lambda: (scheduler(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
     )
-    watch = make_watch(
-        ctx.manifest.transport.weights,
-        ctx.run_dir,
-        ctx.attempt,
-        stage(ctx.manifest, ctx.stage).num_nodes,
-    )
-    return Loop(ctx, begin, played, chat, engines, watch, wire)
+    kind, num_nodes = ctx.manifest.transport.weights, stage(ctx.manifest, ctx.stage).num_nodes
+    watch = make_watch(kind, ctx.run_dir, ctx.attempt, num_nodes)
+    return Loop(ctx, start, built, chat, engines, watch, wire)

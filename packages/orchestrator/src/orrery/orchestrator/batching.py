@@ -1,7 +1,7 @@
-"""Cut: from the samples of a batch to what goes over the wire, and the numbers that describe it.
+"""Turn a `TrainBatch` into columns, micro-batches for every rank, and a metrics row.
 
-- In: `TrainBatch`. Out: one `Columns` a sample, packed into micro-batches for every rank; the batch's row.
-- The documents are views of what the engine's client returned; nothing is copied until the wire gathers a micro-batch.
+A document holds views of the arrays that the engine's client returned. Nothing is copied until the
+wire gathers a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from orrery.transport.routed_experts import COLUMN
 
 
 def document(sample: Sample, temperature: float) -> Columns:
-    """One sample as columns."""
+    """Return one sample as columns."""
     rollout = sample.rollout
     routes = {} if rollout.routed_experts is None else {COLUMN: rollout.routed_experts}
     return Columns(
@@ -43,15 +43,19 @@ def document(sample: Sample, temperature: float) -> Columns:
 
 
 def digests(samples: Sequence[Sample], known: dict[int, str]) -> dict[str, str]:
-    """The digest of each version that sampled a token here, oldest version first; versions are text, as JSON has its keys."""
+    """Return {version: digest} of all versions that sampled a token here, oldest first.
+
+    The versions are strings, because JSON keys are.
+    """
     versions = np.unique(np.concatenate([sample.rollout.sampled_versions for sample in samples]))
     return {str(version): known[version] for version in versions.tolist()}
 
 
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
-    """The documents as batch `step` for every trainer rank. `totals` has N of every loss component, and sizes.
+    """Pack the documents into batch `step`.
 
-    The ranks of a context-parallel group get the same micro-batches, of which each takes its part itself.
+    `totals` has the number of member tokens of every loss component, and sizes. All ranks of a
+    context-parallel group get the same micro-batches, and each slices its own part.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
@@ -64,33 +68,32 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
         "num_tokens": int(lengths.sum()),
         "num_trained_tokens": num_trained,
     }
-    return Batch(
-        step, [shares[mesh.data_rank(rank)] for rank in range(mesh.world_size)], totals, info
-    )
+    of_ranks = [shares[mesh.data_rank(rank)] for rank in range(mesh.world_size)]
+    return Batch(step, of_ranks, totals, info)
 
 
-def row(cut: TrainBatch, manifest: Manifest, now_s: float) -> dict:
-    """What the batch's metrics row says of its samples and of the time since the cut before."""
-    samples, tally, tasks = cut.samples, cut.tally, manifest.tasks.train
+def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
+    """Return the batch's metrics row: its samples, and the time since the batch before."""
+    samples, tally = batch.samples, batch.tally
     versions = [sample.rollout.sampled_versions for sample in samples]
-    behind = cut.step - 1 - np.concatenate(versions)
+    behind = batch.step - 1 - np.concatenate(versions)
     task_of = np.array([task for task, _, _ in tally.rewards], dtype=np.int64)
     rewards = np.array([reward for _, reward, _ in tally.rewards], dtype=np.float64)
     by_task = {
         f"reward/{task.name}": float(rewards[task_of == i].mean())
-        for i, task in enumerate(tasks)
+        for i, task in enumerate(manifest.tasks.train)
         if (task_of == i).any()
     }
-    trained_rewards = [sample.rollout.reward for sample in samples]
+    trained_mean = float(np.mean([sample.rollout.reward for sample in samples]))
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Of every group that became whole since the last cut: groups that are dropped for equal rewards would bias the mean of the batch.
-        "reward_mean": float(rewards.mean()) if len(rewards) else float(np.mean(trained_rewards)),
-        "batch_reward_mean": float(np.mean(trained_rewards)),
+        # Over all complete groups: groups of equal rewards do not train and would bias the mean.
+        "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
+        "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),
         "num_without_signal": sum(not has_signal for _, _, has_signal in tally.rewards),
-        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),  # in this batch
+        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),
         **by_task,
         "staleness_mean": float(behind.mean()),
         "staleness_max": int(behind.max()),

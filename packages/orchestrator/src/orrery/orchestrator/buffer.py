@@ -1,20 +1,17 @@
-"""Sink: whole groups in, batches out; what may train waits here.
+"""The rollout buffer: rollouts become groups, groups get advantages, and batches leave.
 
-- A group trains on its survivors if two or more rewards remain. Else it is dropped
-  (`too_few_survivors`). The baseline includes rewards of 0 for members that ran out of time. Their
-  tokens are not trained.
-- Advantages are computed once, over the whole group. A group of zero advantages carries no signal.
-- `drop_zero_advantage_groups` puts such groups into `spare`. Once `max_sampled_ratio` times the
-  batch has been sampled, they fill it. The loss keeps its denominator, so the step is small.
-- `spare` holds at most the need of the coming batches. The oldest leave first (`zero_advantage`).
-- A batch is exactly `rollouts_per_batch` rollouts, oldest group first; the rest of a group that does not fit leads the next batch.
-- The sweep at the cut is the staleness guarantee: a kept group with a sampled token older than the bound leaves whole (`stale_in_queue`).
-- Every rollout that leaves without training is counted by its reason; too many in a row without one group to train is an error.
+- `Groups` collects the members of a group until all have ended. A dropped group is lost whole.
+- A group needs two rewards to train, else it is dropped (`too_few_survivors`). Timeouts with a
+  reward of 0 count in the baseline, but their tokens are not trained.
+- `drop_zero_advantage_groups` puts groups of zero advantages aside, into `spare`. They fill the
+  batch once `max_sampled_ratio` times the batch has been sampled.
+- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A group may be split.
+- The sweep before a batch guarantees the staleness bound: a group with too old a token is dropped.
 """
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,17 +19,70 @@ import numpy as np
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.algorithms import advantages
-from orrery.orchestrator.groups import CompleteGroup
+from orrery.orchestrator.requests import Failed, Finished, GroupDropped, GroupRequest
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = (
-    10  # this many batches' worth of rollouts in a row, and nothing to train on, is starvation
-)
+BARREN_BATCHES = 10  # so many batches of rollouts without a trainable group are an error
+RAISE = {  # by reason, the setting to raise
+    "timeout": "rollout_timeout_s",
+    "stale_in_flight": "max_off_policy_steps",
+    "stale_in_queue": "max_off_policy_steps",
+}
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """All members have ended. `survivors` are by member; of the others `num_zeros` have reward 0."""
+
+    request: GroupRequest
+    version: int  # at dispatch
+    survivors: dict[int, Rollout]
+    num_zeros: int = 0
+
+
+@dataclass
+class _Gathered:
+    version: int
+    num_left: int = 0
+    num_zeros: int = 0
+    survivors: dict[int, Rollout] = field(default_factory=dict)
+
+
+class Groups:
+    """Groups of which some members have ended."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[str, _Gathered] = {}
+
+    @property
+    def num_rollouts(self) -> int:
+        return sum(len(group.survivors) for group in self._gathered.values())
+
+    def add(self, outcome: Finished | Failed) -> CompleteGroup | None:
+        """Return the complete group if this was its last member."""
+        request = outcome.request.group
+        group = self._gathered.setdefault(request.key, _Gathered(outcome.request.version))
+        group.num_left += 1
+        if isinstance(outcome, Finished):
+            group.survivors[outcome.request.member] = outcome.rollout
+        else:
+            group.num_zeros += outcome.is_zero
+        if group.num_left < request.size:
+            return None
+        del self._gathered[request.key]
+        # By member, not by arrival, so that the batch does not depend on the order of events.
+        survivors = dict(sorted(group.survivors.items()))
+        return CompleteGroup(request, group.version, survivors, group.num_zeros)
+
+    def drop(self, dropped: GroupDropped) -> int:
+        """Forget the group. Return the number of its finished rollouts."""
+        group = self._gathered.pop(dropped.group.key, None)
+        return len(group.survivors) if group else 0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout that may train."""
+    """A rollout with its advantage, ready to train."""
 
     rollout: Rollout
     advantage: float
@@ -41,7 +91,7 @@ class Sample:
     task_index: int
     dispatch_version: int
 
-    @cached_property  # asked for at every event while the sample is queued
+    @cached_property  # read at every event while the sample is queued
     def oldest_version(self) -> int:
         return int(self.rollout.sampled_versions.min())
 
@@ -52,18 +102,16 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        self.budget = math.ceil(
-            settings.max_sampled_ratio * settings.rollouts_per_batch
-        )  # rollouts to sample for a batch
-        self.most_spare = (
-            settings.max_batches_ahead + 2
-        ) * settings.rollouts_per_batch  # generation is never further ahead
-        self.queue: deque[list[Sample]] = deque()  # finished groups, in order of completion
-        self.spare: deque[list[Sample]] = deque()  # groups without signal
-        self.num_sampled = 0  # samples so far, less the budget of each cut batch
-        self.dropped: Counter[str] = Counter()  # rollouts by reason, over the whole run
-        self._barren: Counter[str] = Counter()  # the same, since the last group that could train
-        self._words: dict[str, str] = {}  # reason -> the newest sentence behind it
+        # Rollouts to sample for a batch.
+        self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
+        # Generation is never further ahead.
+        self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
+        self.queue: deque[list[Sample]] = deque()  # in order of completion
+        self.spare: deque[list[Sample]] = deque()  # groups of zero advantages
+        self.num_sampled = 0  # less the budget of each batch that left
+        self.dropped: Counter[str] = Counter()  # rollouts by reason
+        self._barren: Counter[str] = Counter()  # the same, since the last trainable group
+        self._details: dict[str, str] = {}  # by reason, the newest error sentence
 
     @property
     def num_queued(self) -> int:
@@ -71,41 +119,34 @@ class RolloutBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Return whether a batch is ready. Spare groups count once the batch's budget is spent."""
+        """Whether a batch is ready. Spare groups count once the batch's budget is spent."""
         lacking = self.rollouts_per_batch - self.num_queued
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return the rollouts to sample for the next `num_batches` batches, with those in flight.
+        """Return how many rollouts the next `num_batches` batches need, including those in flight.
 
-        This exceeds a batch's budget if too few rollouts are left because others went stale.
+        This exceeds the budget if too few rollouts are left because others became stale.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
             return lacking
         unspent = num_batches * self.budget - self.num_sampled
-        return min(
-            lacking, max(unspent, self.rollouts_per_batch - self.num_queued - _size(self.spare))
-        )
+        missing = self.rollouts_per_batch - self.num_queued - _size(self.spare)
+        return min(lacking, max(unspent, missing))
 
     def add(self, group: CompleteGroup) -> bool:
-        """Keep or drop the group; return whether it carries signal."""
+        """Keep or drop the group. Return whether any advantage differs from 0."""
         survivors = group.survivors
         if not survivors or len(survivors) + group.num_zeros < 2:
             self.count("too_few_survivors", len(survivors))
             return False
         rewards = [*(rollout.reward for rollout in survivors.values()), *[0.0] * group.num_zeros]
         gained = advantages(np.asarray(rewards, dtype=np.float32), self.algorithm)[: len(survivors)]
-        request, has_signal = group.request, bool(gained.any())
+        has_signal = bool(gained.any())
+        group_id, task_index = group.request.group_id, group.request.task_index
         samples = [
-            Sample(
-                rollout,
-                float(advantage),
-                request.group_id,
-                member,
-                request.task_index,
-                group.version,
-            )
+            Sample(rollout, float(advantage), group_id, member, task_index, group.version)
             for (member, rollout), advantage in zip(survivors.items(), gained, strict=True)
         ]
         self.num_sampled += len(samples)
@@ -119,26 +160,20 @@ class RolloutBuffer:
         return has_signal
 
     def sweep(self, oldest_version: int) -> None:
-        """Drop kept groups that hold a token older than `oldest_version`."""
+        """Drop groups that hold a token older than `oldest_version` (`stale_in_queue`)."""
         for groups in (self.queue, self.spare):
-            stale = [
-                group
-                for group in groups
-                if min(sample.oldest_version for sample in group) < oldest_version
-            ]
-            for group in stale:
-                self.count("stale_in_queue", len(group))
-            if stale:
-                fresh = [
-                    group
-                    for group in groups
-                    if min(sample.oldest_version for sample in group) >= oldest_version
-                ]
+            fresh = []
+            for group in groups:
+                if min(sample.oldest_version for sample in group) >= oldest_version:
+                    fresh.append(group)
+                else:
+                    self.count("stale_in_queue", len(group))
+            if len(fresh) < len(groups):
                 groups.clear()
                 groups.extend(fresh)
 
     def take_batch(self, oldest_version: int) -> list[Sample] | None:
-        """The next batch, every token of it at least `oldest_version`; None while there is not enough."""
+        """Return the next batch without tokens older than `oldest_version`, or None if not ready."""
         self.sweep(oldest_version)
         if not self.has_batch:
             return None
@@ -148,31 +183,29 @@ class RolloutBuffer:
         return batch
 
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
-        """Rollouts that leave without training."""
+        """Count rollouts that leave without training."""
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if (
-                reason != ENGINE_GONE
-            ):  # says nothing of what is trained on, and ends by itself: engines may be lost so often and no more
+            if reason != ENGINE_GONE:  # lost engines are limited elsewhere
                 self._barren[reason] += num_rollouts
         if detail:
-            self._words[reason] = detail
+            self._details[reason] = detail
 
     def check_not_starved(self) -> None:
-        """Raises RunFailed, with reasons and counts, when nothing that leaves can be trained on."""
-        limit = BARREN_BATCHES * self.rollouts_per_batch
-        if sum(self._barren.values()) < limit:
+        """Raise RunFailed, with reasons and counts, after too many rollouts that cannot train."""
+        num_lost = sum(self._barren.values())
+        if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._barren.most_common())
         reason = self._barren.most_common(1)[0][0]
-        advice = {
-            "timeout": "raise orchestrator.rollout_timeout_s, or lower orchestrator.admission.max_in_flight",
-            "stale_in_flight": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",
-            "stale_in_queue": "raise orchestrator.max_off_policy_steps, or lower orchestrator.admission.max_in_flight",
-        }.get(reason, "mend what the reasons name")
-        words = f" Last {reason}: {self._words[reason]}." if reason in self._words else ""
+        advice = "mend what the reasons name"
+        if reason in RAISE:
+            advice = f"raise orchestrator.{RAISE[reason]}"
+            advice += ", or lower orchestrator.admission.max_in_flight"
+        last = f" Last {reason}: {self._details[reason]}." if reason in self._details else ""
         raise RunFailed(
-            f"orchestrator: the last {sum(self._barren.values())} rollouts gave nothing to train on ({reasons}); {advice}.{words}"
+            f"orchestrator: the last {num_lost} rollouts gave nothing to train on ({reasons}); "
+            f"{advice}.{last}"
         )
 
 

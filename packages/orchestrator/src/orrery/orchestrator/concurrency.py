@@ -1,4 +1,4 @@
-"""Two asyncio helpers: a broadcast event and a daemon thread for blocking calls."""
+"""Two asyncio helpers: a broadcast event, and a daemon thread for blocking calls."""
 
 import asyncio
 import threading
@@ -10,7 +10,10 @@ from typing import Any
 
 
 class Notifier:
-    """One `ring` wakes all who wait now."""
+    """Wake every task that waits for a change.
+
+    A task that checks its condition and then waits, with no `await` in between, misses no change.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -20,15 +23,18 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns at the next ring, or after `timeout_s`."""
-        # Not wait_for: Python 3.11's loses a cancellation that meets a ring, and a loop that is being ended would go on.
+        """Return at the next notification, or after `timeout_s`."""
+        # Not wait_for: in Python 3.11 it loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
 
 
 class WorkerThread:
-    """The thread starts with the first call."""
+    """Run blocking calls one after another in a daemon thread, which starts with the first call.
+
+    Unlike the threads of Python's own pools, it does not keep the process from exiting.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -36,7 +42,7 @@ class WorkerThread:
         self._lock = threading.Lock()
 
     async def __call__(self, call: Callable[[], Any]) -> Any:
-        """What `call()` returns or raises. A caller that is cancelled takes its call back, unless it has begun."""
+        """Return or raise the result of `call()`. Cancelling withdraws a call that has not begun."""
         with self._lock:
             if not self._thread.ident:
                 self._thread.start()
@@ -50,5 +56,5 @@ class WorkerThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # the caller's
+                except BaseException as error:  # raised in the caller
                     future.set_exception(error)

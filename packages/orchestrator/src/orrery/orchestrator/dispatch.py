@@ -1,20 +1,26 @@
-"""Dispatch: turns group requests into rollouts in flight, under one permit counter.
+"""Dispatch: turn group requests into rollouts in flight, and end those that take too long.
 
-- In: `GroupRequest` from `source` and `evaluation`; the engines' version; the time.
-- Out: every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
-- Always: evaluation first, then open groups, then new ones (a group's members share a prompt, so its prefix is still in the cache).
-- Always: a group has one version, the engines' when its first member started; all members and turns keep it as their cache salt.
-- Never: retries. A failed rollout is data for `groups`, which decides.
-- But a member of an evaluation whose engine was lost is played `again`, from its beginning, with its seed and at its version: an evaluation
-  is of all its problems.
-- Pure: no clock, no engine. Who calls `start` plays the requests, and cancels those that `expire` and the drops name.
+- Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
+- Order: evaluation first, then started groups (their prompt's prefix is cached), then new ones.
+- A group's version is the engines' when its first member starts. All its members and turns keep
+  it as their cache salt.
+- A failed rollout is not retried. Only a rollout of an evaluation that was lost with its engine
+  restarts, with the same seed and version, because an evaluation needs all of its problems.
+- Pure: no clock, no engine. The caller runs and cancels the requests.
 """
 
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import or_
 
+from orrery.observe.deadline import scaled
 from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.orchestrator.requests import GroupDropped, GroupRequest, Purpose, Request
+
+TIMEOUT = "timeout"
+PROOF_S = 30.0  # scaled; the metrics of an engine that generates change within a second
 
 
 @dataclass
@@ -22,12 +28,9 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
-    to_restart: list[int] = field(
-        default_factory=list
-    )  # members that started, and are to start once more
-    in_flight: dict[str, tuple[Request, float]] = field(
-        default_factory=dict
-    )  # request name -> (request, started_s)
+    to_restart: list[int] = field(default_factory=list)  # members
+    # By request name: the request and its start time.
+    in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
     @property
     def num_waiting(self) -> int:
@@ -35,13 +38,13 @@ class _OpenGroup:
 
 
 class Dispatch:
-    """Groups with a member that is waiting for a permit or in flight."""
+    """Groups with a member that waits for a permit or is in flight."""
 
     def __init__(self, admission: Admission):
         self.admission = admission
         self._groups: dict[str, _OpenGroup] = {}
         self._waiting: dict[Purpose, deque[str]] = {"evaluation": deque(), "train": deque()}
-        self._group_of: dict[str, _OpenGroup] = {}  # request name -> its group, while in flight
+        self._group_of: dict[str, _OpenGroup] = {}  # by name of a request in flight
         self._unserved_since: float | None = None
 
     @property
@@ -52,22 +55,23 @@ class Dispatch:
     def num_waiting(self) -> int:
         return sum(group.num_waiting for group in self._groups.values())
 
+    def _train_groups(self) -> list[_OpenGroup]:
+        return [group for group in self._groups.values() if group.request.purpose == "train"]
+
     def open_train_groups(self) -> list[GroupRequest]:
-        """Train groups that have a member left in here, by number."""
-        groups = [
-            group.request for group in self._groups.values() if group.request.purpose == "train"
-        ]
+        """Return the train groups that are not complete, by number."""
+        groups = [group.request for group in self._train_groups()]
         return sorted(groups, key=lambda group: group.group_id)
 
     def offer(self, group: GroupRequest) -> None:
-        """Take a group in; its members start as permits allow."""
+        """Queue a group. Its members start as permits allow."""
         if group.key in self._groups:
             raise AssertionError(f"group {group.key} offered twice")
         self._groups[group.key] = _OpenGroup(group)
         self._waiting[group.purpose].append(group.key)
 
     def start(self, version: int, now_s: float) -> list[Request]:
-        """The requests to play now; each holds a permit until it leaves."""
+        """Return the requests to start now. Each holds a permit until it leaves."""
         started = []
         while self.admission.free:
             queue = self._waiting["evaluation"] or self._waiting["train"]
@@ -90,7 +94,7 @@ class Dispatch:
         return started
 
     def leave(self, name: str) -> bool:
-        """A request has ended. False where it has left before (its group was dropped while it ended): the result is void."""
+        """End a request. Return False, so its result is void, if its group was dropped before."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -101,7 +105,7 @@ class Dispatch:
         return True
 
     def restart(self, name: str) -> bool:
-        """A request was lost with its engine: it gives its permit back and waits for another. False where it has left before."""
+        """Queue a request again that was lost with its engine. Return False if it has left."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -113,9 +117,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Requests that have been served for longer than `timeout_s`; each still has to `leave`, as a failure.
+        """Return the requests that were served for longer than `timeout_s`. They stay in flight.
 
-        Time in which nobody can be served (`is_served` false, from one look to the next) is not theirs: none expires in it, nor by it.
+        Time with `is_served` false (no engine serves) does not count, and no request expires then.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -123,10 +127,8 @@ class Dispatch:
         if self._unserved_since is not None:
             for group in self._groups.values():
                 for name, (request, started_s) in group.in_flight.items():
-                    group.in_flight[name] = (
-                        request,
-                        started_s + now_s - max(started_s, self._unserved_since),
-                    )
+                    pause_s = now_s - max(started_s, self._unserved_since)
+                    group.in_flight[name] = (request, started_s + pause_s)
             self._unserved_since = None
         return [
             request
@@ -136,23 +138,16 @@ class Dispatch:
         ]
 
     def drop_stale(self, oldest_version: int) -> list[GroupDropped]:
-        """Give up train groups whose version has become too old for any batch to come."""
-        stale = [
-            group
-            for group in self._groups.values()
-            if group.request.purpose == "train"
-            and group.version is not None
-            and group.version < oldest_version
+        """Drop train groups whose version is too old for any batch to come."""
+        return [
+            self._drop(group, "stale_in_flight")
+            for group in self._train_groups()
+            if group.version is not None and group.version < oldest_version
         ]
-        return [self._drop(group, "stale_in_flight") for group in stale]
 
     def drop_train(self, reason: str) -> list[GroupDropped]:
-        """Give up every train group."""
-        return [
-            self._drop(group, reason)
-            for group in list(self._groups.values())
-            if group.request.purpose == "train"
-        ]
+        """Drop every train group."""
+        return [self._drop(group, reason) for group in self._train_groups()]
 
     def _drop(self, group: _OpenGroup, reason: str) -> GroupDropped:
         requests = tuple(request for request, _ in group.in_flight.values())
@@ -163,3 +158,64 @@ class Dispatch:
         if group.num_waiting:
             self._waiting[group.request.purpose].remove(group.request.key)
         return GroupDropped(group.request, reason, requests, group.num_waiting)
+
+
+@dataclass
+class _Expired:
+    since_s: float
+    tokens: dict[int, int] = field(default_factory=dict)  # by engine, at the first poll
+    is_slow: bool = False
+
+
+class TimeoutClassifier:
+    """Find out why rollouts took longer than `rollout_timeout_s`.
+
+    - `timeout`: every engine with requests made tokens since, so the rollout itself is slow.
+    - `engine_still`: an engine with requests made no tokens for PROOF_S.
+    - `no_answer`: the rollout was in its task or judge, not in an engine.
+
+    Only `timeout` may count as a reward of 0 (`orchestrator.on_timeout`). The rest are failures.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._expired: dict[str, _Expired] = {}
+
+    def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
+        """Compare the engines' metrics with those of the first poll; {} if one did not answer."""
+        for case in self._expired.values():
+            for index, load in loads.items():
+                case.tokens.setdefault(index, load.generation_tokens_total)
+            moved = [
+                load.generation_tokens_total != case.tokens[index] for index, load in loads.items()
+            ]
+            idle = [load.running + load.waiting == 0 for load in loads.values()]
+            case.is_slow |= any(moved) and all(map(or_, moved, idle))
+
+    def reasons(
+        self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float
+    ) -> list[tuple[Request, str, str]]:
+        """Return (request, reason, sentence) for each rollout whose reason is known.
+
+        `expired` holds all requests that are past their time now.
+        """
+        requests, found = list(expired), []
+        self._expired = {
+            request.name: self._expired.get(request.name) or _Expired(now_s) for request in requests
+        }
+        for request in requests:
+            case = self._expired[request.name]
+            detail = f"rollout {request.name} took more than orchestrator.rollout_timeout_s"
+            detail += f" = {self.timeout_s:g} s"
+            if not is_generating(request):
+                detail += ", and its task or judge did not answer"
+                found.append((request, "no_answer", detail))
+            elif case.is_slow:
+                found.append((request, TIMEOUT, detail))
+            elif now_s - case.since_s > scaled(PROOF_S):
+                detail += f", and an engine made no tokens for {scaled(PROOF_S):g} s after that"
+                detail += "; see the logs of inference"
+                found.append((request, "engine_still", detail))
+        for request, _, _ in found:
+            del self._expired[request.name]
+        return found

@@ -1,57 +1,85 @@
-"""Engine load: what the engines say of themselves, given to admission, and written down at a pace."""
+"""Poll the engines: their load goes to admission, to the metrics, and into activity spans."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.pace import Pace
+from orrery.observe.pace import Pace, period_s
 from orrery.observe.process import RoleContext
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engines.messages import EngineMetrics
 
 ENGINE_POLL_S = 0.5
+PIECE_S = 5.0  # length of an activity span; longer in long runs
 
 
 async def poll_engines(
     ctx: RoleContext, fleet: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """One look at every engine that is there, by index; none where one does not answer in time, and the limit stays as it is.
+    """Return the load of every engine by index, or {} if one does not answer in time.
 
-    Rows are written where `pace` says that they are due; without one, always.
+    Without an answer admission's limit stays. Rows are written when `pace` is due, or always if it
+    is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await fleet.metrics()
-    except OrreryError as error:  # an engine that is gone is fenced, or ends the run by other ways; a slow page must not
+    except OrreryError as error:  # a slow metrics page must not end the run
         ctx.log.warning("no numbers from the engines: %s", error)
         return {}
     due = pace is None or pace.due(time.monotonic())
     for index, load in loads.items() if due else ():
         ctx.metrics.write(
-            None, event="engine", engine=index, running=load.running, waiting=load.waiting, kv_usage=load.kv_usage,
-            preemptions=load.preemptions_total, external_hit_tokens=load.external_hit_tokens_total,
-        )  # fmt: skip
-    # The first ones only prefill: rollouts live in the caches of the others.
-    serving = {
-        index: load
-        for index, load in loads.items()
-        if index >= ctx.manifest.inference.prefill_replicas
-    }
+            None,
+            event="engine",
+            engine=index,
+            running=load.running,
+            waiting=load.waiting,
+            kv_usage=load.kv_usage,
+            preemptions=load.preemptions_total,
+            external_hit_tokens=load.external_hit_tokens_total,
+        )
+    # The first engines only prefill. Rollouts are in the caches of the others.
+    first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
-    admission.observe(serving)
-    if admission.adaptive is not None:
-        if due:
-            ctx.metrics.write(
-                None,
-                event="admission",
-                limit=admission.limit,
-                num_in_flight=admission.taken,
-                share=admission.adaptive.share,
-            )
-        if admission.limit != before:
-            ctx.log.debug(
-                "rollouts in flight: %d of %d at most, before %d",
-                admission.taken,
-                admission.limit,
-                before,
-            )
+    admission.observe({index: load for index, load in loads.items() if index >= first})
+    if admission.adaptive is None:
+        return loads
+    limit, taken, share = admission.limit, admission.taken, admission.adaptive.share
+    if due:
+        ctx.metrics.write(None, event="admission", limit=limit, num_in_flight=taken, share=share)
+    if limit != before:
+        ctx.log.debug("rollouts in flight: %d of %d at most, before %d", taken, limit, before)
     return loads
+
+
+class EngineActivity:
+    """Write a span `generate` (attribute `engine`) for each time in which an engine had requests.
+
+    - The counts are the orchestrator's own with one engine, and polled ones behind a router.
+    - Long spans are written in pieces, so a live view sees them grow and a killed run keeps them.
+    - Calls `add_span(name, start_s, end_s, engine=…)`.
+    """
+
+    def __init__(self, add_span: Callable[..., None]):
+        self._add_span = add_span
+        self._busy_since: dict[int, float] = {}
+        self._begin_s: float | None = None
+
+    def observe(self, engine: int, num_requests: int, now_s: float) -> None:
+        """Record that `engine` has `num_requests` in flight now."""
+        self._begin_s = now_s if self._begin_s is None else self._begin_s
+        since = self._busy_since.get(engine)
+        if since is None:
+            if num_requests:
+                self._busy_since[engine] = now_s
+        elif not num_requests or now_s - since >= period_s(now_s - self._begin_s, PIECE_S):
+            self._add_span("generate", since, now_s, engine=engine)
+            if num_requests:
+                self._busy_since[engine] = now_s
+            else:
+                del self._busy_since[engine]
+
+    def close(self, now_s: float) -> None:
+        for engine in list(self._busy_since):
+            self.observe(engine, 0, now_s)

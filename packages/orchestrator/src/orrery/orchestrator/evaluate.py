@@ -1,9 +1,9 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
-- Both policies go into the engines as files, whichever wire the RL stage has, and are attested as every update is. The files are those
-  of `weights/`, which every node sees: no memory holds a copy.
+- Both policies are loaded from the files in `weights/`, whatever wire the RL stage has, and are
+  attested like any update. Every node sees these files, so no memory holds a copy.
+- Both use the same seeds, so only their weights differ.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
-- The same seeds for both policies, so that they differ by their weights alone.
 """
 
 import asyncio
@@ -24,33 +24,32 @@ from orrery.observe.process import RoleContext
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.concurrency import Notifier
-from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.dispatch import TIMEOUT, Dispatch, TimeoutClassifier
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, describe_counts
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.runner import RolloutRunner
-from orrery.orchestrator.timeouts import TIMEOUT, TimeoutClassifier
 from orrery.transport import checkpoints
 from orrery.transport.weight_wire import make_publisher
 
 TICK_S = 0.5
+COUNTS = ("num_rollouts", "num_failed", "failures", "num_timeouts")
 
 
 async def run(ctx: RoleContext) -> None:
-    """The whole stage."""
-    async with await assemble.fleet(ctx) as fleet:
-        publisher = make_publisher(
-            "files", ctx.run_dir, ctx.attempt, stage(ctx.manifest, ctx.stage).num_nodes, keep=2
-        )
+    """Run the stage."""
+    num_nodes = stage(ctx.manifest, ctx.stage).num_nodes
+    async with await assemble.engine_pool(ctx) as pool:
+        publisher = make_publisher("files", ctx.run_dir, ctx.attempt, num_nodes, keep=2)
         try:
-            results = await _both(ctx, fleet, publisher)
+            results = await _both(ctx, pool, publisher)
         finally:
             publisher.close()
     _write(ctx, results)
 
 
-async def _both(ctx: RoleContext, fleet: Any, publisher: Any) -> dict[str, EvaluationResult]:
+async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
     # RL may have ended early, with a checkpoint of its last step.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
@@ -60,92 +59,89 @@ async def _both(ctx: RoleContext, fleet: Any, publisher: Any) -> dict[str, Evalu
     chat, tasks = await assemble.read_in_thread(
         ctx, lambda: (assemble.renderer(ctx, "rl"), assemble.tasks(ctx.manifest))
     )
-    evaluation = EvaluationLoop(ctx, fleet, chat, tasks, last_step=after)
+    evaluation = EvaluationLoop(ctx, pool, chat, tasks, last_step=after)
     results = {}
     for policy, (version, folder) in policies.items():
         with ctx.metrics.span("update", version):
             published = await asyncio.to_thread(publisher.publish_folder, version, folder)
             if policy == "after":
                 check_last(ctx, version, folder, published.digest)
-            report = await fleet.update(published)
+            report = await pool.update(published)
             assert report is not None  # files stay
         ctx.metrics.write(
-            version, event="update", version=version, digest=published.digest, drain_s=0.0, pause_s=report.paused_s,
-            update_s=report.update_s, attest_s=report.attest_s, num_in_flight=0, attested=report.attested,
-        )  # fmt: skip
+            version,
+            event="update",
+            version=version,
+            digest=published.digest,
+            drain_s=0.0,
+            pause_s=report.paused_s,
+            update_s=report.update_s,
+            attest_s=report.attest_s,
+            num_in_flight=0,
+            attested=report.attested,
+        )
         ctx.health.doing(f"evaluating the policy {policy} RL")
         results[policy] = await evaluation.run(version)
         for row in results[policy].rows:
-            ctx.metrics.write(
-                version, event="evaluation", policy=policy, digest=published.digest, **row
-            )
-            ctx.metrics.add_span(
-                "evaluation", row["start_s"], row["end_s"], version, task=row["task"]
-            )
-            ctx.log.info(
-                "%s RL: %s %.3f (%s)", policy, row["task"], row["reward_mean"], describe_counts(row)
-            )
+            about = {"event": "evaluation", "policy": policy, "digest": published.digest}
+            ctx.metrics.write(version, **about, **row)
+            task, times = row["task"], (row["start_s"], row["end_s"])
+            ctx.metrics.add_span("evaluation", *times, version, task=task)
+            counts = describe_counts(row)
+            ctx.log.info("%s RL: %s %.3f (%s)", policy, task, row["reward_mean"], counts)
     return results
 
 
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
 
-    The check needs the wire `files`, which carries the same tensors in the same precision. Other
-    wires have another precision or only adapters. There the launcher's comparison with the receipt
-    must do.
+    The check needs the wire `files`, which carries the same tensors in the same precision. For
+    other wires the launcher compares `folder` with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
         return
     file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
+    done = ctx.run_dir / "stages" / "rl" / "DONE"
+    remedy = f"remove {done} and run rl again: it goes on from its last checkpoint"
     try:
-        expected = {
-            int(step): text
-            for step, text in msgspec.json.decode(file.read_bytes(), type=dict[str, str]).items()
-        }[version]
+        published = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        expected = {int(step): text for step, text in published.items()}[version]
     except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
         raise RunFailed(
-            f"{file}: does not say what was published as version {version} ({error!r}); {_rl_again(ctx)}"
+            f"{file}: does not say what was published as version {version} ({error!r}); {remedy}"
         ) from error
     if digest != expected:
         raise RunFailed(
-            f"{folder}: has weights {digest}, but the trainer published {expected} as its last version; {_rl_again(ctx)}"
+            f"{folder}: has weights {digest}, but the trainer published {expected} as its last "
+            f"version; {remedy}"
         )
 
 
-def _rl_again(ctx: RoleContext) -> str:
-    return f"remove {ctx.run_dir / 'stages' / 'rl' / 'DONE'} and run rl again: it goes on from its last checkpoint"
-
-
 class EvaluationLoop:
-    """Evaluations without training beside them, over the same machines as in the RL stage."""
+    """Evaluate without training, on the same parts as the RL stage."""
 
-    def __init__(self, ctx: RoleContext, fleet: Any, renderer: Any, tasks: dict, last_step: int):
-        settings = ctx.manifest.stages.evaluate
-        self.overdue = TimeoutClassifier(ctx.manifest.orchestrator.rollout_timeout_s)
-        self._timeouts_are_zero = ctx.manifest.orchestrator.on_timeout == "zero"
+    def __init__(self, ctx: RoleContext, pool: Any, renderer: Any, tasks: dict, last_step: int):
+        manifest = ctx.manifest
+        settings, orchestrator = manifest.stages.evaluate, manifest.orchestrator
+        self.ctx, self.pool = ctx, pool
+        self.timeouts = TimeoutClassifier(orchestrator.rollout_timeout_s)
+        self._timeouts_are_zero = orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
-            ctx.manifest.tasks.evaluation,
+            manifest.tasks.evaluation,
             max(last_step, 1),
             settings.num_problems,
             settings.rollouts_per_problem,
             last_step,
         )
-        self.dispatch = Dispatch(
-            Admission(
-                ctx.manifest.orchestrator.admission, ctx.manifest.inference.max_model_len_tokens
-            )
-        )
+        max_model_len_tokens = manifest.inference.max_model_len_tokens
+        self.dispatch = Dispatch(Admission(orchestrator.admission, max_model_len_tokens))
         self.changed = Notifier()
-        self.runner = RolloutRunner(
-            ctx.manifest, tasks, renderer, fleet, self._finished, self._failed
-        )
-        self.ctx, self.fleet = ctx, fleet
+        self.runner = RolloutRunner(manifest, tasks, renderer, pool, self._finished, self._failed)
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
-        """Play every problem on `version`, which the engines hold."""
+        """Run every problem on `version`, which the engines hold."""
         watching = asyncio.create_task(self._watch_engines())
         try:
             return await self._evaluate(version)
@@ -155,12 +151,10 @@ class EvaluationLoop:
                 await watching
 
     async def _watch_engines(self) -> None:
-        pace = Pace(ENGINE_POLL_S, time.monotonic())
+        pace, admission = Pace(ENGINE_POLL_S, time.monotonic()), self.dispatch.admission
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            self.overdue.observe(
-                await poll_engines(self.ctx, self.fleet, self.dispatch.admission, pace)
-            )
+            self.timeouts.observe(await poll_engines(self.ctx, self.pool, admission, pace))
             self.changed.notify_all()
 
     async def _evaluate(self, version: int) -> EvaluationResult:
@@ -170,22 +164,22 @@ class EvaluationLoop:
         try:
             while self.result is None:
                 self.runner.check()
-                self.fleet.check()
-                now_s = time.monotonic()
-                expired = self.dispatch.expired(
-                    now_s, self.overdue.timeout_s, self.fleet.is_serving
-                )
-                for request, reason, detail in self.overdue.reasons(
-                    expired, self.runner.is_generating, now_s
-                ):
-                    self._failed(request, reason, detail)
-                    self.runner.cancel([request])
-                if self.fleet.is_serving:
+                self.pool.check()
+                self._end_expired(time.monotonic())
+                if self.pool.is_serving:
                     self.runner.start(self.dispatch.start(version, time.monotonic()))
                 await self.changed.wait(TICK_S)
         finally:
             await self.runner.close()
         return self.result
+
+    def _end_expired(self, now_s: float) -> None:
+        expired = self.dispatch.expired(now_s, self.timeouts.timeout_s, self.pool.is_serving)
+        for request, reason, detail in self.timeouts.reasons(
+            expired, self.runner.is_generating, now_s
+        ):
+            self._failed(request, reason, detail)
+            self.runner.cancel([request])
 
     def _finished(self, request: Request, rollout: Rollout) -> None:
         self._leave(Finished(request, rollout))
@@ -204,13 +198,12 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """`result.json`: reward of each policy, and by task.
+    """Return the content of `result.json`: the reward of each policy, and by task.
 
-    - A task's `reward_mean` is over `num_rollouts`. These include timeouts if they count as rewards
-      of 0. `num_timeouts` counts all timeouts.
-    - `num_failed` rollouts have no reward; `failures` counts them by reason.
-    - A policy's mean weights each task by all rollouts that it was asked for, so failures move no
-      weight to another task.
+    - A task's `reward_mean` is over its `num_rollouts`, which include timeouts of reward 0.
+      `num_timeouts` counts all timeouts.
+    - `num_failed` rollouts have no reward. `failures` counts them by reason.
+    - A policy's mean weights each task by all rollouts asked for.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():
@@ -223,8 +216,8 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
             "num_timeouts": sum(row["num_timeouts"] for row in result.rows),
         }
         for row in result.rows:
-            kept = ("reward_mean", "num_rollouts", "num_failed", "failures", "num_timeouts")
-            content["tasks"].setdefault(row["task"], {})[policy] = {key: row[key] for key in kept}
+            kept = {name: row[name] for name in ("reward_mean", *COUNTS)}
+            content["tasks"].setdefault(row["task"], {})[policy] = kept
     return content
 
 

@@ -1,13 +1,12 @@
 """Evaluation: held-out problems on one pinned policy version, beside training.
 
-- Due at the first version engines hold, whenever a multiple of `interval_steps` is reached or passed, and after the last batch.
-- While one is active, updates wait: every token of it is of one version. A rollout that mixes versions ends the run.
-- The held-out set is problems 0..num_problems of every evaluation task, the same each time.
-- A failed rollout has no reward, as in training. The task's mean leaves it out, and the row counts
-  it by reason. A task without any finished rollout is an error.
-- A rollout that ran out of time has the reward 0 or counts as failed (`orchestrator.on_timeout`).
-  The row counts timeouts in both cases.
-- Only a finished evaluation counts: one that a kill interrupts is due again.
+- Due at the first version, whenever a multiple of `interval_steps` is reached or passed, and after
+  the last batch. An interrupted evaluation is due again.
+- Updates wait while one is active. A rollout with another version ends the run.
+- The problems are 0 … num_problems − 1 of every evaluation task, the same each time.
+- A failed rollout has no reward: the task's mean leaves it out, and the row counts it by reason.
+  A task whose rollouts all failed is an error.
+- A timeout has the reward 0 or is a failure (`orchestrator.on_timeout`). Both are counted.
 """
 
 from collections import Counter
@@ -16,10 +15,9 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import TaskUse
-from orrery.orchestrator.clock import NO_VERSION
+from orrery.orchestrator.dispatch import TIMEOUT
 from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
-from orrery.orchestrator.rollout import Rollout
-from orrery.orchestrator.timeouts import TIMEOUT
+from orrery.orchestrator.rollout import NO_VERSION, Rollout
 
 
 @dataclass
@@ -29,33 +27,31 @@ class _Active:
     num_missing: int
     rollouts: list[tuple[Request, Rollout]] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # task index → timeouts with reward 0
-    words: dict[int, str] = field(default_factory=dict)  # of each task its last failure's
+    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task index
+    details: dict[int, str] = field(default_factory=dict)  # by task index, of the last failure
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One finished evaluation: one row a task, all rollouts by task."""
+    """One finished evaluation, with one row per task."""
 
     version: int
     rows: list[dict]
-    rollouts: list[tuple[GroupRequest, Rollout]]  # by group and member
+    rollouts: list[tuple[GroupRequest, Rollout]]  # sorted by group and member
 
     @property
     def reward_mean(self) -> float:
-        """The mean over tasks, each weighted by all rollouts that it was asked for.
+        """The mean over tasks, each weighted by the number of rollouts asked for.
 
         Failures therefore move no weight to another task.
         """
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
-        return float(
-            sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
-            / sum(asked)
-        )
+        total = sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
+        return float(total / sum(asked))
 
 
 class Evaluations:
-    """Which evaluation is due, and the one that is active."""
+    """Decide which evaluation is due, and collect the active one."""
 
     def __init__(
         self,
@@ -69,13 +65,13 @@ class Evaluations:
     ):
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
-        self.last = last  # newest version whose evaluation is finished
-        self.num_groups = num_groups  # handed out so far: their numbers
+        self.last = last  # the newest evaluated version
+        self.num_groups = num_groups  # groups made so far, which gives their numbers
         self._active: _Active | None = None
 
     @property
     def pinned(self) -> int | None:
-        """The version that updates must leave in place."""
+        """The version that engines must keep, or None."""
         return self._active.version if self._active else None
 
     def due(self, version: int) -> bool:
@@ -88,53 +84,43 @@ class Evaluations:
         )
 
     def begin(self, version: int, now_s: float) -> list[GroupRequest]:
-        """Pin `version`; the groups to dispatch."""
-        groups = [
-            GroupRequest(
-                "evaluation",
-                self.num_groups + number,
-                task_index,
-                problem_index,
-                self.rollouts_per_problem,
-            )
-            for number, (problem_index, task_index) in enumerate(
-                (problem_index, task_index)
-                for problem_index in range(self.num_problems)
-                for task_index in range(len(self.tasks))
-            )
-        ]
+        """Pin `version` and return the groups to dispatch."""
+        size = self.rollouts_per_problem
+        groups: list[GroupRequest] = []
+        for problem_index in range(self.num_problems):
+            for task_index in range(len(self.tasks)):
+                number = self.num_groups + len(groups)
+                groups.append(GroupRequest("evaluation", number, task_index, problem_index, size))
         self.num_groups += len(groups)
-        self._active = _Active(version, now_s, len(groups) * self.rollouts_per_problem)
+        self._active = _Active(version, now_s, len(groups) * size)
         return groups
 
     def add(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
-        """The result, if this was the last rollout."""
-        active = self._active
+        """Return the result if this was the last rollout. Raise RunFailed on another version."""
+        active, task_index = self._active, outcome.request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1
         if isinstance(outcome, Finished):
             versions = outcome.rollout.sampled_versions
             if (versions != active.version).any():
                 raise RunFailed(
-                    f"evaluation at version {active.version}: rollout {outcome.request.name} holds tokens of versions "
-                    f"{versions.min()} to {versions.max()}; an update ran while the version was pinned, which is a defect: report it"
+                    f"evaluation at version {active.version}: rollout {outcome.request.name} holds "
+                    f"tokens of versions {versions.min()} to {versions.max()}; an update ran while "
+                    "the version was pinned, which is a defect: report it"
                 )
             active.rollouts.append((outcome.request, outcome.rollout))
         elif outcome.is_zero:
-            active.zeros[outcome.request.group.task_index] += 1
+            active.zeros[task_index] += 1
         else:
-            active.failures[outcome.request.group.task_index, outcome.reason] += 1
-            active.words[outcome.request.group.task_index] = outcome.detail
+            active.failures[task_index, outcome.reason] += 1
+            active.details[task_index] = outcome.detail
         if active.num_missing:
             return None
         self._active, self.last = None, active.version
-        rollouts = sorted(
-            active.rollouts, key=lambda each: (each[0].group.group_id, each[0].member)
-        )
+        active.rollouts.sort(key=lambda each: (each[0].group.group_id, each[0].member))
         rows = [self._row(active, index, now_s) for index in range(len(self.tasks))]
-        return EvaluationResult(
-            active.version, rows, [(request.group, rollout) for request, rollout in rollouts]
-        )
+        rollouts = [(request.group, rollout) for request, rollout in active.rollouts]
+        return EvaluationResult(active.version, rows, rollouts)
 
     def _row(self, active: _Active, task_index: int, now_s: float) -> dict:
         name = self.tasks[task_index].name
@@ -152,7 +138,7 @@ class Evaluations:
         if not rewards:
             raise RunFailed(
                 f"evaluation at version {active.version}: every rollout of task {name!r} failed "
-                f"({failures}). Last: {active.words[task_index]}"
+                f"({failures}). Last: {active.details[task_index]}"
             )
         return {
             "version": active.version,
@@ -168,11 +154,14 @@ class Evaluations:
 
 
 def describe_counts(row: dict) -> str:
-    """Return the numbers behind a row's mean in words.
+    """Return the counts of a row as a phrase.
 
     Examples: `250 rollouts, 3 of them timed out`; `236 rollouts, 20 failed: 20 judge`.
     """
-    zeros = row["num_timeouts"] - row["failures"].get(TIMEOUT, 0)
-    failed = f", {row['num_failed']} failed: {', '.join(f'{num} {reason}' for reason, num in row['failures'].items())}"
-    timed_out = f", {zeros} of them timed out" if zeros else ""
-    return f"{row['num_rollouts']} rollouts{timed_out}{failed if row['num_failed'] else ''}"
+    text = f"{row['num_rollouts']} rollouts"
+    if zeros := row["num_timeouts"] - row["failures"].get(TIMEOUT, 0):
+        text += f", {zeros} of them timed out"
+    if row["num_failed"]:
+        reasons = ", ".join(f"{num} {reason}" for reason, num in row["failures"].items())
+        text += f", {row['num_failed']} failed: {reasons}"
+    return text

@@ -1,11 +1,18 @@
-"""Requests: what `source` asks for, what `dispatch` starts, and the three ways in which a request leaves.
+"""Requests for rollouts: their source, their types, and the three ways in which they end.
 
-GroupRequest ──dispatch──▶ Request (one a member) ──▶ Finished | Failed | a share of GroupDropped
+    Source → GroupRequest → dispatch → Request (one per member) → Finished | Failed | GroupDropped
+
+- The source has no end. The weights alone determine its order.
+- The next task is the one furthest behind its share, so every stretch of groups holds the mixture.
+- Problem i is made from its task's seed. Evaluations use other seeds.
+- Groups that were in flight at a snapshot come first, under their old numbers.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from orrery.manifest.schema import TaskUse
 from orrery.orchestrator.rollout import Rollout
 
 Purpose = Literal["train", "evaluation"]
@@ -13,7 +20,7 @@ Purpose = Literal["train", "evaluation"]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`size` rollouts of one problem. Train and evaluation groups are numbered apart."""
+    """`size` rollouts of one problem. Train and evaluation groups are numbered separately."""
 
     purpose: Purpose
     group_id: int
@@ -28,7 +35,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout, dispatched. `version` is the policy's when its group was dispatched: the cache salt of all its turns."""
+    """One dispatched rollout. `version` is its group's at dispatch, and the cache salt."""
 
     group: GroupRequest
     member: int
@@ -36,7 +43,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Unique in a run; also the engine's request id, with the turn behind it."""
+        """Unique in a run. The engine's request id is this name and the turn."""
         return f"{self.group.key}-{self.member}"
 
 
@@ -62,9 +69,38 @@ class Failed:
 
 @dataclass(frozen=True)
 class GroupDropped:
-    """A group given up: `in_flight` are to be cancelled, `num_undispatched` members never started; both leave with this."""
+    """A dropped group: `in_flight` must be cancelled, `num_undispatched` members never started."""
 
     group: GroupRequest
     reason: str
     in_flight: tuple[Request, ...]
     num_undispatched: int
+
+
+class Source:
+    """An endless stream of train groups, numbered from 0. Tasks are mixed by weight."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskUse],
+        group_size: int,
+        cursors: Sequence[int] | None = None,
+        unfinished: Iterable[GroupRequest] = (),
+    ):
+        self.shares = [task.weight / sum(each.weight for each in tasks) for task in tasks]
+        self.group_size = group_size
+        self.cursors = list(cursors) if cursors is not None else [0] * len(tasks)
+        self.unfinished = sorted(unfinished, key=lambda group: group.group_id, reverse=True)
+
+    def next(self) -> GroupRequest:
+        if self.unfinished:
+            return self.unfinished.pop()
+        group_id = sum(self.cursors)
+        behind = [
+            share * (group_id + 1) - cursor
+            for share, cursor in zip(self.shares, self.cursors, strict=True)
+        ]
+        task_index = max(range(len(behind)), key=lambda index: (behind[index], -index))
+        problem_index = self.cursors[task_index]
+        self.cursors[task_index] += 1
+        return GroupRequest("train", group_id, task_index, problem_index, self.group_size)

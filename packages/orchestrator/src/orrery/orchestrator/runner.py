@@ -1,8 +1,10 @@
-"""Run rollouts: plays requests as asyncio tasks, one a rollout, and takes them off again.
+"""Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- In: `Request`s that hold a permit. Out: exactly one call of `on_finished` or `on_failed` for each, unless it is cancelled.
-- Who awaits `cancel` knows that the requests have left the engine, so that an update that follows does not race with their ends.
-- What escapes by another way than `RolloutFailed`, also from those two calls, ends the run: `check` raises it in the loop.
+- In: `Request`s that hold a permit. Out: exactly one call of `on_finished` or `on_failed` for each,
+  unless it is cancelled.
+- Awaiting `cancel` waits until the requests have left the engine. An update can then start without
+  racing their aborts.
+- Any exception other than `RolloutFailed` ends the run: `check` raises it in the loop.
 """
 
 import asyncio
@@ -18,12 +20,12 @@ from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFai
 from orrery.transport.engine_api import request_s
 from orrery.transport.routed_experts import route_shape
 
-# A dead engine refuses at once; without a pause the permits would spin until the launcher has noticed.
+# A dead engine refuses at once. The pause keeps its rollouts from failing in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
 class RolloutRunner:
-    """Rollouts in flight."""
+    """The rollouts in flight."""
 
     def __init__(
         self,
@@ -44,16 +46,16 @@ class RolloutRunner:
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._generating: set[str] = set()  # requests in an engine
+        self._generating: set[str] = set()  # names of requests in an engine
         self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
-        self._defect: BaseException | None = None
+        self._error: BaseException | None = None
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     def is_generating(self, request: Request) -> bool:
-        """Return whether an engine has this rollout now, rather than its task or judge."""
+        """Whether the rollout is in an engine now, rather than in its task or judge."""
         return request.name in self._generating
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
@@ -70,29 +72,25 @@ class RolloutRunner:
 
     def start(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._running[request.name] = task = asyncio.create_task(
-                self._run(request), name=request.name
-            )
-            task.add_done_callback(self._ended)  # also of one that is cancelled before it begins
+            task = asyncio.create_task(self._run(request), name=request.name)
+            self._running[request.name] = task
+            task.add_done_callback(self._ended)  # also runs if cancelled before the start
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
-        if (
-            self._running.get(task.get_name()) is task
-        ):  # by then the same request may be played again
+        if self._running.get(task.get_name()) is task:  # the request may have been restarted
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """End these rollouts at once, without a result.
+        """Cancel these rollouts at once, without a result.
 
         The returned awaitable ends when no cancelled rollout is left in an engine.
         """
-        return self._cancel(
-            [task for request in requests if (task := self._running.get(request.name)) is not None]
-        )
+        names = [request.name for request in requests]
+        return self._cancel([self._running[name] for name in names if name in self._running])
 
     async def close(self) -> None:
-        """End all."""
+        """Cancel all rollouts."""
         await self._cancel(list(self._running.values()))
 
     def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
@@ -102,8 +100,8 @@ class RolloutRunner:
         return asyncio.gather(*self._leaving, return_exceptions=True)
 
     def check(self) -> None:
-        if self._defect is not None:
-            raise self._defect
+        if self._error is not None:
+            raise self._error
 
     async def _run(self, request: Request) -> None:
         try:
@@ -116,33 +114,31 @@ class RolloutRunner:
             else:
                 self.on_finished(request, rollout)
         except Exception as error:
-            self._defect = self._defect or error
+            self._error = self._error or error
 
     async def _rollout(self, request: Request) -> Rollout:
-        group, settings = request.group, self.manifest.orchestrator
-        use: TaskUse = getattr(self.manifest.tasks, group.purpose)[group.task_index]
+        group, manifest = request.group, self.manifest
+        use: TaskUse = getattr(manifest.tasks, group.purpose)[group.task_index]
+        is_train = group.purpose == "train"
+        needs_routes = is_train or self._is_compared(request.version)
         return await run_episode(
             task=self.tasks[group.purpose][group.task_index],
             problem_index=group.problem_index,
             max_turns=use.max_turns,
             renderer=self.renderer,
             engine=self,
-            sampling=settings.sampling,
-            max_model_len_tokens=self.manifest.inference.max_model_len_tokens,
+            sampling=manifest.orchestrator.sampling,
+            max_model_len_tokens=manifest.inference.max_model_len_tokens,
             cache_salt=str(request.version),
             name=request.name,
-            timeout_s=request_s(self.manifest),
-            seed=evaluation_seed(self.manifest.seed, request)
-            if group.purpose == "evaluation"
-            else None,
-            routes=self._routes
-            if group.purpose == "train" or self._is_compared(request.version)
-            else None,
+            timeout_s=request_s(manifest),
+            seed=None if is_train else evaluation_seed(manifest.seed, request),
+            routes=self._routes if needs_routes else None,
         )
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Evaluations sample with a seed of their own a rollout, the same at every version: two policies differ by their weights alone."""
+    """Return a rollout's own seed. It does not depend on the version, so policies compare fairly."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,8 +1,9 @@
-"""Samples: rollouts for people to read, `rollouts/samples.jsonl`, and `rollouts/evaluate.jsonl`.
+"""Write rollouts for people to read: `rollouts/samples.jsonl` and `rollouts/evaluate.jsonl`.
 
-- A line is one rollout: task, messages, reward, and which policy made it. A line is one write, so it is whole or the torn last one.
-- `samples.jsonl` grows with every batch, so there the middle of what is long is left out (`shortened`) and says so. `evaluate.jsonl` is as
-  long as the manifest lets it be, and whole.
+- A line is one rollout: task, messages, reward and version. Each line is one write, so only the
+  last one can be torn.
+- `samples.jsonl` grows with every batch, so long conversations are `shortened` there.
+  `evaluate.jsonl` is complete.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,10 @@ def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The first and last messages, as JSON has them, and beginning and end of their texts; between them what is left out is counted."""
+    """Return the first and last messages as JSON types, with a note of how many are left out.
+
+    Long texts are shortened the same way.
+    """
     half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
     if left_out <= 0:
         return [_short(message) for message in messages]
@@ -40,24 +44,24 @@ def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _short(message: Message) -> dict[str, Any]:
     fields = {
-        name: _cut(value) if isinstance(value, str) else value
+        name: _short_text(value) if isinstance(value, str) else value
         for name, value in msgspec.to_builtins(message).items()
     }
     calls = msgspec.json.encode(message.tool_calls).decode()
-    return fields | {"tool_calls": _cut(calls)} if len(calls) > TEXT_CHARACTERS else fields
+    if len(calls) > TEXT_CHARACTERS:
+        fields["tool_calls"] = _short_text(calls)
+    return fields
 
 
-def _cut(text: str) -> str:
+def _short_text(text: str) -> str:
     half, left_out = TEXT_CHARACTERS // 2, len(text) - TEXT_CHARACTERS
-    return (
-        text
-        if left_out <= 0
-        else f"{text[:half]}\n[… {left_out} characters left out …]\n{text[-half:]}"
-    )
+    if left_out <= 0:
+        return text
+    return f"{text[:half]}\n[… {left_out} characters left out …]\n{text[-half:]}"
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Add `lines` with their messages `shortened`, behind a torn line too."""
+    """Add `lines` with their messages `shortened`. A torn last line stays on its own line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = b"".join(
         msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n"
@@ -72,6 +76,6 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """All lines at once, in place of what was there."""
+    """Replace the file by `lines`."""
     make_folder(path.parent)
     write_atomic(path, b"".join(msgspec.json.encode(each) + b"\n" for each in lines))

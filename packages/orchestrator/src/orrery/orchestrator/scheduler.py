@@ -1,14 +1,12 @@
-"""State: everything the loop decides, as one pure machine: no engine, no clock, no asyncio; events and times are arguments.
+"""The scheduler makes every decision of the loop. Pure: no engine, no clock, no asyncio.
 
-- In: what happened (`finished`, `failed`, `updated`, `wanted`). Out: what to do (`start`, `expired`, `drain`, `cut`, `begin_evaluation`).
-- New groups are opened only as far as they can still be trained: rollouts in flight and queued stay within the batches to come that
-  may hold the engines' version. So a slow trainer stops generation, instead of making it stale.
-- Nor further than the trainer needs: one batch beyond those that may be cut. A trainer that is the slower end then finds its next batch
-  ready, made by as new a policy as `max_batches_ahead` allows; where the engines are the slower end, this never binds.
-- Times in `start`, `expired` and `batching.row` are monotonic, because decisions depend on them. All
-  other times are wall-clock stamps.
-- While an update is on its way (`updating`) nothing starts: a request must not begin under a version that is just leaving.
-- `snapshot` between two cuts, then `restore`, goes on as if nothing had happened: queued groups are kept, groups in flight are redone.
+- In: events (`finished`, `failed`, `updated`, `wanted`). Out: actions (`start`, `expired`, `drain`,
+  `take_batch`, `begin_evaluation`).
+- Groups start only if they can still train: rollouts in flight and queued stay within the batches
+  that may hold the engines' version. So a slow trainer pauses generation and the data stay fresh.
+- Generation is at most one batch ahead of `max_batches_ahead`.
+- Nothing starts during an update (`updating`).
+- `start`, `expired` and `batching.row` take monotonic times. All other times are wall-clock.
 """
 
 from collections.abc import Sequence
@@ -16,20 +14,55 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.buffer import RolloutBuffer, Sample
-from orrery.orchestrator.clock import NO_VERSION, Clock
-from orrery.orchestrator.dispatch import Dispatch
+from orrery.orchestrator.buffer import Groups, RolloutBuffer, Sample
+from orrery.orchestrator.dispatch import TIMEOUT, Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
-from orrery.orchestrator.groups import Groups
-from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
-from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
-from orrery.orchestrator.source import Source
-from orrery.orchestrator.timeouts import TIMEOUT
+from orrery.orchestrator.requests import (
+    Failed,
+    Finished,
+    GroupDropped,
+    GroupRequest,
+    Request,
+    Source,
+)
+from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Rollout
+
+
+@dataclass
+class Clock:
+    """Policy versions, batch numbers and the staleness formula, which everything else uses.
+
+    - Versions start at 0. Batch n (from 1) trains version n − 1 and makes version n.
+    - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
+    """
+
+    max_off_policy_steps: int
+    num_batches: int
+    next_batch: int = 1
+    version: int = NO_VERSION  # of the engines
+
+    def oldest_version(self, batch: int) -> int:
+        """Return the oldest version that may enter `batch`."""
+        return batch - 1 - self.max_off_policy_steps
+
+    @property
+    def oldest_useful(self) -> int:
+        """The oldest version that may still enter any batch to come."""
+        return self.oldest_version(self.next_batch)
+
+    def batches_open_to(self, version: int) -> int:
+        """Return how many of the batches to come may hold tokens of `version`."""
+        last = min(version + 1 + self.max_off_policy_steps, self.num_batches)
+        return max(0, last - self.next_batch + 1)
+
+    @property
+    def all_batches_taken(self) -> bool:
+        return self.next_batch > self.num_batches
 
 
 @dataclass
 class Tally:
-    """What happened since the last cut."""
+    """What happened since the last batch was taken."""
 
     # (position in manifest.tasks.train, reward, whether its group carries signal), trained or not
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
@@ -39,7 +72,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step`, of exactly `rollouts_per_batch` samples, and the tally since the cut before."""
+    """Batch `step` of exactly `rollouts_per_batch` samples, and the tally until it was taken."""
 
     step: int
     samples: list[Sample]
@@ -48,23 +81,23 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a resumed run goes on from."""
+    """The scheduler's state in a checkpoint."""
 
     next_batch: int
     cursors: list[int]
     in_flight: list[GroupRequest]
     queue: list[list[Sample]]
-    spare: list[list[Sample]]  # groups without signal
-    num_sampled: int  # as `RolloutBuffer` counts
-    evaluated: int  # newest version whose evaluation is finished
+    spare: list[list[Sample]]  # groups of zero advantages
+    num_sampled: int  # as in `RolloutBuffer`
+    evaluated: int  # the newest evaluated version
     num_evaluation_groups: int
-    digests: dict[int, str]  # of the weights of every version that engines have had
+    digests: dict[int, str]  # weight digest by version, of all versions that engines have had
     num_batches: int  # fewer than in the manifest if the stage ends early
-    rewards: list[tuple[int, float, bool]]  # since the last cut; throughput restarts
+    rewards: list[tuple[int, float, bool]]  # as in `Tally`
 
 
 class Scheduler:
-    """The orchestrator of one run."""
+    """The decisions of one RL stage."""
 
     def __init__(self, manifest: Manifest, snapshot: Snapshot | None = None):
         settings, tasks = manifest.orchestrator, manifest.tasks
@@ -72,9 +105,8 @@ class Scheduler:
         self.rollouts_per_batch = settings.rollouts_per_batch
         num_batches = snapshot.num_batches if snapshot else manifest.stages.rl.num_steps
         self.clock = Clock(settings.max_off_policy_steps, num_batches)
-        self.dispatch = Dispatch(
-            Admission(settings.admission, manifest.inference.max_model_len_tokens)
-        )
+        max_model_len_tokens = manifest.inference.max_model_len_tokens
+        self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
         self.wanted = 0  # the newest batch that the trainer has asked for
@@ -83,41 +115,41 @@ class Scheduler:
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
         evaluation = settings.evaluation
         self.evaluations = Evaluations(
-            tasks.evaluation, evaluation.interval_steps, evaluation.num_problems, evaluation.rollouts_per_problem,
+            tasks.evaluation,
+            evaluation.interval_steps,
+            evaluation.num_problems,
+            evaluation.rollouts_per_problem,
             last_step=num_batches,
             # Evaluate the last version again: its rollouts are compared, and in no snapshot.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
-        )  # fmt: skip
+        )
         self.source = Source(
-            tasks.train, settings.algorithm.group_size,
+            tasks.train,
+            settings.algorithm.group_size,
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
-        )  # fmt: skip
-        self._timeouts_are_zero = settings.on_timeout == "zero"
-        self._open_train_rollouts = (
-            0  # members of groups that are not whole yet, whatever has become of each
         )
+        self._timeouts_are_zero = settings.on_timeout == "zero"
+        self._open_train_rollouts = 0  # all members of incomplete groups, ended or not
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
-            self.wanted = snapshot.next_batch - 1  # it was cut, so it had been asked for, or nearly
+            self.wanted = snapshot.next_batch - 1  # taken batches had been asked for
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
 
-    # What to do ------------------------------------------------------------------------------------------------------
+    # Actions ------------------------------------------------------------------------------------
 
     def start(self, now_s: float) -> list[Request]:
-        """The requests to play now."""
+        """Return the requests to start now."""
         if self.updating or self.clock.version == NO_VERSION:
             return []
         if self.tally.since_s is None:
             self.tally.since_s = now_s
         self.buffer.sweep(self.clock.oldest_useful)
-        num_batches = min(
-            self.clock.batches_open_to(self.clock.version),
-            self.newest_allowed_batch + 1 - self.clock.next_batch + 1,
-        )
+        most_ahead = self.newest_allowed_batch + 1 - self.clock.next_batch + 1
+        num_batches = min(self.clock.batches_open_to(self.clock.version), most_ahead)
         room = self.buffer.room(num_batches) - self._open_train_rollouts
         spare = self.dispatch.admission.free - self.dispatch.num_waiting
         while room > 0 and spare > 0:
@@ -132,25 +164,24 @@ class Scheduler:
 
         `TimeoutClassifier` finds the reason. The caller then fails each of them.
         """
-        return self.dispatch.expired(
-            now_s, self.manifest.orchestrator.rollout_timeout_s, is_served and not self.updating
-        )
+        timeout_s = self.manifest.orchestrator.rollout_timeout_s
+        return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Give up work in flight that no batch to come may hold; the requests to cancel."""
+        """Drop groups in flight that no batch to come may hold. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
-        """After the last cut: give up all train work; the requests to cancel."""
+        """Drop all train groups after the last batch. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_train("run_over"))
 
     @property
     def newest_allowed_batch(self) -> int:
-        """The newest batch that may go to the wire now."""
+        """The newest batch that may be sent now."""
         return self.wanted + self.manifest.orchestrator.max_batches_ahead
 
     def take_batch(self) -> TrainBatch | None:
-        """The next batch, if the trainer is near enough to want it and there is enough for it."""
+        """Return the next batch, or None if it is not ready or too far ahead of the trainer."""
         step = self.clock.next_batch
         if self.clock.all_batches_taken or step > self.newest_allowed_batch:
             return None
@@ -162,11 +193,11 @@ class Scheduler:
         return TrainBatch(step, samples, tally)
 
     def may_update(self, version: int) -> bool:
-        """Whether engines may go to `version` now: an active evaluation keeps them where they are."""
+        """Whether engines may go to `version` now. An active evaluation pins their version."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
-        """Pin the engines' version and offer the held-out problems, if an evaluation is due; its rollouts start before any other."""
+        """Pin the version and offer the held-out problems, if an evaluation is due."""
         if not self.evaluations.due(self.clock.version):
             return False
         for group in self.evaluations.begin(self.clock.version, now_s):
@@ -174,7 +205,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """Cut no further batch if `result` has reached `evaluation.stop_at`.
+        """Take no further batch if `result` has reached `evaluation.stop_at`.
 
         Return whether this ends the stage earlier.
         """
@@ -190,25 +221,22 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        """The last batch is trained, and the policy it made is evaluated."""
-        return (
-            self.clock.all_batches_taken
-            and self.clock.version >= self.clock.num_batches
-            and self.evaluations.last >= self.clock.num_batches
-        )
+        """Whether the last batch is trained and the policy it made is evaluated."""
+        num_batches = self.clock.num_batches
+        is_trained = self.clock.all_batches_taken and self.clock.version >= num_batches
+        return is_trained and self.evaluations.last >= num_batches
 
-    # What happened ---------------------------------------------------------------------------------------------------
+    # Events -------------------------------------------------------------------------------------
 
     def updated(self, version: int) -> None:
         """All engines hold `version`."""
-        if self.evaluations.pinned is not None:
-            raise AssertionError(
-                f"version {version} went in while evaluation had {self.evaluations.pinned} pinned"
-            )
+        pinned = self.evaluations.pinned
+        if pinned is not None:
+            raise AssertionError(f"version {version} went in while evaluation had {pinned} pinned")
         self.clock.version = version
 
     def finished(self, request: Request, rollout: Rollout, now_s: float) -> EvaluationResult | None:
-        """A rollout has come to its judgement; the evaluation's result, if this was its last."""
+        """Record a rollout. Return the evaluation's result if this was its last rollout."""
         if not self.dispatch.leave(request.name):
             return None
         self.tally.generated_tokens += int(rollout.trained.sum())
@@ -217,7 +245,10 @@ class Scheduler:
     def failed(
         self, request: Request, reason: str, detail: str, now_s: float
     ) -> EvaluationResult | None:
-        """A rollout has come to nothing; the same result as `finished`. One of an evaluation that its engine took along starts again."""
+        """Record a failure and return as `finished` does.
+
+        A rollout of an evaluation that was lost with its engine restarts instead.
+        """
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
             self.dispatch.restart(request.name)
             return None
@@ -225,9 +256,8 @@ class Scheduler:
             return None
         if request.group.purpose == "train":
             self.buffer.count(reason, 1, detail)
-        return self._leave(
-            Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero), now_s
-        )
+        is_zero = reason == TIMEOUT and self._timeouts_are_zero
+        return self._leave(Failed(request, reason, detail, is_zero), now_s)
 
     def _leave(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
         if outcome.request.group.purpose == "evaluation":
@@ -236,27 +266,21 @@ class Scheduler:
         if group is not None:
             self._open_train_rollouts -= group.request.size
             has_signal, task_index = self.buffer.add(group), group.request.task_index
-            rewards = [
-                *(rollout.reward for rollout in group.survivors.values()),
-                *[0.0] * group.num_zeros,
-            ]
+            rewards = [rollout.reward for rollout in group.survivors.values()]
+            rewards += [0.0] * group.num_zeros
             self.tally.rewards.extend((task_index, reward, has_signal) for reward in rewards)
         self.buffer.check_not_starved()
         return None
 
-    def _give_up(self, dropped: Sequence) -> list[Request]:
+    def _give_up(self, dropped: Sequence[GroupDropped]) -> list[Request]:
         for group in dropped:
             self._open_train_rollouts -= group.group.size
-            self.buffer.count(
-                group.reason,
-                self.groups.drop(group) + len(group.in_flight) + group.num_undispatched,
-            )
+            num_lost = self.groups.drop(group) + len(group.in_flight) + group.num_undispatched
+            self.buffer.count(group.reason, num_lost)
         return [request for group in dropped for request in group.in_flight]
 
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
     def snapshot(self) -> Snapshot:
-        """The state as of the last cut and all that ended since. Groups in flight count as not begun; an active evaluation too."""
+        """Return the state since the last batch. Groups in flight and an evaluation start anew."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

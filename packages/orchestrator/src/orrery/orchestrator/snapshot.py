@@ -1,12 +1,12 @@
-"""Snapshot files: the orchestrator's share of a checkpoint, `checkpoints/step_<n>.attempt_<k>/orchestrator/`.
+"""Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors`: finished groups that are not trained yet, with and without signal, as columns; `state.json`: the rest.
-- The folder appears whole (written aside, renamed).
-- Always: step n's files are written before batch n is sent, so a checkpoint that the trainer completes has them.
-- A wind-down after batch n writes the state of now, not of the cut. If step n has its files
-  already, they stay, since the step is complete with them. The newer state goes to
-  `later.attempt_<k>/orchestrator/` in that checkpoint, with its own marker. A resumed run reads it.
-  The checkpoint is an earlier attempt's if attempt k winds down before it has sent a batch.
+- `queue.safetensors` has the finished groups that are not trained, as columns. `state.json` has
+  the rest. The folder is published whole, by a rename.
+- Step n's files are written before batch n is sent, so every checkpoint of the trainer has them.
+- A preemption after batch n writes the current state. If step n has its files already, they stay,
+  and the newer state goes to `later.attempt_<k>/orchestrator/` in that checkpoint, with its own
+  marker. A resumed run reads the newest. The checkpoint is an earlier attempt's if attempt k has
+  sent no batch.
 """
 
 import shutil
@@ -30,7 +30,7 @@ FORMAT = 4
 
 
 class _QueuedSample(msgspec.Struct):
-    """What columns do not hold of a queued sample."""
+    """The fields of a queued sample that are not columns."""
 
     group: int  # number of its group; spare groups come after the queue's
     member: int
@@ -62,14 +62,14 @@ def folder(run_dir: Path, step: int, attempt: int) -> Path:
 
 
 def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float) -> Path:
-    """Write step `step`'s folder; returns it."""
+    """Write and return the folder of `step`."""
     return _write(folder(run_dir, step, attempt), step, snapshot, temperature)
 
 
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the state between sending batch `step` and cutting batch `step + 1`; return its folder.
+    """Write the state after batch `step` was sent. Return its folder.
 
     `is_resumed`: this attempt resumed from `step` and has sent no batch.
     """
@@ -101,47 +101,53 @@ def _later(checkpoint: Path) -> Path | None:
 
 
 def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
-    samples = [
-        (number, sample)
-        for number, group in enumerate([*snapshot.queue, *snapshot.spare])
-        for sample in group
+    groups = enumerate([*snapshot.queue, *snapshot.spare])
+    samples = [(number, sample) for number, group in groups for sample in group]
+    queue = [
+        _QueuedSample(
+            group=number,
+            member=sample.member,
+            advantage=sample.advantage,
+            reward=sample.rollout.reward,
+            truncated=sample.rollout.truncated,
+            messages=sample.rollout.messages,
+            metrics=sample.rollout.metrics,
+        )
+        for number, sample in samples
     ]
     state = _State(
-        FORMAT, step, snapshot.next_batch, snapshot.cursors, snapshot.in_flight, snapshot.evaluated, snapshot.num_evaluation_groups,
-        snapshot.digests,
-        [
-            _QueuedSample(
-                number, sample.member, sample.advantage, sample.rollout.reward,
-                sample.rollout.truncated, sample.rollout.messages, sample.rollout.metrics,
-            )
-            for number, sample in samples
-        ],
-        len(snapshot.spare), snapshot.num_sampled, snapshot.num_batches, snapshot.rewards,
-    )  # fmt: skip
+        format=FORMAT,
+        step=step,
+        next_batch=snapshot.next_batch,
+        cursors=snapshot.cursors,
+        in_flight=snapshot.in_flight,
+        evaluated=snapshot.evaluated,
+        num_evaluation_groups=snapshot.num_evaluation_groups,
+        digests=snapshot.digests,
+        queue=queue,
+        num_spare_groups=len(snapshot.spare),
+        num_sampled=snapshot.num_sampled,
+        num_batches=snapshot.num_batches,
+        rewards=snapshot.rewards,
+    )
     aside = target.with_name(".orchestrator.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     make_folder(aside)
     (aside / "state.json").write_bytes(msgspec.json.encode(state))
-    safetensors_columns.write(
-        aside / "queue.safetensors",
-        [document(sample, temperature) for _, sample in samples],
-        sync=False,
-    )
+    documents = [document(sample, temperature) for _, sample in samples]
+    safetensors_columns.write(aside / "queue.safetensors", documents, sync=False)
     publish_folder(aside, target)
     return target
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
-    """Return the newest state in `checkpoint` of `step`. Raises OrreryError if it is not whole."""
-    path, remedy = (
-        checkpoint / "orchestrator",
-        f"remove {checkpoint} to go on from the checkpoint before it",
-    )
+    """Return the newest state in `checkpoint` of `step`. Raise OrreryError if it is not whole."""
+    path = checkpoint / "orchestrator"
+    remedy = f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:
-        path, remedy = (
-            later / "orchestrator",
-            f"remove {later} to go on from when batch {step} was cut; the step's checkpoint itself stays",
-        )
+        path = later / "orchestrator"
+        remedy = f"remove {later} to go on from when batch {step} was cut; "
+        remedy += "the step's checkpoint itself stays"
         checkpoints.verify(later, remedy)
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
@@ -152,8 +158,8 @@ def read(checkpoint: Path, step: int) -> Snapshot:
         ) from error
     if state.format != FORMAT or state.step != step or columns.num_samples != len(state.queue):
         raise OrreryError(
-            f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of {len(state.queue)} samples; "
-            f"expected format {FORMAT} of step {step}; {remedy}"
+            f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of "
+            f"{len(state.queue)} samples; expected format {FORMAT} of step {step}; {remedy}"
         )
     groups: list[list[Sample]] = []
     for index, kept in enumerate(state.queue):
@@ -162,32 +168,39 @@ def read(checkpoint: Path, step: int) -> Snapshot:
         groups[kept.group].append(_sample(columns, index, kept))
     num_queued = len(groups) - state.num_spare_groups
     return Snapshot(
-        state.next_batch, state.cursors, state.in_flight, groups[:num_queued], groups[num_queued:], state.num_sampled,
-        state.evaluated, state.num_evaluation_groups, state.digests, state.num_batches, state.rewards,
-    )  # fmt: skip
+        next_batch=state.next_batch,
+        cursors=state.cursors,
+        in_flight=state.in_flight,
+        queue=groups[:num_queued],
+        spare=groups[num_queued:],
+        num_sampled=state.num_sampled,
+        evaluated=state.evaluated,
+        num_evaluation_groups=state.num_evaluation_groups,
+        digests=state.digests,
+        num_batches=state.num_batches,
+        rewards=state.rewards,
+    )
 
 
 def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copies, so that nothing is left of the mapping: a file that another node removes cannot be read on a network file system.
-    token_id, logprob, trained, version = (
-        columns.token[name][tokens].copy() for name in ("token_id", "logprob", "trained", "version")
-    )
+    # Copied, because a mapped file that another node removes is unreadable on a network file system.
+    arrays = {
+        name: columns.token[name][tokens].copy()
+        for name in ("token_id", "logprob", "trained", "version")
+    }
     routes = columns.token[COLUMN][tokens].copy() if COLUMN in columns.token else None
     group_id, task_index, dispatch_version, engine = (
         int(columns.sample[name][index])
         for name in ("group_id", "task_index", "dispatch_version", "engine")
     )
     rollout = Rollout(
-        token_id,
-        logprob,
-        trained,
-        version,
-        kept.reward,
-        kept.truncated,
-        kept.messages,
-        kept.metrics,
-        routes,
-        engine,
+        **arrays,
+        reward=kept.reward,
+        truncated=kept.truncated,
+        messages=kept.messages,
+        metrics=kept.metrics,
+        routed_experts=routes,
+        engine=engine,
     )
     return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)

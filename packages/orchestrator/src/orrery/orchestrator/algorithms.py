@@ -1,0 +1,51 @@
+"""Algorithms: pure functions from the rewards of one group to its advantages.
+
+- Rewards and advantages are f32 [n], n ≥ 2. Equal rewards give advantages of exactly 0.
+- The trainer knows no algorithm. To add one, write a function here, put it into `ALGORITHMS`, and
+  add its record to the manifest's schema.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from orrery.manifest.schema import Algorithm, Grpo, MaxRl
+
+STD_FLOOR = 1e-6  # keeps rounding errors of nearly equal rewards small
+
+
+def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
+    """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
+
+    The paper divides by the group's standard deviation (of the population). This gives easy and
+    hard problems more weight (Liu et al. 2025, "Dr. GRPO"), so `normalize_std` turns it on.
+    """
+    if (rewards == rewards[0]).all():
+        return np.zeros(len(rewards), dtype=np.float32)
+    exact = rewards.astype(np.float64)
+    centred = exact - exact.mean()
+    if algorithm.normalize_std:
+        centred /= max(exact.std(), STD_FLOOR)
+    return centred.astype(np.float32)
+
+
+def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
+    """Return A_i = (R_i − mean(R)) / mean(R), or 0 if the mean is not positive.
+
+    MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning"): a rare success has the
+    weight that maximum likelihood would give it.
+    """
+    exact = rewards.astype(np.float64)
+    mean = exact.mean()
+    if mean <= 0 or (rewards == rewards[0]).all():
+        return np.zeros(len(rewards), dtype=np.float32)
+    return ((exact - mean) / mean).astype(np.float32)
+
+
+ALGORITHMS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {"grpo": grpo, "max_rl": max_rl}
+
+
+def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    """Return the advantage of every rollout of one group: f32 [n] from rewards f32 [n], n ≥ 2."""
+    return ALGORITHMS[algorithm.kind](rewards, algorithm)
