@@ -160,11 +160,11 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(
 def test_a_head_of_bfloat16_has_float32_logits(name, keep_logits, make_network):
     model, module = make_network(ARCHITECTURES[name], torch.bfloat16)
     head = filled(model, module).lm_head
-    assert not head.plain
+    assert not head.is_plain
     generator = torch.Generator().manual_seed(3)
     hidden = (20 * torch.randn(24, 32, generator=generator)).bfloat16().requires_grad_()
     target, temperature = torch.arange(24), torch.linspace(0.5, 1.5, 24)
-    wide = [one.detach().float().requires_grad_() for one in (hidden, head._weight())]
+    wide = [one.detach().float().requires_grad_() for one in (hidden, head.head_weight())]
     expected = wide[0] @ wide[1].T
     expected = 30 * torch.tanh(expected / 30) if head.bias is None else expected + head.bias.float()
     assert (expected - expected.bfloat16()).abs().max() > 1e-2, "a rounding would show"
@@ -174,7 +174,7 @@ def test_a_head_of_bfloat16_has_float32_logits(name, keep_logits, make_network):
     torch.testing.assert_close(logprob, reference, rtol=0, atol=1e-4)
     logprob.sum().backward()
     reference.sum().backward()
-    for found, of in zip((hidden.grad, head._weight().grad), wide, strict=True):
+    for found, of in zip((hidden.grad, head.head_weight().grad), wide, strict=True):
         # Roundings to bfloat16: of the logits' gradient, of the result, and of the weight's sum over three chunks.
         assert torch.linalg.vector_norm(found.float() - of.grad) < 2**-7 * torch.linalg.vector_norm(
             of.grad

@@ -111,12 +111,12 @@ def test_what_is_exported_is_the_exact_sum_rounded_once(tmp_path, model, dtype):
     )
     for hf in adapted:
         frozen, adapter = (
-            hf.of(parameters[hf.parameter_name].detach().double()),
+            hf.view_of(parameters[hf.parameter_name].detach().double()),
             adapter_of[hf.parameter_name],
         )
         a, b = adapter.a.detach().double(), adapter.b.detach().double()
-        exact, found = frozen + adapter.scale * hf.of(b @ a), exported[hf.name]
-        limit = 4 * 2**-24 * (frozen.abs() + adapter.scale * hf.of(b.abs() @ a.abs()))
+        exact, found = frozen + adapter.scale * hf.view_of(b @ a), exported[hf.name]
+        limit = 4 * 2**-24 * (frozen.abs() + adapter.scale * hf.view_of(b.abs() @ a.abs()))
         assert found.dtype == dtype and (exact - frozen).abs().max() > 1e-2
         if dtype == torch.float32:
             assert ((found.double() - exact).abs() <= limit).all(), hf.name

@@ -28,8 +28,8 @@ from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
 from orrery.models import lora
-from orrery.models.attention import rotary_angles
-from orrery.models.block import Block
+from orrery.models.causal_lm import Block
+from orrery.models.layers import rotary_angles
 from orrery.observe.process import parse_role
 from orrery.trainer.bench.request import Options, request
 from orrery.trainer.initialize import initialize

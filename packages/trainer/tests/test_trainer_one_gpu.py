@@ -14,7 +14,7 @@ import torch
 from trainer_cases import MOE, manifest
 
 from orrery.kernels.attention import Documents, backends, reference_varlen_attention
-from orrery.models.attention import Attention, rotary_angles
+from orrery.models.layers import Attention, rotary_angles
 from orrery.models.mixture import Experts, MixtureOfExperts
 from orrery.trainer.parallel.context_parallel.cut import zigzag
 from orrery.trainer.parallel.context_parallel.ring import RingCore

@@ -1,14 +1,14 @@
-"""What every family's network is: packed tokens to hidden states, and those to log-probs.
+"""The interface of every network, from packed tokens to log-probs, and our own decoder.
 
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
-- One device is all that this code knows. `sharding.py` of the family says which modules are FSDP units; `trainer/parallel` applies it.
-- The vocabulary is read twice: at the embedding and at the LM head (`log_probs`). A sharded weight is whole only inside the forward pass
-  of the module that FSDP has wrapped around it: outside, `lm_head_weight` may be a shard.
-- Parameters are unset (NaN) after construction: `orrery.models.weights` initialises or loads them.
+- This code knows one device. `families.py` names the FSDP units; `trainer/parallel` applies them.
+- The embedding and the LM head (`log_probs`) use the vocabulary. FSDP gathers a weight only in the
+  forward pass of the module it wraps: elsewhere, `lm_head_weight` may be a shard.
+- Parameters are NaN after construction: `orrery.models.weights` initialises or loads them.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import token_logprob
 from orrery.kernels.token_logprob.chunked import ChunkTokens
 from orrery.manifest.schema import Model
-from orrery.models.attention import rotary_angles
-from orrery.models.norm import RmsNorm
+from orrery.models.layers import Attention, FeedForward, RmsNorm, rotary_angles
+from orrery.models.mixture import MixtureOfExperts
 
 
 class LmHead(nn.Module):
-    """Hidden states to log-probs and entropies, chunk by chunk; `weight` [V, D] in HF's orientation."""
+    """Hidden states to log-probs and entropies, chunk by chunk. `weight` is [V, D] as in HF."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -38,25 +38,23 @@ class LmHead(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return token_logprob(
-            hidden_TD, self.weight, target_T, temperature_T, chunk_tokens, keep_logits=keep_logits
-        )
+        rows = (target_T, temperature_T)
+        return token_logprob(hidden_TD, self.weight, *rows, chunk_tokens, keep_logits=keep_logits)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         return F.linear(hidden_TD.float(), self.weight.float())
 
 
 class CausalLm(nn.Module):
-    """Packed tokens to hidden states (`forward`), and those to log-probs and entropies of given tokens (`log_probs`).
+    """Packed tokens to hidden states (`forward`), and those to log-probs (`log_probs`).
 
-    A family gives `layers`, `lm_head` (None where the embedding serves), `lm_head_weight` and `forward`.
+    A family defines `layers`, `lm_head` (None if the embedding is the head), `lm_head_weight` and
+    `forward`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    num_routes_differ: Tensor | None = (
-        None  # i64 []: choices replayed in the newest forward pass that are not the routers' own
-    )
+    num_routes_differ: Tensor | None = None  # i64 []: see `Router`; of the latest forward pass
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, D]: the embedding itself where the manifest ties them."""
+        """[V, D]: the embedding itself if the manifest ties them."""
         raise NotImplementedError
 
     def forward(
@@ -76,19 +74,20 @@ class CausalLm(nn.Module):
         max_seqlen: int | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Final-norm hidden states [T, D] of packed documents, each attending only within itself.
+        """Return final-norm hidden states [T, D] of packed documents, each seeing only itself.
 
-        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T; routed_experts, integers [T, L, K], replays an engine's expert
-        choices; where they are no experts' ids the routers choose. `max_seqlen`, the longest document, saves a device-to-host copy on a
-        GPU. `documents` stands in for `cu_seqlens` and `max_seqlen` where the caller knows the packing better: a context-parallel rank.
+        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`,
+        integers [T, L, K], replays an engine's routes; where it holds no expert's id, the router
+        chooses. `max_seqlen`, the longest document, avoids a device-to-host copy on a GPU.
+        `documents` replaces `cu_seqlens` and `max_seqlen` on a context-parallel rank.
         """
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the buffers that no checkpoint holds, after they were given storage."""
+        """Fill the buffers that no checkpoint holds, once they have storage."""
 
-    def drawn(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """The family's own draw of a whole initial tensor, on the CPU; None where it has no other than `orrery.models.weights`."""
+    def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
+        """Return the family's own draw of a whole initial tensor on the CPU, if it has one."""
         return None
 
     def log_probs(
@@ -99,44 +98,67 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob of `target_T[t]` after row t of `forward`'s hidden states, and the entropy there: float32 [T] each; differentiable.
+        """Return log-prob of `target_T[t]` after row t of the hidden states, and entropy there.
 
-        target i64 [T], temperature f32 [T] > 0. The head is called as a module, not through its weight, wherever it is one: FSDP's hooks
-        sit on module calls.
+        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. An untied head
+        is called as a module, because FSDP's hooks sit on module calls.
         """
-        if self.lm_head is None:
-            return token_logprob(
-                hidden_TD,
-                self.lm_head_weight,
-                target_T,
-                temperature_T,
-                chunk_tokens,
-                keep_logits=keep_logits,
-            )
-        return self.lm_head(hidden_TD, target_T, temperature_T, chunk_tokens, keep_logits)
+        rows = (target_T, temperature_T)
+        if self.lm_head is not None:
+            return self.lm_head(hidden_TD, *rows, chunk_tokens, keep_logits)
+        weight_VD = self.lm_head_weight
+        return token_logprob(hidden_TD, weight_VD, *rows, chunk_tokens, keep_logits=keep_logits)
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """All logits [T, V] in float32: for tests and small inspections, never for training."""
+        """Return all logits [T, V] in float32, for tests and inspection."""
         hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
-        return (
-            F.linear(hidden_TD.float(), self.lm_head_weight.float())
-            if self.lm_head is None
-            else self.lm_head.logits(hidden_TD)
-        )
+        if self.lm_head is not None:
+            return self.lm_head.logits(hidden_TD)
+        return F.linear(hidden_TD.float(), self.lm_head_weight.float())
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward; a mixture from block `num_dense_layers` on."""
+
+    def __init__(self, config: Model, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: FeedForward | MixtureOfExperts
+        if config.moe is not None and index >= config.moe.num_dense_layers:
+            self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
+        else:
+            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        angles: Sequence[Tensor],
+        documents: Documents,
+        replayed_TK: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output [T, D]; with `replayed_TK` also the number of differing routes."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)
+        inner_TD = self.post_attention_layernorm(x_TD)
+        if isinstance(self.mlp, MixtureOfExperts):
+            out_TD, num_differing = self.mlp(inner_TD, replayed_TK)
+            return x_TD + out_TD if num_differing is None else (x_TD + out_TD, num_differing)
+        return x_TD + self.mlp(inner_TD)
 
 
 class Decoder(CausalLm):
-    """Embedding, blocks in turn, final norm, LM head; `block` makes block i of the manifest's network."""
+    """The network of our own families: embedding, blocks, final norm, LM head."""
 
-    def __init__(self, config: Model, block: Callable[[Model, int], nn.Module]) -> None:
+    def __init__(self, config: Model) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(block(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (
-            None if config.tie_embeddings else LmHead(config.hidden_size, config.vocab_size)
-        )
+        self.lm_head = None
+        if not config.tie_embeddings:
+            self.lm_head = LmHead(config.hidden_size, config.vocab_size)
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -153,10 +175,8 @@ class Decoder(CausalLm):
     ) -> Tensor:
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
-        rotary_dim = int(config.head_dim * config.rotary_fraction)
-        angles = rotary_angles(
-            positions_T, rotary_dim, config.rope_theta, hidden_TD.dtype, config.rope_scaling
-        )
+        rotary = (int(config.head_dim * config.rotary_fraction), config.rope_theta)
+        angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
         if documents is None:
             assert cu_seqlens is not None, "cu_seqlens or documents"
             documents = Documents(cu_seqlens, max_seqlen)
@@ -166,9 +186,8 @@ class Decoder(CausalLm):
             if routed_experts_TLK is None or index < first:
                 hidden_TD = layer(hidden_TD, angles, documents)
             else:
-                hidden_TD, num_differing = layer(
-                    hidden_TD, angles, documents, routed_experts_TLK[:, index - first]
-                )
+                replayed_TK = routed_experts_TLK[:, index - first]
+                hidden_TD, num_differing = layer(hidden_TD, angles, documents, replayed_TK)
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
         return self.norm(hidden_TD)

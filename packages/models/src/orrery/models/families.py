@@ -1,8 +1,15 @@
-"""The families of networks: which module, placements and names belong to `model.family` of a manifest."""
+"""The families of networks as data: names, `config.json`, FSDP units and expert modules.
 
+- `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
+- `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
+- `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471): dense blocks, then mixtures with shared
+  experts, chosen by sigmoid scores plus a bias an expert.
+- `hugging_face`: any causal language model of transformers, built from `hf_config`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,43 +17,64 @@ from torch import nn
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
-from orrery.models.causal_lm import CausalLm
-from orrery.models.names import Names
+from orrery.models import hf_names as hf
+from orrery.models.causal_lm import CausalLm, Decoder
+from orrery.models.hf_names import Names
 
-_NETWORKS = {
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "llama": "Llama",
-    "glm4_moe": "Glm4Moe",
-    "hugging_face": "HuggingFaceLm",
+
+@dataclass(frozen=True)
+class Family:
+    """A family of our own networks, all of which are `Decoder`s, or that of transformers.
+
+    - `ignored`: regular expressions of tensors that a checkpoint may hold besides.
+    - `fsdp_units`: one `fully_shard` call each, in order, before the root's. `layers.*` stands for
+      a unit a layer. `trainer/parallel` keeps `cast_forward_inputs` off: temperatures stay float32.
+    - `expert_modules`: patterns of modules whose parameters all have the expert as dimension 0.
+      They are further units under expert parallelism.
+    """
+
+    hf_config: Callable[[Model], dict[str, Any]]
+    names: Names
+    ignored: tuple[str, ...] = ()
+    fsdp_units: tuple[tuple[str, ...], ...] = (
+        ("embed_tokens",),
+        ("layers.*",),
+        ("norm", "lm_head"),
+    )
+    expert_modules: tuple[str, ...] = ()
+
+
+# Both ends of the network read tied embeddings, so they belong to the root's unit.
+TIED_FSDP_UNITS = (("layers.*",),)
+_EXPERTS = ("layers.*.mlp.experts",)
+# Old checkpoints store rotary frequencies.
+_ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+# Multi-token prediction (MTP) layers follow the last layer. Only speculative decoding uses them.
+_MTP = (r"model\.layers\.{num_layers}\..*",)
+
+FAMILIES = {
+    "qwen3": Family(hf.qwen3_config, hf.QWEN3),
+    "qwen3_moe": Family(hf.qwen3_moe_config, hf.QWEN3_MOE, expert_modules=_EXPERTS),
+    "llama": Family(hf.llama_config, hf.LLAMA, _ROTARY),
+    "glm4_moe": Family(hf.glm4_moe_config, hf.GLM4_MOE, _MTP, expert_modules=_EXPERTS),
+    "hugging_face": Family(hf.hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
 }
-
-
-def _part(model: Model, stem: str) -> ModuleType:
-    """`model`, `sharding` or `weights` of the family; imported when asked for, since one of them imports transformers."""
-    try:
-        return import_module(f"orrery.models.{model.family}.{stem}")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise OrreryError(
-            f"model.family {model.family!r}: transformers is not installed here; choose one of our own families"
-        ) from error
 
 
 def build(
     model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalLm:
-    """The manifest's network with unset parameters: NaN, or no storage at all on the device "meta".
+    """Return the manifest's network with unset parameters: NaN, or without storage on "meta".
 
-    Call `orrery.models.weights.initialize` or `.load` next, on the module as it is or after sharding it.
+    Next call `orrery.models.weights.initialize` or `.load`, before or after sharding.
+    Raise OrreryError if transformers is missing or the model is not supported.
     """
+    assert model.family in FAMILIES, f"{model.family} is planned and not built"
     with torch.device("meta"):
-        module = getattr(_part(model, "model"), _NETWORKS[model.family])(model)
+        module = _network(model)
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(
-            dtype
-        )  # and not `module.to`: buffers keep the dtype that they were made with
+        # Not `module.to`, which would cast the buffers too.
+        parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
         module.compute_buffers()
@@ -56,28 +84,58 @@ def build(
     return module
 
 
+def _network(model: Model) -> CausalLm:
+    if model.family == "hugging_face":
+        try:
+            from orrery.models.hugging_face import HuggingFaceLm
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise OrreryError(
+                f"model.family {model.family!r}: transformers is not installed here; "
+                "choose one of our own families"
+            ) from error
+        return HuggingFaceLm(model)
+    if model.family == "glm4_moe":
+        _check_glm4_moe(model)
+    return Decoder(model)
+
+
+def _check_glm4_moe(model: Model) -> None:
+    moe = model.moe
+    assert moe is not None  # the schema requires it for this family
+    if moe.score != "sigmoid":
+        raise OrreryError(
+            f"model.moe.score {moe.score!r}: GLM-4.5 scores by sigmoids only; "
+            "set model.moe.score to 'sigmoid'"
+        )
+    if not moe.num_shared_experts:
+        raise OrreryError(
+            "model.moe.num_shared_experts 0: engines read GLM-4.5 with a shared expert only; "
+            "set it to 1 or more"
+        )
+
+
 def hf_config(model: Model) -> dict[str, Any]:
-    """The content of a Hugging Face `config.json` for this model, as transformers and vLLM read it."""
-    return _part(model, "weights").hf_config(model)
+    """Return the content of `config.json`, without the dtype, as transformers and vLLM read it."""
+    return FAMILIES[model.family].hf_config(model)
 
 
 def hf_names(module: CausalLm) -> Names:
-    """Our parameter names to HF's, as patterns over `{layer}` and `{expert}`."""
-    weights = _part(module.config, "weights")
-    return weights.names(module) if hasattr(weights, "names") else weights.NAMES
+    """Map our parameter names to HF's, as patterns over `{layer}` and `{expert}`."""
+    return getattr(module, "names", None) or FAMILIES[module.config.family].names
 
 
 def ignored_hf_names(model: Model) -> tuple[str, ...]:
-    """Regular expressions of tensors that a checkpoint may hold and the network does not need."""
-    patterns = getattr(_part(model, "weights"), "IGNORED", ())
+    """Return regular expressions of tensors that a checkpoint may hold besides."""
+    patterns = FAMILIES[model.family].ignored
     return tuple(pattern.replace("{num_layers}", str(model.num_layers)) for pattern in patterns)
 
 
 def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
-    """The modules of each `fully_shard` call, in order; the root's own call comes last and is not in the list."""
-    sharding = _part(module.config, "sharding")
-    units = []
-    for names in sharding.TIED_FSDP_UNITS if module.config.tie_embeddings else sharding.FSDP_UNITS:
+    """Return the modules of each `fully_shard` call in order, without the root's final call."""
+    config, units = module.config, []
+    for names in TIED_FSDP_UNITS if config.tie_embeddings else FAMILIES[config.family].fsdp_units:
         if names == ("layers.*",):
             units += [[layer] for layer in module.layers]
         else:
@@ -86,10 +144,7 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
 
 
 def expert_modules(module: CausalLm) -> list[nn.Module]:
-    """The modules all of whose parameters have the expert as dimension 0: FSDP units of their own under expert parallel."""
-    patterns = _part(module.config, "sharding").EXPERT_MODULES
-    return [
-        one
-        for name, one in module.named_modules()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    """Return modules whose parameters all have the expert as dimension 0: units under EP."""
+    patterns = FAMILIES[module.config.family].expert_modules
+    named = module.named_modules()
+    return [one for name, one in named if any(fnmatchcase(name, p) for p in patterns)]

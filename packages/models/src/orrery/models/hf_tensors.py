@@ -1,7 +1,9 @@
-"""A network's tensors as a checkpoint names them: whole or in parts, one at a time.
+"""A network's tensors under their checkpoint names: whole or in parts, one at a time.
 
-- An HF tensor is a box of one of our parameters or buffers, as one expert's gate is; mostly the box is all of it.
-- Adapters (`lora.py`) have no names: whole tensors come with them merged, slices as they lie. By themselves they have PEFT's.
+- An HF tensor is a box of one of our parameters or buffers, commonly all of it. Experts are stacked
+  here and separate in files.
+- Adapters (`lora.py`) have no checkpoint names. Whole tensors are merged with them, slices are not.
+  `named_peft_tensors` gives adapters alone, under PEFT's names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,13 +26,16 @@ from orrery.models.placement import (
     slices,
 )
 
-# What activation checkpointing and torch.compile put into the names of the parameters that they wrap.
+# Activation checkpointing and torch.compile add these to the names of wrapped parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint: the box `box` of our parameter; without its first dimension where that is one expert's."""
+    """One tensor of a checkpoint: the box `box` of our parameter.
+
+    A single expert's tensor lacks the parameter's first dimension.
+    """
 
     name: str
     parameter_name: str
@@ -46,66 +51,55 @@ class HfTensor:
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def of(self, whole: Tensor) -> Tensor:
-        """This tensor, a view of the whole parameter."""
+    def view_of(self, whole: Tensor) -> Tensor:
+        """Return this tensor as a view of the whole parameter."""
         part = whole[slices(self.box)]
         return part if self.expert is None else part[0]
 
 
-def plain_name(parameter_name: str) -> str:
-    """As it is in a network that nothing wraps."""
+def unwrapped_name(parameter_name: str) -> str:
     for wrapper in _WRAPPERS:
         parameter_name = parameter_name.replace(wrapper, "")
     return parameter_name
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Every tensor of the module's checkpoint in writing order; sizes only, no data, no collective."""
+    """Return every tensor of the module's checkpoint in writing order. No data, no collective."""
     patterns = hf_names(module)
     tensors = []
-    for name, tensor in _state(module).items():
-        plain = plain_name(name)
-        layer = plain.split(".")[1] if plain.startswith("layers.") else ""
-        hf_name = patterns[
-            plain.replace(f"layers.{layer}.", "layers.{layer}.", 1) if layer else plain
-        ]
-        parts = (hf_name,) if isinstance(hf_name, str) else hf_name
+    for name, tensor in _checkpoint_state(module).items():
+        key, layer = unwrapped_name(name), ""
+        if key.startswith("layers."):
+            layer = key.split(".")[1]
+            key = key.replace(f"layers.{layer}.", "layers.{layer}.", 1)
+        parts = patterns[key]
+        parts = (parts,) if isinstance(parts, str) else parts
         for index, part in enumerate(parts):
-            tensors += _taken_apart(part.replace("{layer}", layer), name, tensor, index, len(parts))
+            tensors += _split(part.replace("{layer}", layer), name, tensor, index, len(parts))
     return tensors
 
 
-def _taken_apart(
-    hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int
-) -> list[HfTensor]:
-    stacked, shape = "{expert}" in hf_name, tuple(tensor.shape)
-    sides = [(0, size) for size in shape]
+def _split(hf_name: str, name: str, tensor: Tensor, part: int, num_parts: int) -> list[HfTensor]:
+    is_stacked, dtype = "{expert}" in hf_name, tensor.dtype
+    sides = [(0, size) for size in tensor.shape]
     if num_parts > 1:
-        size = shape[stacked] // num_parts
-        sides[stacked] = (part * size, (part + 1) * size)
+        size = tensor.shape[is_stacked] // num_parts
+        sides[is_stacked] = (part * size, (part + 1) * size)
     sizes = tuple(stop - start for start, stop in sides)
-    if not stacked:
-        return [HfTensor(hf_name, name, tuple(sides), sizes, tensor.dtype)]
-    return [
-        HfTensor(
-            hf_name.replace("{expert}", str(e)),
-            name,
-            ((e, e + 1), *sides[1:]),
-            sizes[1:],
-            tensor.dtype,
-        )
-        for e in range(shape[0])
-    ]
+    if not is_stacked:
+        return [HfTensor(hf_name, name, tuple(sides), sizes, dtype)]
+    experts = []
+    for e in range(tensor.shape[0]):
+        box = ((e, e + 1), *sides[1:])
+        experts.append(HfTensor(hf_name.replace("{expert}", str(e)), name, box, sizes[1:], dtype))
+    return experts
 
 
-def _state(module: CausalLm) -> dict[str, Tensor]:
-    """What a checkpoint holds: parameters but adapters, then the buffers that are not computed."""
+def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
+    """Return the parameters without adapters, then the persistent buffers."""
     adapting = {parameter for _, adapter in adapters(module) for parameter in adapter.parameters()}
-    state: dict[str, Tensor] = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter not in adapting
-    }
+    named = module.named_parameters()
+    state: dict[str, Tensor] = {name: one for name, one in named if one not in adapting}
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
@@ -115,35 +109,35 @@ def _state(module: CausalLm) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, detached tensor) of every checkpoint tensor, in `hf_tensors` order; one parameter is gathered at a time.
+    """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    Views of the parameters where nothing is sharded: copy what must outlive the next optimizer step.
+    A collective on a sharded module, which gathers one parameter at a time. Otherwise tensors are
+    views of the parameters: copy them if they must outlive the next optimizer step.
     """
-    state, adapter_of = _state(module), dict(adapters(module))
-    # The tensors of a parameter follow one another, so one gathered parameter is alive at a time.
+    state, adapter_of = _checkpoint_state(module), dict(adapters(module))
+    # A parameter's tensors are adjacent, so one gathered parameter is alive at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
             whole = merged(whole, adapter)
         for hf in group:
-            yield hf.name, hf.of(whole)
+            yield hf.name, hf.view_of(whole)
         del whole
 
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT name, tensor in `dtype`) of every projection's adapter: `lora_A` [rank, in], and `lora_B` [out, rank] with the scale in it.
+    """Yield (PEFT name, tensor in `dtype`) of every projection's adapter.
 
-    So it is an adapter whose alpha is its rank. A parameter that a checkpoint holds in parts gives each part its rows of B and all of A.
-    One adapter is gathered at a time. Those of stacked experts are not for this.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, as if alpha were the rank. If a
+    checkpoint splits the parameter, each part gets its rows of B and all of A. One adapter is
+    gathered at a time. Not for stacked experts.
     """
-    named = {
-        name: list(group)
-        for name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
-    }
+    groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
+    parts = {name: list(group) for name, group in groups}
     for parameter_name, adapter in adapters(module):
         a, b = full_tensor(adapter.a.detach()), full_tensor(adapter.b.detach()) * adapter.scale
-        for hf in named[parameter_name]:
+        for hf in parts[parameter_name]:
             prefix = f"base_model.model.{hf.name.removesuffix('.weight')}"
             yield f"{prefix}.lora_A.weight", a.to(dtype)
             yield f"{prefix}.lora_B.weight", b[slices(hf.box[:1])].to(dtype)
@@ -151,21 +145,21 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 
 @torch.no_grad()
 def named_hf_slices(
-    module: CausalLm, instead: Mapping[str, Tensor] | None = None
+    module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """(checkpoint tensor, box of it, this rank's data in that box), for all that this rank holds; no collective, no copy.
+    """Yield (checkpoint tensor, box of it, this rank's data in that box). No collective, no copy.
 
-    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield the same boxes. `instead`, by name of our parameter:
-    shards that stand in for the module's own, as merged ones do.
+    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield equal boxes.
+    `replacements`, by our parameter name, are used instead of the module's shards (merged ones).
     """
-    state = _state(module)
+    state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}
     for hf in hf_tensors(module):
         held = boxes[hf.parameter_name]
         common = intersection(held, hf.box)
         if common is None:
             continue
-        shard = (instead or {}).get(hf.parameter_name, state[hf.parameter_name])
+        shard = (replacements or {}).get(hf.parameter_name, state[hf.parameter_name])
         local = local_tensor(shard.detach())[slices(relative(common, held))]
         box = relative(common, hf.box)
         yield (hf, box, local) if hf.expert is None else (hf, box[1:], local[0])

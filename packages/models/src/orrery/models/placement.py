@@ -1,6 +1,6 @@
-"""Which part of a whole tensor a parameter's local shard is, from its public placements.
+"""Which part of a whole tensor a parameter's local shard is.
 
-A shard here is a box: one `[start, stop)` a dimension. Replicas have equal boxes.
+A shard is a box: one `[start, stop)` a dimension. Replicas have equal boxes.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """The part that this rank holds; all of a tensor that is not sharded."""
+    """Return this rank's shard, or the whole tensor if it is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -21,7 +21,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole tensor; a collective where the parameter is sharded. Shards in host memory are gathered on the mesh's devices."""
+    """Return the whole tensor; a collective if it is sharded.
+
+    Shards in host memory are gathered on the mesh's devices.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -38,36 +41,35 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """The box of `parameter.shape` that this rank holds: all of it where the parameter is not sharded."""
+    """Return this rank's box, or the whole shape if the parameter is not sharded.
+
+    Raise NotImplementedError if the placements do not explain the local shape.
+    """
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return tuple((0, 0) for _ in parameter.shape)
-    axes = [
-        (
-            getattr(placement, "split_factor", 1) > 1,
-            placement.dim,
-            mesh.size(axis),
-            coordinate[axis],
-        )
-        for axis, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard) or hasattr(placement, "split_factor")
-    ]
+    axes = []
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
+            is_strided = getattr(placement, "split_factor", 1) > 1
+            axes.append((is_strided, placement.dim, mesh.size(axis), coordinate[axis]))
     box = box_of(parameter.shape, axes)
     if tuple(stop - start for start, stop in box) != tuple(parameter.to_local().shape):
         raise NotImplementedError(
-            f"placements {parameter.placements} of a tensor {list(parameter.shape)} are not understood here"
+            f"placements {parameter.placements} of a tensor {list(parameter.shape)} "
+            "are not understood here"
         )
     return box
 
 
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
-    """Split `shape` by `axes` = (strided, dim, number of parts, this part), each as `torch.chunk` does.
+    """Split `shape` by `axes` = (strided, dim, number of parts, this part), as `torch.chunk` does.
 
-    Axes go from left to right, strided ones last: FSDP marks its axis as strided where another axis to the right of it in the mesh
-    (expert or tensor parallel) had cut the same dimension before.
+    Axes apply from left to right, strided ones last. FSDP marks its axis as strided if an axis to
+    its right in the mesh (expert or tensor parallel) had split the same dimension before.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):
@@ -78,16 +80,15 @@ def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> 
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None where that is nothing."""
+    """Return the common part of two boxes of one tensor, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """`box`, counted from the first corner of `origin`."""
-    return tuple(
-        (start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True)
-    )
+    """Return `box` in coordinates that start at the first corner of `origin`."""
+    pairs = zip(box, origin, strict=True)
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -1,10 +1,13 @@
-"""Weights in and out of Hugging Face folders, whole or sharded, and weights from the manifest's `model.init`.
+"""Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
-- `load` and `initialize` fill what this rank holds, reading or drawing no more than the tensors that it has a part of.
-- `save` gathers one parameter at a time and deals the files over the ranks: no rank keeps more than one file of tensors in host memory.
-- `write_initial` makes the folder that a run starts from without any network in memory, one file of tensors at a time.
-- On a sharded module `save` and `named_hf_tensors` are collectives: all ranks call them, and iterate to the end.
-- A drawn HF tensor comes from its own generator, seeded by the manifest's seed and the tensor's name: not from world size or order.
+- `load` and `initialize` read or draw only tensors of which this rank holds a part.
+- `save` gathers one parameter at a time and assigns files to ranks in turn. A rank holds at most
+  one file of tensors in host memory.
+- `write_initial` writes the folder that a run starts from, one file at a time, without a network.
+- On a sharded module `save` and `named_hf_tensors` are collectives: all ranks call them and iterate
+  to the end.
+- Each drawn HF tensor has its own generator, seeded by the manifest's seed and the tensor's name.
+  World size and order do not matter.
 """
 
 import hashlib
@@ -28,7 +31,7 @@ from orrery.models.hf_tensors import (
     hf_tensors,
     named_hf_slices,
     named_hf_tensors,
-    plain_name,
+    unwrapped_name,
 )
 from orrery.models.placement import is_sharded, local_tensor, slices
 from orrery.models.pretrained import check_config
@@ -47,38 +50,34 @@ __all__ = [
 ]
 
 MAX_FILE_BYTES = 5_000_000_000
-MOST_DRAWN_AT_ONCE = 16  # each of them in float32, beside the file that they go to
-
-
-# Initialise ---------------------------------------------------------------------------------------------------------
+MAX_DRAWING_THREADS = 16  # each holds a float32 tensor, besides the file's tensors
 
 
 @torch.no_grad()
 def initialize(module: CausalLm, model: Model) -> None:
-    """The weights of the manifest's `model.init`: drawn (normal with `std`, norms one, biases zero), or a pretrained folder's."""
+    """Fill the module by `model.init`: from a pretrained folder, or drawn.
+
+    Drawn weights are normal with `std`, norms one, biases zero.
+    """
     if model.init.kind == "pretrained":
-        with _pretrained(module, model, model.init) as found:
-            _fill(module, found)
+        with _open_pretrained(module, model, model.init) as files:
+            _fill(module, files)
         return
-    _give_storage(module)
+    _allocate(module)
     for hf, box, local in named_hf_slices(module):
-        local.copy_(_drawn(module, hf, model.init)[slices(box)])
+        local.copy_(_draw(module, hf, model.init)[slices(box)])
 
 
-def _drawn(module: CausalLm, hf: HfTensor, init: RandomInit) -> Tensor:
-    """The whole tensor in float32 on the CPU."""
-    own = module.drawn(
-        hf.parameter_name,
-        _seed(init, hf.name if hf.expert is None else plain_name(hf.parameter_name)),
-        init.std,
-    )
-    if own is not None:
-        return own if hf.expert is None else hf.of(own)
+def _draw(module: CausalLm, hf: HfTensor, init: RandomInit) -> Tensor:
+    """Return the whole tensor in float32 on the CPU."""
+    source = hf.name if hf.expert is None else unwrapped_name(hf.parameter_name)
+    drawn = module.initial_tensor(hf.parameter_name, _seed(init, source), init.std)
+    if drawn is not None:
+        return drawn if hf.expert is None else hf.view_of(drawn)
     if len(hf.shape) == 1:
         return torch.full(hf.shape, 0.0 if hf.name.endswith("bias") else 1.0)
-    return torch.empty(hf.shape).normal_(
-        std=init.std, generator=torch.Generator().manual_seed(_seed(init, hf.name))
-    )
+    generator = torch.Generator().manual_seed(_seed(init, hf.name))
+    return torch.empty(hf.shape).normal_(std=init.std, generator=generator)
 
 
 def _seed(init: RandomInit, name: str) -> int:
@@ -87,13 +86,15 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """For benchmarks only: local shards drawn where they are, in a moment. Other weights on every device, world size and layout."""
-    _give_storage(module)
+    """Draw local shards on their device, for benchmarks: fast, but not reproducible.
+
+    Weights depend on device, world size and layout.
+    """
+    _allocate(module)
     device = local_tensor(next(module.parameters())).device
-    generator = torch.Generator(device).manual_seed(
-        seed + (dist.get_rank() if is_sharded(module) else 0)
-    )
-    # Stacks of experts at once: tensor by tensor, as files have them, a model of many experts takes minutes of a benchmark's time.
+    rank = dist.get_rank() if is_sharded(module) else 0
+    generator = torch.Generator(device).manual_seed(seed + rank)
+    # Stacked experts at once: one by one, as files have them, takes minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -105,127 +106,117 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write what `initialize` and `save` of a network in `dtype` would, byte for byte; returns its number of parameters."""
+    """Write the bytes that `initialize` and `save` would. Return the number of parameters."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
-    files = hf_folder.divide(hf_tensors(module), max_file_bytes)
-    hf_folder.begin(directory)
-    # Each tensor has its own generator, which draws on one core; reading is as fast as the disk.
-    cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
-    with (
-        _initial(module, model) as tensor,
-        ThreadPoolExecutor(min(cores, MOST_DRAWN_AT_ONCE)) as pool,
-    ):
+    files = hf_folder.assign_files(hf_tensors(module), max_file_bytes)
+    hf_folder.remove_weights(directory)
+    # A generator draws on one core, so tensors are drawn in threads. Reading is disk-bound.
+    num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
+    pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
+    with _initial_tensors(module, model) as tensor, pool:
         for file, group in files.items():
             values = pool.map(lambda hf: tensor(hf).to(hf.dtype), group)
-            hf_folder.write_file(
-                directory / file, {hf.name: value for hf, value in zip(group, values, strict=True)}
-            )
+            tensors = {hf.name: value for hf, value in zip(group, values, strict=True)}
+            hf_folder.write_file(directory / file, tensors)
+            del tensors
     hf_folder.finish(directory, files, _config(model, module))
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 @contextmanager
-def _initial(module: CausalLm, model: Model) -> Iterator[Callable[[HfTensor], Tensor]]:
+def _initial_tensors(module: CausalLm, model: Model) -> Iterator[Callable[[HfTensor], Tensor]]:
     init = model.init
     if init.kind == "random":
-        yield lambda hf: _drawn(module, hf, init)
+        yield lambda hf: _draw(module, hf, init)
         return
-    with _pretrained(module, model, init) as found:
-        yield lambda hf: hf_folder.read(found, hf)
+    with _open_pretrained(module, model, init) as files:
+        yield lambda hf: hf_folder.read(files, hf)
 
 
 @contextmanager
-def _pretrained(module: CausalLm, model: Model, init: PretrainedInit) -> Iterator[dict[str, Any]]:
-    """The open folder of `model.init`, once it is known to be the manifest's: its config and tensors first, which is quick."""
+def _open_pretrained(
+    module: CausalLm, model: Model, init: PretrainedInit
+) -> Iterator[dict[str, Any]]:
+    """Check and open the folder of `model.init`; config and names first, because that is quick."""
     directory = Path(init.path)
     check_config(model, directory)
-    with _opened(module, directory) as found:
+    with _open(module, directory) as files:
         hf_folder.check_digest(directory, init.sha256)
-        yield found
+        yield files
 
 
-def _give_storage(module: CausalLm) -> None:
-    """Storage for a module that was built on "meta", on the device of its mesh where it is sharded, else on the CPU."""
+def _allocate(module: CausalLm) -> None:
+    """Allocate a module built on "meta": on its mesh's device if sharded, else on the CPU."""
     parameters = list(module.parameters())
-    if any(parameter.is_meta for parameter in parameters):
-        mesh = getattr(parameters[0], "device_mesh", None)
-        device = (
-            "cpu"
-            if mesh is None or mesh.device_type == "cpu"
-            else torch.device(mesh.device_type, torch.cuda.current_device())
-        )
-        module.to_empty(device=device)
-        module.compute_buffers()
-
-
-# Load ---------------------------------------------------------------------------------------------------------------
+    if not any(parameter.is_meta for parameter in parameters):
+        return
+    mesh, device = getattr(parameters[0], "device_mesh", None), torch.device("cpu")
+    if mesh is not None and mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.cuda.current_device())
+    module.to_empty(device=device)
+    module.compute_buffers()
 
 
 @torch.no_grad()
 def load(
-    module: CausalLm, directory: Path | str, each: Callable[[], object] = lambda: None
+    module: CausalLm, directory: Path | str, on_tensor: Callable[[], object] = lambda: None
 ) -> None:
-    """Fill the module with a Hugging Face folder's weights, in the module's dtype; nothing is changed if anything does not fit.
+    """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    `each` is called after every tensor.
-
-    Raises OrreryError that names the tensor: missing, unexpected, of another shape, or in a file that cannot be read.
+    `on_tensor` is called after every tensor. Raise OrreryError, before any change, if a tensor is
+    missing, unexpected, misshapen, or in an unreadable file.
     """
-    with _opened(module, Path(directory)) as found:
-        _fill(module, found, each)
+    with _open(module, Path(directory)) as files:
+        _fill(module, files, on_tensor)
 
 
 def _fill(
-    module: CausalLm, found: dict[str, Any], each: Callable[[], object] = lambda: None
+    module: CausalLm, files: dict[str, Any], on_tensor: Callable[[], object] = lambda: None
 ) -> None:
-    _give_storage(module)
+    _allocate(module)
     for hf, box, local in named_hf_slices(module):
-        local.copy_(hf_folder.read(found, hf, box))
-        each()
+        local.copy_(hf_folder.read(files, hf, box))
+        on_tensor()
 
 
-def _opened(module: CausalLm, directory: Path) -> Any:
-    return hf_folder.opened(
-        directory, hf_tensors(module), ignored_hf_names(module.config), module.config.tie_embeddings
-    )
-
-
-# Save ---------------------------------------------------------------------------------------------------------------
+def _open(module: CausalLm, directory: Path) -> Any:
+    config = module.config
+    ignored = ignored_hf_names(config)
+    return hf_folder.open_tensors(directory, hf_tensors(module), ignored, config.tie_embeddings)
 
 
 def save(
     module: CausalLm, model: Model, directory: Path | str, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write `config.json` and safetensors, one file up to `max_file_bytes` or several with an index; other files in the folder stay.
+    """Write `config.json` and safetensors: one file up to `max_file_bytes`, else several.
 
-    A collective on a sharded module: files are dealt to the ranks in rounds, a file each, and written at the same time. The folder must
-    be one that all ranks see. All return when all is on disk.
+    Other files in the folder stay. A collective on a sharded module: ranks write a file each at the
+    same time, in rounds, to a folder that all of them see. Return once everything is on disk.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
     num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if sharded else (1, 0)
     if rank == 0:
-        hf_folder.begin(directory)
+        hf_folder.remove_weights(directory)
     if sharded:
         dist.barrier()
-    files = hf_folder.divide(hf_tensors(module), max_file_bytes)
+    files = hf_folder.assign_files(hf_tensors(module), max_file_bytes)
     stream = named_hf_tensors(module)
-    mine: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    held_file = ""
     for index, (file, group) in enumerate(files.items()):
         for hf in group:
             name, tensor = next(stream)
             assert name == hf.name, f"the stream gave {name} for {hf.name}"
             if index % num_ranks == rank:
-                # A copy: a view would drag its whole parameter along, and a gathered one is freed at the next.
-                mine[name] = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
-        if index % num_ranks == rank:
-            mine_file = file
-        if mine and (
-            index % num_ranks == num_ranks - 1 or index == len(files) - 1
-        ):  # the end of a round
-            hf_folder.write_file(directory / mine_file, mine)
-            mine = {}
+                # A copy: a view would keep its whole gathered parameter.
+                held[name] = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
+                held_file = file
+        ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
+        if held and ends_round:
+            hf_folder.write_file(directory / held_file, held)
+            held = {}
     if sharded:
         dist.barrier()
     if rank == 0:
@@ -235,7 +226,5 @@ def save(
 
 
 def _config(model: Model, module: CausalLm) -> dict[str, Any]:
-    return {
-        **hf_config(model),
-        "dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
-    }
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    return {**hf_config(model), "dtype": dtype}

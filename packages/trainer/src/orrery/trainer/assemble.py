@@ -79,7 +79,7 @@ def assemble_learner(
 
 def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
     policy = build_policy(model, trainer, world)
-    weights.load(policy.network, start, each=mark_part)
+    weights.load(policy.network, start, on_tensor=mark_part)
     if trainer.lora is not None:
         lora.initialize(policy.network, trainer.lora.seed)
     return policy

@@ -123,10 +123,10 @@ def write(
     """Write the weights of `stored`, over those of the folder `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
-    files = hf_folder.divide(tensors, max_file_bytes)
+    files = hf_folder.assign_files(tensors, max_file_bytes)
     ignored, is_tied = ignored_hf_names(network.config), network.config.tie_embeddings
-    hf_folder.begin(folder)
-    with hf_folder.opened(start, tensors, ignored, is_tied) as base:
+    hf_folder.remove_weights(folder)
+    with hf_folder.open_tensors(start, tensors, ignored, is_tied) as base:
         source = _Tensors(stored, network, base)
         for file, group in files.items():
             content = {hf.name: source[hf].to(hf.dtype, copy=True).contiguous() for hf in group}
@@ -186,7 +186,7 @@ class _Tensors:
             if self._merged is None or self._merged[0] != name:
                 self._merged = None  # never two at a time
                 self._merged = (name, self._merge(name))
-            return hf.of(self._merged[1])
+            return hf.view_of(self._merged[1])
         if name not in self._held:
             return hf_folder.read(self._base, hf)
         part = torch.empty([stop - start for start, stop in hf.box], dtype=hf.dtype)
@@ -197,7 +197,7 @@ class _Tensors:
         like = self._network.get_parameter(name)
         weight = torch.empty_like(like, device="cpu", requires_grad=False)
         for hf in self._parts[name]:
-            hf.of(weight).copy_(hf_folder.read(self._base, hf))
+            hf.view_of(weight).copy_(hf_folder.read(self._base, hf))
         adapter = copy.deepcopy(self._adapter_of[name]).to_empty(device="cpu").requires_grad_(False)
         prefix = f"{PREFIX}{self._names[self._adapter_of[name]]}"
         for key, parameter in adapter.named_parameters():

@@ -1,1 +1,5 @@
-"""Any causal language model of transformers: `model.py` the network, `sharding.py` its placements, `weights.py` its names."""
+"""Any causal language model of transformers: `model.py`, its LM `head.py`, `config.py` checks."""
+
+from orrery.models.hugging_face.model import HuggingFaceLm
+
+__all__ = ["HuggingFaceLm"]

@@ -1,6 +1,7 @@
-"""The LM head of a network of transformers, with whatever that network does to its logits (soft caps, scales, biases).
+"""The LM head of a network of transformers, with its changes to logits (soft caps, scales, biases).
 
-Logits are float32 whatever the compute dtype is, before anything is done to them, as in `orrery.kernels.token_logprob`.
+Logits are float32 before any change, whatever the compute dtype, as in
+`orrery.kernels.token_logprob`.
 
 T tokens · D hidden · V vocabulary
 """
@@ -18,8 +19,8 @@ from orrery.kernels.token_logprob import token_logprob
 from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens, wide_matmul
 
 
-class _Output:
-    """A body's output whose only content is its final hidden states."""
+class _BodyOutput:
+    """A body's output with nothing but final hidden states."""
 
     def __init__(self, hidden_NLD: Tensor) -> None:
         self.last_hidden_state = hidden_NLD
@@ -31,27 +32,28 @@ class _Output:
         return None
 
 
-class _Passed(nn.Module):
-    """Stands in for the network's body: its final hidden states are what it is given."""
+class _PassthroughBody(nn.Module):
+    """Replaces the network's body: returns its input as final hidden states."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
-        return _Output(inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
-        return self  # some networks ask a part of their body
+        return self  # some networks read parts of their body
 
 
-class _Identity(nn.Identity):
-    """Stands in for the network's head; some cast what they give it to the dtype of its weight."""
+class _PassthroughHead(nn.Identity):
+    """Replaces the network's head. Some networks cast the head's input to its weight's dtype."""
 
     weight = torch.empty(0)
 
 
 class Head(nn.Module):
-    """Hidden states to log-probs and entropies, chunk by chunk, under the interface of `LmHead`.
+    """Hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    Logits as they are go through `orrery.kernels.token_logprob`. Others are made by transformers' own `forward`, around which a body and
-    a head stand that pass on what they get; such logits are whole for a chunk, and are made again in the backward pass.
+    Unchanged logits go through `orrery.kernels.token_logprob`. Others go through transformers' own
+    `forward` around a passthrough body and head. Such logits exist whole for a chunk, and the
+    backward pass recomputes them.
     """
 
     def __init__(
@@ -59,17 +61,16 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (
-            embedding,
-        )  # in a tuple, and so not a part: a tied head has no parameters of its own
+        self._embedding = (embedding,)  # in a tuple: not a submodule, since the body has it
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
-        shell._modules = {**network._modules, body_name: _Passed(), head_name: _Identity()}
+        replaced = {body_name: _PassthroughBody(), head_name: _PassthroughHead()}
+        shell._modules = {**network._modules, **replaced}
         self._shell = (shell,)
-        probe = torch.linspace(-300.0, 300.0, 8, device="cpu")
+        probe = torch.linspace(-300.0, 300.0, 8, device="cpu")[None]
         with torch.device("cpu"), torch.no_grad():
-            self.plain = self.bias is None and torch.equal(self._finished(probe[None]), probe[None])
+            self.is_plain = self.bias is None and torch.equal(self._transform(probe), probe)
 
     def forward(
         self,
@@ -79,50 +80,40 @@ class Head(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if self.plain:
-            return token_logprob(
-                hidden_TD,
-                self._weight(),
-                target_T,
-                temperature_T,
-                chunk_tokens,
-                keep_logits=keep_logits,
-            )
+        rows, weight_VD = (target_T, temperature_T), self.head_weight()
+        if self.is_plain:
+            return token_logprob(hidden_TD, weight_VD, *rows, chunk_tokens, keep_logits=keep_logits)
         if keep_logits:
-            return self._chunk(hidden_TD, target_T, temperature_T)
+            return self._chunk(hidden_TD, *rows)
         if chunk_tokens == "auto":
-            chunk_tokens = auto_chunk_tokens(hidden_TD.device, self._weight().shape[0])
-        rows = [x.split(chunk_tokens) for x in (hidden_TD, target_T, temperature_T)]
-        chunks = [
-            checkpoint(self._chunk, *chunk, use_reentrant=False)
-            for chunk in zip(*rows, strict=True)
-        ]
-        logprobs, entropies = zip(*chunks, strict=True)
+            chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])
+        chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TD, *rows)), strict=True)
+        results = [checkpoint(self._chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        logprobs, entropies = zip(*results, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """[T, V] float32."""
-        logits_TV = _Products.apply(hidden_TD, self._weight())
-        return self._finished(logits_TV if self.bias is None else logits_TV + self.bias).float()
+        """Return [T, V] in float32."""
+        logits_TV = _WideLinear.apply(hidden_TD, self.head_weight())
+        return self._transform(logits_TV if self.bias is None else logits_TV + self.bias).float()
+
+    def head_weight(self) -> Tensor:
+        embedding = self._embedding[0]
+        return self.weight if embedding is None else embedding.weight
 
     def _chunk(
         self, hidden_TD: Tensor, target_T: Tensor, temperature_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         logprob_TV = (self.logits(hidden_TD) / temperature_T[:, None]).log_softmax(dim=-1)
-        return logprob_TV.gather(1, target_T[:, None])[:, 0], -(logprob_TV.exp() * logprob_TV).sum(
-            dim=-1
-        )
+        entropy_T = -(logprob_TV.exp() * logprob_TV).sum(dim=-1)
+        return logprob_TV.gather(1, target_T[:, None])[:, 0], entropy_T
 
-    def _finished(self, logits_TV: Tensor) -> Tensor:
+    def _transform(self, logits_TV: Tensor) -> Tensor:
         return self._shell[0](inputs_embeds=logits_TV[None], use_cache=False).logits[0]
 
-    def _weight(self) -> Tensor:
-        embedding = self._embedding[0]
-        return self.weight if embedding is None else embedding.weight
 
-
-class _Products(torch.autograd.Function):
-    """hidden · weightᵀ in float32 (float64 for float64); its gradient is rounded to the inputs' dtype."""
+class _WideLinear(torch.autograd.Function):
+    """hidden · weightᵀ in float32 (float64 for float64); gradients round to the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -133,11 +124,7 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logits_TV: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden_TD, weight_VD = ctx.saved_tensors
-        grad_TV, (wants_hidden, wants_weight) = (
-            grad_logits_TV.to(hidden_TD.dtype),
-            ctx.needs_input_grad,
-        )
-        return (
-            grad_TV @ weight_VD if wants_hidden else None,
-            grad_TV.T @ hidden_TD if wants_weight else None,
-        )
+        grad_TV = grad_logits_TV.to(hidden_TD.dtype)
+        wants_hidden, wants_weight = ctx.needs_input_grad
+        grad_hidden_TD = grad_TV @ weight_VD if wants_hidden else None
+        return grad_hidden_TD, grad_TV.T @ hidden_TD if wants_weight else None

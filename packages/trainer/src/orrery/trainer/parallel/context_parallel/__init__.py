@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Trainer
-from orrery.models.attention import Attention
+from orrery.models.layers import Attention
 from orrery.trainer.micro_batch import MicroBatch
 from orrery.trainer.parallel.context_parallel import cut
 from orrery.trainer.parallel.context_parallel.ring import RingCore

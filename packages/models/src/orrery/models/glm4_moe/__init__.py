@@ -1,1 +1,0 @@
-"""GLM-4.5: `model.py` the network, `sharding.py` its placements, `weights.py` its names at Hugging Face."""

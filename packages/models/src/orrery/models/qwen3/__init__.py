@@ -1,1 +1,0 @@
-"""Qwen3, dense: `model.py` the network, `sharding.py` its placements, `weights.py` its names at Hugging Face."""

@@ -1,1 +1,0 @@
-"""Qwen3-MoE: `model.py` the network, `sharding.py` its placements, `weights.py` its names at Hugging Face."""
