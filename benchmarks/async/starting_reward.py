@@ -3,7 +3,7 @@
     python benchmarks/async/starting_reward.py smollm2_reverse_words_seed_1 smollm2_arithmetic_seed_1 smollm2_calculator_seed_1
 
 - The policy is transformers' own model of `model.init.path` in float32, sampled at the manifest's temperature and turn limit; prompts,
-  replies, parsing and judging are what the orchestrator uses. `model.init.path` must be there (packages/models/tools/smollm2.py).
+  replies, parsing and judging are what the orchestrator uses. `model.init.path` must be there (benchmarks/async/smollm2.py).
 - A task is good for RL where it starts low and not at zero: between 0.05 and 0.3. The figure is the lowest of the means, a row a task.
 - Tokens that all prompts begin with are computed once; rollouts of a turn run as one batch.
 """

@@ -1,6 +1,6 @@
-"""Our llama on the real weights of SmolLM2-135M-Instruct, against transformers.
+"""Our llama with the real weights of SmolLM2-135M-Instruct, against transformers.
 
-The packages that have the weights and read them are not everywhere; where one is missing nothing is downloaded, and the tests are skipped.
+Skipped if the packages that contain and read the weights are not installed. Nothing is downloaded.
 """
 
 import hashlib
@@ -14,9 +14,8 @@ from orrery.manifest.identity import load
 from orrery.models import build, weights
 from orrery.models.pretrained import check_config
 
-_spec = importlib.util.spec_from_file_location(
-    "smollm2", Path(__file__).parents[1] / "tools" / "smollm2.py"
-)
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "async" / "smollm2.py"
+_spec = importlib.util.spec_from_file_location("smollm2", SCRIPT)
 smollm2 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(smollm2)
 pytestmark = pytest.mark.skipif(

