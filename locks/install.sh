@@ -12,7 +12,7 @@ fail() { printf 'setup failed: %s\n' "$*" >&2; exit 1; }
 case ${1:-cpu} in
     cpu) lock=cpu rooms=(packages/*/) needs_mb=4000 again='make setup' modules='torch, vllm, snakemake, _gojsonnet, orrery.manifest.schema' ;;
     login)
-        lock=login rooms=(packages/{manifest,observe,launcher}/) needs_mb=600 again='bash locks/install.sh login'
+        lock=login rooms=(packages/{manifest,runtime,observe,launcher}/) needs_mb=600 again='bash locks/install.sh login'
         modules='snakemake, _gojsonnet, orrery.launcher.cli'
         ;;
     *) fail "there is no environment '$1'; there are cpu and login" ;;

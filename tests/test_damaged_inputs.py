@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from orrery.manifest.identity import canonical_json, run_dir
-from orrery.manifest.run_folder import begin
 from orrery.manifest.schema import Manifest
+from orrery.runtime.run_directory import begin
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

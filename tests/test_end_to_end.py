@@ -19,8 +19,8 @@ import pytest
 from orrery.launcher.listeners import listening, undeclared
 from orrery.manifest.identity import canonical_json, load, run_dir
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import read
-from orrery.observe.network import LOOPBACK
+from orrery.runtime.metrics import read
+from orrery.runtime.network import LOOPBACK
 from orrery.transport.checkpoints import steps, verify, whole_dir
 from orrery.transport.rollout_store import read_batch
 from orrery.transport.token import Purpose, authorization

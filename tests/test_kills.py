@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orrery.observe.metrics import MetricsFile
+from orrery.runtime.metrics import MetricsFile
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_store import write_batch
 

@@ -30,16 +30,16 @@ from orrery.launcher.adopt import adopt  # noqa: E402
 from orrery.launcher.runs import Run, find  # noqa: E402
 from orrery.launcher.site import Roles, Site  # noqa: E402
 from orrery.launcher.supervisor import Job, run_stage  # noqa: E402
-from orrery.manifest import run_folder  # noqa: E402
 from orrery.manifest.identity import canonical_json, load, pretty_json, run_dir  # noqa: E402
 from orrery.manifest.plan import StagePlan  # noqa: E402
 from orrery.manifest.publish import make_folder, sync, write_atomic  # noqa: E402
 from orrery.manifest.schema import Manifest  # noqa: E402
 from orrery.manifest.workspace import Workspace  # noqa: E402
 from orrery.models import weights  # noqa: E402
-from orrery.observe.process import parse_role  # noqa: E402
 from orrery.orchestrator import snapshot  # noqa: E402
 from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402
+from orrery.runtime import run_directory  # noqa: E402
+from orrery.runtime.role_context import parse_role  # noqa: E402
 from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # noqa: E402
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
@@ -189,7 +189,7 @@ def a_run_and_another(root: Path) -> tuple[Run, Run]:
 def run_that_can_be_adopted(root: Path) -> None:
     checkout(root)
     _, other = a_run_and_another(root)
-    run_folder.begin(other.path)
+    run_directory.begin(other.path)
     (other.path / "manifest.json").write_text(pretty_json(other.manifest))
     for name in ("stages/init/DONE", "weights/init/model.safetensors", "metrics/trainer.0.jsonl"):
         (other.path / name).parent.mkdir(parents=True)
@@ -204,7 +204,7 @@ def end_a_stage(root: Path) -> None:
     """Run a stage whose role has published weights; other processes made the folders above them."""
     run = root / "runs" / "run"
     (run / "stages" / "rl").mkdir(parents=True)
-    run_folder.begin(run)
+    run_directory.begin(run)
     write_atomic(run / "manifest.json", canonical_json(manifest()))
     (run / "weights").mkdir()
     learner = make_learner(manifest(), root / "start")
@@ -239,8 +239,8 @@ CASES = {
     "a file": Case(
         lambda root: [write_atomic(root / "file", content) for content in (b"one", b"two")], whole=("file",), safe=("file",)
     ),
-    "a new run": Case(lambda root: run_folder.begin(root / "runs" / "run"), whole=("runs/run/layout",), safe=("runs",)),
-    "an attempt": Case(lambda root: run_folder.begin_attempt(root / "run"), begun, safe=("run/attempts",)),
+    "a new run": Case(lambda root: run_directory.begin(root / "runs" / "run"), whole=("runs/run/layout",), safe=("runs",)),
+    "an attempt": Case(lambda root: run_directory.begin_attempt(root / "run"), begun, safe=("run/attempts",)),
     "init": Case(init, begun, whole=("run/weights/init",), safe=("run/weights",)),
     "weights in parts": Case(
         save_in_parts, lambda root: (start_weights(root), (root / "model").mkdir()), vouches=(("model/config.json", "model"),),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orrery.manifest.identity import load, run_dir
-from orrery.observe.metrics import read
+from orrery.runtime.metrics import read
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from two_turns import put_on_path
 
 from orrery.manifest.identity import canonical_json, run_dir
-from orrery.manifest.run_folder import begin
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import read
+from orrery.runtime.metrics import read
+from orrery.runtime.run_directory import begin
 from orrery.transport.rollout_store import read_batch
 from orrery.transport.routed_experts import COLUMN, route_shape
 

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.inference.front import AUTHORIZED, Front
 from orrery.inference.token import GENERATE, RequireToken
 from orrery.manifest.identity import load, run_dir
-from orrery.observe import token as observed
-from orrery.observe.metrics import read
+from orrery.runtime import token as observed
+from orrery.runtime.metrics import read
 from orrery.transport.columns import Columns
 from orrery.transport.rollout_wire import Batch, make_receiver, make_sender, zeromq
 from orrery.transport.token import Purpose, authorization

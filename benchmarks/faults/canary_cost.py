@@ -27,11 +27,11 @@ import numpy as np
 
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import read
-from orrery.observe.process import parse_role
-from orrery.observe.usage import tree
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.update import Canary, check_canary
+from orrery.runtime.metrics import read
+from orrery.runtime.role_context import parse_role
+from orrery.runtime.usage import tree
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch

@@ -34,8 +34,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import read
-from orrery.observe.metrics import rows as all_rows
+from orrery.runtime.metrics import read
+from orrery.runtime.metrics import rows as all_rows
 from orrery.transport.rollout_store import read_batch
 from record import record
 from workspace import workspace_with
@@ -161,7 +161,9 @@ class Run:
         launcher.wait()
         said = self.ask_status(killed_s) if kill.victim == "launcher" else self.last_words()
         named_s = time.monotonic() - killed_s
-        while left := [process for process in family if _line(process)]:  # their lifelines end them
+        while left := [
+            process for process in family if _line(process)
+        ]:  # their parent watches end them
             if time.monotonic() > killed_s + LIMIT_S:
                 raise SystemExit(f"{kill}: left {left}")
             time.sleep(0.1)

@@ -37,8 +37,8 @@ import manifest_specs  # noqa: E402
 from orrery.launcher import cli, describe, pipeline, runs, status  # noqa: E402, F401  # loaded before cases are forked
 from orrery.manifest.errors import OrreryError  # noqa: E402
 from orrery.manifest.identity import load, run_dir  # noqa: E402
-from orrery.manifest.run_folder import begin  # noqa: E402
 from orrery.manifest.workspace import Workspace  # noqa: E402
+from orrery.runtime.run_directory import begin  # noqa: E402
 from orrery.transport import checkpoints  # noqa: E402
 
 HANG_S, GIVE_UP_S = 5.0, 30.0

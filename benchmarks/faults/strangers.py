@@ -34,8 +34,8 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.launcher.listeners import Socket, listening, undeclared
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import read
-from orrery.observe.network import LOOPBACK
+from orrery.runtime.metrics import read
+from orrery.runtime.network import LOOPBACK
 from orrery.transport.token import Purpose, authorization, credential
 from orrery.transport.weight_wire import coordinator, weight_dir
 from record import record

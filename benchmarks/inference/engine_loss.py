@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import rows as all_rows
+from orrery.runtime.metrics import rows as all_rows
 from record import record
 from workspace import workspace_with
 

@@ -44,11 +44,11 @@ from orrery.inference.assemble import engine_variables, server_arguments, weight
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 from orrery.models.families import hf_config
-from orrery.observe.network import free_ports
-from orrery.observe.process import RoleContext, parse_role, role_process
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.rollout import run_episode
+from orrery.runtime.network import free_ports
+from orrery.runtime.role_context import RoleContext, parse_role, role_process
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.transport import rendezvous
 from orrery.transport.routed_experts import route_shape

@@ -24,12 +24,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.observe.process import RoleContext, parse_role
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.scheduler import Scheduler
+from orrery.runtime.role_context import RoleContext, parse_role
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer, write_tokenizer
 from orrery.transport.rollout_wire import Batch

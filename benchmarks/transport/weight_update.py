@@ -126,7 +126,7 @@ def inference(run_dir: Path) -> None:
     """As `python -m orrery.inference`, but with weights that nobody has written."""
     from orrery.inference.adapter_start import blank_adapter
     from orrery.inference.assemble import engine_environment, server_arguments
-    from orrery.observe.process import role_process
+    from orrery.runtime.role_context import role_process
 
     with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as ctx:
         engine_environment(ctx.manifest, ctx.host)
@@ -146,7 +146,7 @@ class Trainers:
     """All ranks, as one."""
 
     def __init__(self, run_dir: Path, kind: str, size: int, devices: str, folder: Path) -> None:
-        from orrery.observe.network import free_ports
+        from orrery.runtime.network import free_ports
 
         [port] = free_ports(1)
         shown = devices.split(",") if devices else []

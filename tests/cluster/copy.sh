@@ -17,7 +17,7 @@ sed "s|IMAGES|$images|" "$here/site.toml" >"$checkout/site.toml"
 chown "$login:" "$checkout" "$checkout/site.toml"
 
 # the cluster has no way out: what comes from the network comes here, outside of it
-cat "$checkout"/locks/{install.sh,system.sh,login.txt,uv.txt} "$checkout"/packages/{manifest,observe,launcher}/pyproject.toml | sha256sum >"$root/login.sha256"
+cat "$checkout"/locks/{install.sh,system.sh,login.txt,uv.txt} "$checkout"/packages/{manifest,runtime,observe,launcher}/pyproject.toml | sha256sum >"$root/login.sha256"
 if ! cmp -s "$root/login.sha256" "$checkout/.venv/.login.sha256"; then
     as_user bash locks/install.sh login
     cp "$root/login.sha256" "$checkout/.venv/.login.sha256"

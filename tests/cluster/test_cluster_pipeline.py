@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from simulated import NODES, Cluster, Terminal
 
-from orrery.manifest.run_folder import whole_checkpoints
+from orrery.runtime.run_directory import whole_checkpoints
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -17,9 +17,9 @@ import psutil
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
-from orrery.observe.token import handed_over
 from orrery.orchestrator.engines.messages import EngineGone
 from orrery.orchestrator.engines.pool import EnginePool
+from orrery.runtime.token import handed_over
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STAGE = "rl"

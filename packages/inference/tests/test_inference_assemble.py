@@ -32,8 +32,8 @@ from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
-from orrery.observe import network
-from orrery.observe.deadline import scaled
+from orrery.runtime import network
+from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import UPDATE_S, request_s
 from orrery.transport.token import Purpose, authorization
 
@@ -380,7 +380,7 @@ def test_the_entry_point_that_vllm_loads_is_the_one_the_environment_allows():
     ],
 )
 def test_the_door_opens_to_a_paths_own_credential_only(monkeypatch, token, path, given, status):
-    monkeypatch.setattr("orrery.observe.token._kept", token or "")
+    monkeypatch.setattr("orrery.runtime.token._kept", token or "")
     client = TestClient(RequireToken(PlainTextResponse("in")))
     assert client.post(path, headers=given).status_code == status
 

@@ -10,7 +10,7 @@ import vllm.distributed.utils as stores
 from torch.distributed import DistNetworkError
 
 from orrery.inference.patches.vllm_data_parallel import meet_at_one_address
-from orrery.observe.network import LOOPBACK, free_ports
+from orrery.runtime.network import LOOPBACK, free_ports
 
 RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")
 

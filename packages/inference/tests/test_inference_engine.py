@@ -34,7 +34,6 @@ from msgspec import structs
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.observe import scratch_disk
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
@@ -45,6 +44,7 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.update import Canary, update_engine
+from orrery.runtime import scratch
 from orrery.transport.weight_wire import (
     DIRECT_KINDS,
     Published,
@@ -500,7 +500,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
         if connection.status == psutil.CONN_LISTEN
     }
     assert urlsplit(url).port not in held
-    assert list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir, 0)}*"))
+    assert list(Path(tempfile.gettempdir()).glob(f"{scratch.start_prefix(run_dir, 0)}*"))
 
     async def scenario(fleet):
         [running] = await in_flight(
@@ -514,7 +514,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     took_s, mapped = drive(url, scenario)
     assert took_s < 3
     assert not [member for member in members if alive(member)]
-    assert not list(Path(tempfile.gettempdir()).glob(f"{scratch_disk.of_start(run_dir)}*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{scratch.start_prefix(run_dir)}*"))
     assert not [
         path.name
         for path in Path("/dev/shm").iterdir()
@@ -554,8 +554,8 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        scratch_disk.remove(
-            scratch_disk.of_start(run_dir), Path(tempfile.gettempdir())
+        scratch.remove_folders(
+            scratch.start_prefix(run_dir), Path(tempfile.gettempdir())
         )  # of the killed one, which nobody starts again
 
 

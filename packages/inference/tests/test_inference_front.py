@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from orrery.inference.front import ROUTES
 from orrery.inference.token import RequireToken
-from orrery.observe.process import parse_role
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
+from orrery.runtime.role_context import parse_role
 from orrery.transport import rendezvous
 from orrery.transport.token import Purpose, credential
 
@@ -95,7 +95,7 @@ class StandIn:
 @pytest.fixture(scope="module")
 def engines():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orrery.observe.token._kept", TOKEN)
+        patch.setattr("orrery.runtime.token._kept", TOKEN)
         found = [StandIn(), StandIn()]
     yield found
     for each in found:
@@ -328,7 +328,7 @@ def test_a_router_that_logs_all_logs_no_credential(tmp_path, engines, monkeypatc
     stop(process)
     log = (run_dir / "logs" / "orrery.inference.router.0.log").read_text()
     assert (
-        "DEBUG orrery.observe.health: starting vllm-router" in log
+        "DEBUG orrery.runtime.health: starting vllm-router" in log
         and "vllm_router_rs::policies" in log
     )
     assert not [

@@ -20,8 +20,8 @@ from orrery.inference.kv_offload import disk_folder, prepare_disk
 from orrery.inference.kv_offload import forget as forget_disk
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
-from orrery.observe import shared_memory
 from orrery.orchestrator.engines.client import EngineClient
+from orrery.runtime import scratch
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import RouteShape
 
@@ -117,8 +117,8 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
 
     def host_tiers():
         """By the process that has it: names in shared memory, and the bytes that stand under them."""
-        paths = shared_memory.SHARED_MEMORY.glob(
-            f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}*"
+        paths = scratch.SHARED_MEMORY.glob(
+            f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.0')}*"
         )
         return [(path.name, path.stat().st_size) for path in paths]
 

@@ -27,9 +27,9 @@ from network_alone import alone_in_a_network
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.observe.process import RoleContext
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
 from orrery.orchestrator.engines.registry import Phase
+from orrery.runtime.role_context import RoleContext
 from orrery.transport.route_bytes import column
 from orrery.transport.routed_experts import RouteShape
 from orrery.transport.weight_wire import WeightPublisher

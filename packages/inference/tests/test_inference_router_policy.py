@@ -14,8 +14,8 @@ from inference_servers import REPOSITORY
 
 from orrery.inference.router import _is_healthy, router_arguments
 from orrery.manifest.check import check
-from orrery.observe.network import free_ports
 from orrery.orchestrator.engines.client import RouterClient
+from orrery.runtime.network import free_ports
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

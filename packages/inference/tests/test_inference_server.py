@@ -37,7 +37,7 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
     entry = SimpleNamespace(
         setup_server=bound, build_async_engine_client=engine, build_and_serve=build_and_serve
     )
-    health = SimpleNamespace(doing=lambda _: None, turns=lambda _: None, failed=lambda _: None)
+    health = SimpleNamespace(doing=lambda _: None, beat_loop=lambda _: None, failed=lambda _: None)
     ctx = SimpleNamespace(index=0, name="inference.0", health=health)
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
     monkeypatch.setattr(server, "_announce", announce)

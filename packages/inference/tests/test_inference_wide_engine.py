@@ -23,9 +23,9 @@ from inference_servers import (
 )
 
 from orrery.manifest.identity import load
-from orrery.observe import shared_memory
 from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
 from orrery.orchestrator.engines.update import update_engine
+from orrery.runtime import scratch
 from orrery.transport.weight_wire import acquire_lease, release_lease, retry_transfer
 from orrery.transport.weight_wire.coordinator import ARRIVAL_S
 
@@ -50,12 +50,12 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(run_dir):
     of_a_start_that_was_killed = (
-        shared_memory.SHARED_MEMORY
-        / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.0')}4.mmap"
+        scratch.SHARED_MEMORY
+        / f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.0')}4.mmap"
     )
     of_another_engine = (
-        shared_memory.SHARED_MEMORY
-        / f"vllm_offload_{shared_memory.of_role(run_dir, 'inference.00')}4.mmap"
+        scratch.SHARED_MEMORY
+        / f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.00')}4.mmap"
     )
     for path in (of_a_start_that_was_killed, of_another_engine):
         path.write_bytes(bytes(1))
@@ -66,7 +66,7 @@ def server(run_dir):
         assert of_another_engine.stat().st_size == 1
     finally:
         stop(process)
-        assert shared_memory.remove(shared_memory.prefix(run_dir)) == [of_another_engine]
+        assert scratch.remove_memory(scratch.memory_prefix(run_dir)) == [of_another_engine]
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
     assert not [
         path.name
         for path in mapped
-        if shared_memory.of_role(run_dir, "inference.0") not in path.name
+        if scratch.role_memory_prefix(run_dir, "inference.0") not in path.name
     ]
     (run_dir / "fault.0").write_text("dies")
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launcher_stages import alive
 
-from orrery.observe import scratch_disk, shared_memory
+from orrery.runtime import scratch
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,8 +24,8 @@ def run_dir(tmp_path):
     yield path
     for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
         assert not alive(int(pid)), f"{pid} outlived the launcher"
-    assert not list(Path("/dev/shm").glob(f"*{shared_memory.prefix(path)}*"))
-    for name in (f"orrery-kv-{path.name}-", scratch_disk.of_start(path)):
+    assert not list(Path("/dev/shm").glob(f"*{scratch.memory_prefix(path)}*"))
+    for name in (f"orrery-kv-{path.name}-", scratch.start_prefix(path)):
         assert not list(Path(tempfile.gettempdir()).glob(f"{name}*"))
 
 

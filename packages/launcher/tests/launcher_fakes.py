@@ -22,9 +22,9 @@ from orrery.launcher.supervisor import Job, run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace
-from orrery.observe import scratch_disk, wind_down
-from orrery.observe.process import role_process
-from orrery.observe.shared_memory import prefix
+from orrery.runtime import preemption, scratch
+from orrery.runtime.role_context import role_process
+from orrery.runtime.scratch import memory_prefix
 from orrery.transport import rendezvous
 from orrery.transport.token import run_token
 
@@ -48,9 +48,9 @@ def be_a_role() -> None:
                 while True:
                     time.sleep(0.05)
             elif act == "wind down":
-                while not wind_down.is_asked(ctx.run_dir, ctx.stage):
+                while not preemption.is_requested(ctx.run_dir, ctx.stage):
                     time.sleep(0.05)
-                raise wind_down.WoundDown(3)
+                raise preemption.Preempted(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
             elif act == "fail of engine 0":
@@ -85,10 +85,10 @@ def be_a_role() -> None:
             elif act == "ignore SIGTERM":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             elif act == "shm":
-                Path(f"/dev/shm/{prefix(ctx.run_dir)}{ctx.attempt}").mkdir()
+                Path(f"/dev/shm/{memory_prefix(ctx.run_dir)}{ctx.attempt}").mkdir()
             elif act == "caches":
                 made = (
-                    scratch_disk.folder(ctx.run_dir, ctx.stage)
+                    scratch.disk_folder(ctx.run_dir, ctx.stage)
                     / f"attempt_{ctx.attempt}"
                     / str(ctx.index)
                 )
@@ -114,7 +114,7 @@ def be_a_role() -> None:
                 rendezvous.publish(ctx, f"http://127.0.0.1:{ctx.port}")
             elif act == "turn once":
                 if not ctx.incarnation:
-                    ctx.health.turns(3.0)
+                    ctx.health.beat_loop(3.0)
             elif act == "until asked":
                 while not (ctx.run_dir / "go").exists():
                     time.sleep(0.05)

@@ -17,9 +17,9 @@ from orrery.launcher.status import RoleStatus, Status
 from orrery.launcher.supervisor import done_path, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
-from orrery.manifest.run_folder import begin, begin_attempt
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
+from orrery.runtime.run_directory import begin, begin_attempt
 
 pytestmark = pytest.mark.timeout(60)
 

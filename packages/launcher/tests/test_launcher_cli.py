@@ -29,8 +29,8 @@ from orrery.launcher.supervisor import done_path
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.workspace import Workspace
-from orrery.observe.health import HealthFile
-from orrery.observe.metrics import MetricsFile
+from orrery.runtime.health import HealthFile
+from orrery.runtime.metrics import MetricsFile
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

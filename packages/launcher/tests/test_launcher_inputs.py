@@ -9,7 +9,7 @@ from launcher_stages import end, launch
 
 from orrery.launcher import inputs
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.run_folder import inputs_path
+from orrery.runtime.run_directory import inputs_path
 
 STAGES = ("init", "rl", "evaluate", "report")
 

@@ -10,7 +10,7 @@ from orrery.launcher.environment import environment
 from orrery.launcher.placement import share_cores, share_devices
 from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan
-from orrery.observe import shared_memory
+from orrery.runtime import scratch
 
 
 def stage(trainers=0, engines=0, orchestrator=True, devices=1):
@@ -125,11 +125,11 @@ def test_shared_memory_of_this_run_is_removed_and_that_of_the_same_run_elsewhere
         tmp_path / "shm",
     )
     for path in (run_dir, elsewhere):
-        (root / f"{shared_memory.prefix(path)}attempt1" / "version_3").mkdir(parents=True)
-    assert [path.name for path in shared_memory.remove(shared_memory.prefix(run_dir), root)] == [
-        f"{shared_memory.prefix(run_dir)}attempt1"
+        (root / f"{scratch.memory_prefix(path)}attempt1" / "version_3").mkdir(parents=True)
+    assert [path.name for path in scratch.remove_memory(scratch.memory_prefix(run_dir), root)] == [
+        f"{scratch.memory_prefix(run_dir)}attempt1"
     ]
-    assert [path.name for path in root.iterdir()] == [f"{shared_memory.prefix(elsewhere)}attempt1"]
+    assert [path.name for path in root.iterdir()] == [f"{scratch.memory_prefix(elsewhere)}attempt1"]
 
 
 def test_the_weight_wire_names_its_folder_as_the_launcher_looks_for_it(tmp_path):
@@ -137,5 +137,5 @@ def test_the_weight_wire_names_its_folder_as_the_launcher_looks_for_it(tmp_path)
     run_dir = tmp_path / "r-0123456789ab"
     folder = weight_wire.weight_dir(run_dir, 3)
     assert folder.parent == Path("/dev/shm") and folder.name.startswith(
-        shared_memory.prefix(run_dir)
+        scratch.memory_prefix(run_dir)
     )

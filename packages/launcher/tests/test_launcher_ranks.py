@@ -20,9 +20,9 @@ import pytest
 from orrery.launcher import status
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.observe.health import Health, read_health
-from orrery.observe.process import parse_role
-from orrery.observe.stillness import STILL_S
+from orrery.observe.hang_detector import STILL_S
+from orrery.runtime.health import Health, read_health
+from orrery.runtime.role_context import parse_role
 
 torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.initialize").initialize
@@ -79,7 +79,7 @@ def at_step(launcher: subprocess.Popen, run_dir: Path, step: int) -> dict[str, H
     while launcher.poll() is None:
         ranks = read_health(run_dir, "sft", 1)
         if len(ranks) == 2 and all(
-            (rank.step or 0) >= step and rank.pulse for rank in ranks.values()
+            (rank.step or 0) >= step and rank.heartbeat for rank in ranks.values()
         ):
             return ranks
         assert time.monotonic() < limit_s, ranks

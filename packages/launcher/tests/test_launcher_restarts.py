@@ -16,8 +16,8 @@ from launcher_stages import alive, end, launch, ready, text, wait_for
 
 from orrery.launcher import status, supervisor
 from orrery.launcher.restarts import WINDOW_S, Restarts
-from orrery.observe import fence
-from orrery.observe.metrics import read
+from orrery.runtime import preemption
+from orrery.runtime.metrics import read
 
 pytestmark = pytest.mark.timeout(120)
 names, codes = st.sampled_from(["inference.0", "inference.1"]), st.sampled_from([-9, 1, 0])
@@ -177,10 +177,12 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     launcher = launch(run_dir, *roles, restarts=1)
     pids = ready(run_dir, "inference.0", "trainer.1")
     os.kill(pids["inference.0"], signal.SIGSTOP)
-    fence.ask(run_dir, "rl", 1, "inference.0", 0, "engine 0 did not finish /pause within 120 s")
+    preemption.fence(
+        run_dir, "rl", 1, "inference.0", 0, "engine 0 did not finish /pause within 120 s"
+    )
     second = restarted(run_dir, "inference.0", pids["inference.0"])
-    fence.ask(run_dir, "rl", 1, "inference.0", 0, "said late")
-    wait_for(lambda: not fence.asked(run_dir, "rl", 1), 30)
+    preemption.fence(run_dir, "rl", 1, "inference.0", 0, "said late")
+    wait_for(lambda: not preemption.fenced(run_dir, "rl", 1), 30)
     assert text(run_dir / "ready.inference.0") == str(second) and alive(second)
     (run_dir / "go").touch()
     code, stderr = end(launcher)

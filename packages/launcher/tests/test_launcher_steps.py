@@ -18,7 +18,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
-from orrery.observe import scratch_disk, shared_memory
+from orrery.runtime import scratch
 
 ROOT = Path(__file__).parents[3]
 TASK = ROOT / "packages/launcher/src/orrery/launcher/task.sh"
@@ -240,7 +240,7 @@ def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node
         }
     )
     (ours, ours_shared), (theirs, theirs_shared) = (
-        (scratch_disk.of_start(path), shared_memory.prefix(path))
+        (scratch.start_prefix(path), scratch.memory_prefix(path))
         for path in (tmp_path / "run-a", tmp_path / "run-b")
     )
     others = {"orrery-8", "orrery-kv-run-b-rl", f"{theirs}0-x"}

@@ -22,12 +22,10 @@ from orrery.launcher.failure import accused
 from orrery.launcher.observer import Observer
 from orrery.launcher.process import ended_within
 from orrery.launcher.supervisor import done_path, newest_checkpoint
-from orrery.observe import shared_memory, wind_down
-from orrery.observe.health import read_health
-from orrery.observe.heartbeat import HANG_S
-from orrery.observe.metrics import MetricsFile, read
 from orrery.observe.progress import Progress
-from orrery.observe.tail import MetricsTail
+from orrery.runtime import preemption, scratch
+from orrery.runtime.health import HANG_S, read_health
+from orrery.runtime.metrics import MetricsFile, MetricsTail, read
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -360,7 +358,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     launcher.stderr.close()
     assert status.launcher_died(run_dir, status.read(run_dir))
     wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
-    assert not list(Path("/dev/shm").glob(f"{shared_memory.prefix(run_dir)}*"))
+    assert not list(Path("/dev/shm").glob(f"{scratch.memory_prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
         os.kill(
             int(pid), signal.SIGKILL
@@ -379,7 +377,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
         for role, process in zip(last.roles, (left, others), strict=True):
             role.pid = process.pid
         last.write(run_dir)
-        weights = Path("/dev/shm") / f"{shared_memory.prefix(run_dir)}1"
+        weights = Path("/dev/shm") / f"{scratch.memory_prefix(run_dir)}1"
         weights.mkdir()
         launcher = launch(run_dir, ("trainer", ["ready", "until asked"]))
         wait_for(lambda: left.poll() is not None or text(run_dir / "ready.trainer.0"), within_s=30)
@@ -639,7 +637,7 @@ def test_a_wind_down_ends_the_stage_when_all_that_end_by_themselves_have_left(ru
     launcher.send_signal(signal.SIGUSR1)
     code, stderr = end(launcher)
     assert (
-        code == wind_down.WOUND_DOWN
+        code == preemption.EXIT_PREEMPTED
         and "rl: wound down; type `make demo` to start rl again" in stderr
     )
     assert status.read(run_dir).state == "stopped" and not (run_dir / "stages/rl/DONE").exists()
@@ -651,7 +649,7 @@ def test_a_role_that_fails_while_the_others_wind_down_is_a_failure(run_dir):
     )
     pids = ready(run_dir, "orchestrator.0", "trainer.1")
     launcher.send_signal(signal.SIGUSR1)
-    wait_for(lambda: wind_down.is_asked(run_dir, "rl"), 10)
+    wait_for(lambda: preemption.is_requested(run_dir, "rl"), 10)
     os.kill(pids["trainer.1"], signal.SIGSEGV)
     code, stderr = end(launcher)
     assert code == 1 and "trainer.1 was killed by SIGSEGV" in stderr

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from orrery.launcher import view
-from orrery.observe.health import FAILED, Health, Wait
 from orrery.observe.progress import Progress, line
+from orrery.runtime.health import FAILED, Health, Wait
 
 NOW_S = 1060.0
 
@@ -90,7 +90,7 @@ def test_however_many_things_processes_do_the_line_is_short():
 DRAWS = """
 import sys, time
 from orrery.launcher import view
-from orrery.observe.health import Health, Wait
+from orrery.runtime.health import Health, Wait
 from orrery.observe.progress import Progress
 progress, number = Progress("r-1", "rl", 1, ("init", "rl"), ("init",), 40, time.time()), int(sys.argv[1])
 progress.step, progress.values = 7, {"version": 6.0, "reward": 0.25}

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
-from orrery.observe import weights_and_biases
-from orrery.observe.health import Health, Wait
-from orrery.observe.metrics import MetricsFile
+from orrery.observe import sinks
 from orrery.observe.progress import Progress, line, panel, sparkline
-from orrery.observe.tail import MetricsTail
-from orrery.observe.tensorboard import TensorBoardSink, named
+from orrery.observe.sinks import TensorBoardSink, named
+from orrery.runtime.health import Health, Wait
+from orrery.runtime.metrics import MetricsFile, MetricsTail
 
 
 @pytest.fixture
@@ -167,7 +166,7 @@ def test_a_file_that_cannot_be_read_at_one_look_keeps_its_rows_for_the_next_and_
         for process, _ in tail.new_rows():
             seen.append(process)
 
-    monkeypatch.setattr("orrery.observe.tail.open_regular", open_or_fail)
+    monkeypatch.setattr("orrery.runtime.metrics.open_regular", open_or_fail)
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         look()
     assert seen == ["engine.0", "trainer.0"]
@@ -237,12 +236,12 @@ def test_wandb_is_used_only_when_configured_and_its_absence_is_a_sentence(tmp_pa
     for name in ("WANDB_PROJECT", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert not weights_and_biases.configured()
+    assert not sinks.configured()
     monkeypatch.setenv("WANDB_PROJECT", "p")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert weights_and_biases.configured()
+    assert sinks.configured()
     with pytest.raises(OrreryError, match="wandb is not installed"):
-        weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
+        sinks.WandbSink(tmp_path / "reverse_text-0123456789ab")
 
 
 def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
@@ -258,7 +257,7 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
         "wandb",
         SimpleNamespace(init=lambda **settings: started.update(settings) or run),
     )
-    sink = weights_and_biases.WandbSink(tmp_path / "reverse_text-0123456789ab")
+    sink = sinks.WandbSink(tmp_path / "reverse_text-0123456789ab")
     sink.write("trainer.0", {"time_s": 1.0, "stage": "rl", "attempt": 1, "step": 7, "loss": 0.5})
     for engine in (0, 1):
         sink.write(
@@ -273,7 +272,7 @@ def test_wandb_gets_one_run_a_folder_and_steps_as_values(tmp_path, monkeypatch):
     )
     ids = [started["id"]]
     for checkout in (tmp_path, tmp_path / "other"):
-        weights_and_biases.WandbSink(checkout / "reverse_text-0123456789ab")
+        sinks.WandbSink(checkout / "reverse_text-0123456789ab")
         ids.append(started["id"])
     assert ids[0] == ids[1] != ids[2] and all(one.startswith("0123456789ab-") for one in ids), (
         "resumed, but not by another checkout"

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.duration import duration
-from orrery.observe.metrics import read
+from orrery.observe.report.columns import POINTS, Table, extremes, largest, means
 from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
 from orrery.observe.report.figures import (
     about,
@@ -26,8 +25,8 @@ from orrery.observe.report.figures import (
     warm_start,
 )
 from orrery.observe.report.page import SECTIONS, _tiles, render, summary
-from orrery.observe.report.table import Table
-from orrery.observe.report.thinning import POINTS, extremes, largest, means
+from orrery.runtime.metrics import read
+from orrery.runtime.timing import duration
 
 MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
 intervals = st.lists(

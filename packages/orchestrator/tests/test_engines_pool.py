@@ -10,10 +10,6 @@ import pytest
 from orchestrator_engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.observe import fence
-from orrery.observe.health import read_health
-from orrery.observe.metrics import read
-from orrery.observe.process import RoleContext
 from orrery.orchestrator.engines import client as client_module
 from orrery.orchestrator.engines import pool as pool_module
 from orrery.orchestrator.engines.messages import (
@@ -28,6 +24,10 @@ from orrery.orchestrator.engines.messages import (
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.engines.registry import Phase
 from orrery.orchestrator.engines.update import compare
+from orrery.runtime import preemption
+from orrery.runtime.health import read_health
+from orrery.runtime.metrics import read
+from orrery.runtime.role_context import RoleContext
 from orrery.transport import rendezvous
 from orrery.transport.fingerprint import digest
 from orrery.transport.weight_wire import Published
@@ -190,7 +190,7 @@ class Engines:
 
 def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
-    monkeypatch.setattr("orrery.observe.token._kept", "t")
+    monkeypatch.setattr("orrery.runtime.token._kept", "t")
     monkeypatch.setattr(pool_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
@@ -237,7 +237,7 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_up
             "the other one goes on"
         )
         assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
-        [asked] = fence.asked(tmp_path, "rl", 1)
+        [asked] = preemption.fenced(tmp_path, "rl", 1)
         assert (asked.name, asked.incarnation) == (
             "inference.1",
             0,
@@ -322,7 +322,7 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
             told.set()
         await until(lambda: len(router.paths()) == 3)
         assert fleet.roster.at(Phase.FENCED) == [0, 1]
-        assert {one.name for one in fence.asked(tmp_path, "rl", 1)} == {
+        assert {one.name for one in preemption.fenced(tmp_path, "rl", 1)} == {
             "inference.0",
             "inference.1",
         }
@@ -366,7 +366,7 @@ def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(
     async def scenario(engines):
         with pytest.raises(RunFailed, match="router: /remove_worker"):
             await engines.fleet.metrics()
-        assert [one.name for one in fence.asked(tmp_path, "rl", 1)] == ["inference.1"]
+        assert [one.name for one in preemption.fenced(tmp_path, "rl", 1)] == ["inference.1"]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
@@ -415,7 +415,7 @@ def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch)
     async def scenario(engines):
         with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
             await engines.fleet.update(PUBLISHED)
-        assert not fence.asked(tmp_path, "rl", 1)
+        assert not preemption.fenced(tmp_path, "rl", 1)
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
@@ -745,7 +745,7 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
 def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("orrery.observe.token._kept", "t")
+    monkeypatch.setattr("orrery.runtime.token._kept", "t")
     monkeypatch.setattr(pool_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]

@@ -18,9 +18,6 @@ import pytest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Evaluate
-from orrery.observe import wind_down
-from orrery.observe.health import read_health
-from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, dispatch, evaluate, preemption, runner, snapshot
 from orrery.orchestrator import loop as loop_module
 from orrery.orchestrator.buffer import Sample
@@ -29,6 +26,8 @@ from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.orchestrator.updates import Updates
+from orrery.runtime.health import read_health
+from orrery.runtime.preemption import Preempted, request_path
 from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.task import Judgement, Message
 from orrery.transport import checkpoints, rollout_store
@@ -714,7 +713,7 @@ class WindingDown(fakes.FakeTrainer):
 
     def ask_if(self, step):
         if step == self.after:
-            file = wind_down.path(self.run_dir, "rl")
+            file = request_path(self.run_dir, "rl")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
 
@@ -758,7 +757,7 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
     first, scheduler = WindingDown(tmp_path, manifest, after), Scheduler(manifest)
     first.scheduler = scheduler
-    with pytest.raises(WoundDown) as ended:
+    with pytest.raises(Preempted) as ended:
         run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, scheduler)
     step = ended.value.step
     assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
@@ -766,7 +765,7 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     assert (checkpoints.checkpoint_dir(tmp_path, step, 1) / "later.attempt_1").exists() == (
         step in (2, 4)
     )
-    wind_down.path(tmp_path, "rl").unlink()
+    request_path(tmp_path, "rl").unlink()
 
     resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
     kept = {sample.group_id for group in resumed.buffer.queue for sample in group}
@@ -791,7 +790,7 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
         trainer.scheduler = scheduler = assemble.scheduler(
             fakes.FakeContext(tmp_path, manifest, attempt=attempt)
         )
-        with pytest.raises(WoundDown):
+        with pytest.raises(Preempted):
             run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, scheduler, attempt=attempt)
     [step] = checkpoints.steps(tmp_path)
     assert step == trainer.wound_down_at and trainer.batches == []

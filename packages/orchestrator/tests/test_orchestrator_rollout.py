@@ -8,10 +8,10 @@ import numpy as np
 import orchestrator_fakes as fakes
 import pytest
 
-from orrery.observe.process import TERMINATED, Terminated
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.rollout import RolloutFailed, run_episode
 from orrery.orchestrator.runner import RolloutRunner
+from orrery.runtime.role_context import TERMINATED, Terminated
 from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.transport.routed_experts import RouteShape
 

@@ -208,8 +208,8 @@ def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables
     code = f"""
 import asyncio
 import orrery.tasks.reasoning_gym as gym
-from orrery.observe.lifeline import drop_privileges
-from orrery.observe.token import take
+from orrery.runtime.parent_watch import drop_privileges
+from orrery.runtime.token import take
 from orrery.tasks.scorers import Scorers
 if {asks_as == "an ordinary user"}:
     drop_privileges()

@@ -11,14 +11,14 @@ from trainer_cases import manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.models.weights import write_initial
-from orrery.observe.wind_down import WoundDown
+from orrery.runtime.preemption import Preempted
 from orrery.trainer import assemble
 from orrery.trainer.parallel.world import World
 
 
 @pytest.mark.parametrize(
     ("error", "dissolves"),
-    [(None, True), (WoundDown(3), True), (RunFailed("alone"), False), (SystemExit(1), False)],
+    [(None, True), (Preempted(3), True), (RunFailed("alone"), False), (SystemExit(1), False)],
 )
 def test_a_rank_that_fails_waits_for_no_other(monkeypatch, error, dissolves):
     dissolved = []

@@ -30,8 +30,8 @@ from trainer_rank import die_in_the_middle, train
 from orrery.manifest.digest import sha256
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
-from orrery.manifest.run_folder import inputs_path
-from orrery.observe.process import parse_role
+from orrery.runtime.role_context import parse_role
+from orrery.runtime.run_directory import inputs_path
 from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file
 from orrery.trainer.assemble import assemble_learner
 from orrery.trainer.export import export_checkpoint

@@ -30,7 +30,7 @@ from orrery.manifest.schema import Lora, Mesh, Trainer
 from orrery.models import lora
 from orrery.models.causal_lm import Block
 from orrery.models.layers import rotary_angles
-from orrery.observe.process import parse_role
+from orrery.runtime.role_context import parse_role
 from orrery.trainer.bench.request import Options, request
 from orrery.trainer.initialize import initialize
 from orrery.trainer.memory_plan import kept, out_of_memory

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer_cases import MEMORY, make_learner, manifest, run_script, write_start_weights
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.metrics import read
+from orrery.runtime.metrics import read
 from orrery.trainer.parallel import recomputation
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.transport.columns import Columns

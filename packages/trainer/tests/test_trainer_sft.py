@@ -24,8 +24,8 @@ from trainer_cases import make_learner, manifest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
-from orrery.observe.metrics import read
-from orrery.observe.process import parse_role
+from orrery.runtime.metrics import read
+from orrery.runtime.role_context import parse_role
 from orrery.tasks import Message, Tool, ToolCall
 from orrery.tasks.chat import CHARACTER_TEMPLATE, Renderer, write_tokenizer
 from orrery.trainer import __main__ as trainer_main

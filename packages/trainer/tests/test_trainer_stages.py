@@ -23,11 +23,11 @@ from trainer_cases import batch_columns, manifest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.models import build, weights
-from orrery.observe.health import read_health
-from orrery.observe.metrics import read
-from orrery.observe.metrics import rows as rows_of
-from orrery.observe.process import parse_role
-from orrery.observe.wind_down import WoundDown
+from orrery.runtime.health import read_health
+from orrery.runtime.metrics import read
+from orrery.runtime.metrics import rows as rows_of
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import parse_role
 from orrery.tasks.chat import Renderer
 from orrery.trainer.assemble import assemble_rl, assemble_world
 from orrery.trainer.export import export_checkpoint
@@ -833,7 +833,7 @@ def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
         learner = SimpleNamespace(step=first_step)
         loop = RlLoop(ctx, None, learner, None, receiver, saving, 1.0, 1.0, 1.0)
         learner.step = 3
-        with pytest.raises(WoundDown) as wound_down:
+        with pytest.raises(Preempted) as wound_down:
             loop.receive(4)
         assert (wound_down.value.step, ended) == (3, ["finished"])
         ended.clear()

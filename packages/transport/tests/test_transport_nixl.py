@@ -11,7 +11,7 @@ pytest.importorskip(
     "nixl", reason="NOT TESTED: NIXL, which is not installed here", exc_type=ImportError
 )
 
-from orrery.observe import network
+from orrery.runtime import network
 from orrery.transport.weight_wire.nixl import RegisteredBuckets
 
 IDLE_S = 0.5

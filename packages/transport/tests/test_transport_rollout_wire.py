@@ -425,10 +425,10 @@ def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
 
 def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
     async def run():
-        monkeypatch.setattr("orrery.observe.token._kept", "ours")
+        monkeypatch.setattr("orrery.runtime.token._kept", "ours")
         async with wire_of(kind, tmp_path) as wire:
             await wire.sender.send(batch_of(1))
-            monkeypatch.setattr("orrery.observe.token._kept", "theirs")
+            monkeypatch.setattr("orrery.runtime.token._kept", "theirs")
             stranger = wire.receiver()
             with pytest.raises(
                 RunFailed,
@@ -443,7 +443,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
                 files._write(wire.sender._folder / "ask.rank_0.json", ask)
                 assert await wire.sender.wanted() == -1
             assert wire.sender.num_foreign >= 1
-            monkeypatch.setattr("orrery.observe.token._kept", "ours")
+            monkeypatch.setattr("orrery.runtime.token._kept", "ours")
             check(*await taken(wire.receiver(), 1), batch_of(1))
 
     asyncio.run(run())
@@ -453,11 +453,11 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
 def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(
     kind, tmp_path, given, says
 ):
-    """As processes that a launcher starts: the lifeline has taken its variable away when a wire is made."""
+    """As processes that a launcher starts: the parent watch has taken its variable away when a wire is made."""
     code = f"""
 import asyncio
 from orrery.manifest.errors import RunFailed
-from orrery.observe.process import role_process
+from orrery.runtime.role_context import role_process
 from orrery.transport import rendezvous, rollout_wire
 async def sender():
     rollout_wire.make_sender({kind!r}, ctx.run_dir, ctx.host, 0, 1).close()
@@ -687,7 +687,7 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_no_file_holds_the_runs_token(tmp_path, monkeypatch):
-    monkeypatch.setattr("orrery.observe.token._kept", "a-secret-of-this-run")
+    monkeypatch.setattr("orrery.runtime.token._kept", "a-secret-of-this-run")
 
     async def run():
         async with wire_of("files", tmp_path) as wire:

@@ -27,7 +27,7 @@ NUM_MALFORMED = 1000
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
-    monkeypatch.setattr("orrery.observe.token._kept", TOKEN)
+    monkeypatch.setattr("orrery.runtime.token._kept", TOKEN)
 
 
 def peak_bytes() -> int:

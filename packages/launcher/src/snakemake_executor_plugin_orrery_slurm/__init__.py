@@ -34,10 +34,9 @@ from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
 from orrery.manifest import plan
-from orrery.manifest.built import check_built
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, explain_os_error
+from orrery.manifest.support import check_supported
 from orrery.manifest.workspace import find_workspace
-from orrery.observe.system_error import explain
 
 PAUSES_S = (2.0, 10.0, 30.0)
 AWAY = re.compile(
@@ -81,7 +80,7 @@ class Executor(RemoteExecutor):
         info = SubmittedJobInfo(job)
         try:  # what would fail on the nodes, said before anything waits in a queue
             one = find(run, self.workspace)
-            check_built(one.manifest)
+            check_supported(one.manifest)
             stage_plan = plan.stage(one.manifest, stage)
             check_network(self.site, stage_plan.num_nodes, f"{stage} of {one.manifest.name}")
             images_of(self.site.containers, self.workspace, one.manifest.hardware, stage_plan)
@@ -170,7 +169,7 @@ class Executor(RemoteExecutor):
         log = run_dir / "logs" / f"slurm.{info.external_jobid}.log"
         line = last_line(log, 0).removeprefix("error: ")
         if not line and shutil.disk_usage(run_dir).free < TOO_LITTLE_BYTES:
-            line = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))
+            line = explain_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))
         return (
             own
             or f"{stage}: job {info.external_jobid} ended with {word}"

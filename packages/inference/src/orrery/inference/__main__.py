@@ -8,7 +8,7 @@ from orrery.inference.assemble import engine_environment, server_arguments, weig
 from orrery.inference.kv_offload import offload
 from orrery.inference.releases import import_vllm
 from orrery.inference.token import INDEX
-from orrery.observe.process import role_process
+from orrery.runtime.role_context import role_process
 from orrery.transport.token import run_token
 
 

@@ -65,7 +65,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
 def adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     """What `vllm serve` is told of the adapter in `folder`."""
     lora = manifest.trainer.lora
-    assert lora is not None, "manifest.built"
+    assert lora is not None, "manifest.support"
     room = next(rank for rank in RANKS if rank >= lora.rank)
     targets = [name for target in lora.targets for name in PROJECTIONS[target]]
     return [

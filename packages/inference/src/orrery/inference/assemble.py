@@ -19,9 +19,9 @@ from orrery.inference.kv_transfer import (
 )
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Inference, Manifest
-from orrery.observe.deadline import scaled
-from orrery.observe.logs import log_level
-from orrery.observe.network import free_ports, name_interface
+from orrery.runtime.network import free_ports, name_interface
+from orrery.runtime.role_context import log_level
+from orrery.runtime.timing import scaled
 from orrery.transport.weight_wire import check_library
 
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`

@@ -22,9 +22,9 @@ from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.inference.patches.vllm_routes_shared import SHARED
 from orrery.inference.routes_on_disk import FOLDER, FOLDER_BYTES
 from orrery.manifest.schema import Manifest, disk_block_bytes
-from orrery.observe import scratch_disk, shared_memory
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
+from orrery.runtime import scratch
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.transport import rendezvous
 
 HASH_SEED = "0"  # block hashes must be equal in all engines and after restarts
@@ -34,7 +34,7 @@ DISK_TIER = "orrery_disk"  # the name of `kv_disk.BoundedFiles` in a configurati
 
 def disk_folder(ctx: RoleContext) -> Path:
     """Where engine `ctx` keeps blocks on the node's scratch disk, the same for every start within an attempt."""
-    return scratch_disk.folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
+    return scratch.disk_folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ def offload(ctx: RoleContext) -> list[str]:
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     else:
         config["engine_id"] = (
-            f"{shared_memory.of_role(ctx.run_dir, ctx.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
+            f"{scratch.role_memory_prefix(ctx.run_dir, ctx.name)}{uuid.uuid4()}"  # the name of the host tier's file has it
         )
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))

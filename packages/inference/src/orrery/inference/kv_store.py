@@ -14,9 +14,9 @@ from pathlib import Path
 from orrery.inference.kv_transfer import refuse_open_interfaces
 from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.observe.lifeline import die_with_parent
-from orrery.observe.network import free_ports
-from orrery.observe.process import role_process
+from orrery.runtime.network import free_ports
+from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.role_context import role_process
 from orrery.transport import rendezvous
 
 LIBRARIES = {

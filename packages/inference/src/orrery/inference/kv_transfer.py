@@ -19,9 +19,9 @@ import psutil
 from orrery.inference.patches.vllm_routes_elsewhere import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
-from orrery.observe import network
-from orrery.observe.deadline import scaled
-from orrery.observe.network import LOOPBACK_INTERFACE, interface
+from orrery.runtime import network
+from orrery.runtime.network import LOOPBACK_INTERFACE, interface
+from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import request_s
 
 LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled

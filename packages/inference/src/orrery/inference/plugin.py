@@ -8,9 +8,9 @@
 import os
 
 from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND
-from orrery.observe.lifeline import die_with_parent
+from orrery.runtime.parent_watch import die_with_parent
 
-SHARED = "ORRERY_SHARED_MEMORY"  # `observe.shared_memory.of_role`
+SHARED = "ORRERY_SHARED_MEMORY"  # `runtime.scratch.role_memory_prefix`
 
 _registered = False
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 
 START_DEADLINE_S = 60.0
 POLL_S = 0.05

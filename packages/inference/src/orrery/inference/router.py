@@ -28,12 +28,11 @@ from orrery.inference.front import AUTHORIZED, Front
 from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
-from orrery.observe.deadline import scaled
-from orrery.observe.heartbeat import heartbeat
-from orrery.observe.lifeline import die_with_parent
-from orrery.observe.logs import log_level
-from orrery.observe.network import LOOPBACK, free_ports, without_proxy
-from orrery.observe.process import RoleContext, role_process
+from orrery.runtime.health import beating_loop
+from orrery.runtime.network import LOOPBACK, free_ports, without_proxy
+from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.role_context import RoleContext, log_level, role_process
+from orrery.runtime.timing import scaled
 from orrery.transport import rendezvous
 from orrery.transport.engine_api import request_s
 from orrery.transport.token import Purpose, authorization, run_token
@@ -106,7 +105,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
     port, metrics_port = free_ports(2)  # vllm-router cannot choose and report a port
     inner = f"http://{LOOPBACK}:{port}"
-    async with Front(token, inner) as front, heartbeat(ctx.health):
+    async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
         process = subprocess.Popen(

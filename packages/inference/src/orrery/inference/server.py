@@ -34,10 +34,10 @@ from orrery.inference.kv_transfer import handover
 from orrery.inference.patches import vllm_shared_memory
 from orrery.inference.root_cause import root_cause
 from orrery.manifest.errors import RunFailed
-from orrery.observe import scratch_disk, shared_memory
-from orrery.observe.deadline import scaled
-from orrery.observe.heartbeat import heartbeat
-from orrery.observe.process import RoleContext
+from orrery.runtime import scratch
+from orrery.runtime.health import beating_loop
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.transport import rendezvous
 
 WATCH_S = 0.25
@@ -94,8 +94,8 @@ class Left:
         """Call it before TMPDIR is another."""
         tempfile.tempdir = None
         names = (
-            scratch_disk.of_start(ctx.run_dir, ctx.index),
-            shared_memory.of_role(ctx.run_dir, ctx.name),
+            scratch.start_prefix(ctx.run_dir, ctx.index),
+            scratch.role_memory_prefix(ctx.run_dir, ctx.name),
         )
         return Left(Path(tempfile.gettempdir()), *names, disk_folder(ctx), os.getpid())
 
@@ -103,8 +103,8 @@ class Left:
         """With the blocks on disk where the engine has `ended` in order, last: they may be many, and the launcher does not wait long."""
         if os.getpid() != self.pid:
             return
-        scratch_disk.remove(self.start, self.scratch)
-        shared_memory.remove(self.shared)
+        scratch.remove_folders(self.start, self.scratch)
+        scratch.remove_memory(self.shared)
         if ended:
             forget(self.disk)
 
@@ -130,7 +130,7 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
     gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
     async with (
         entry.build_async_engine_client(args) as engine,
-        heartbeat(ctx.health),
+        beating_loop(ctx.health),
     ):  # before, vLLM waits for its core in the loop
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)

@@ -26,7 +26,7 @@ from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
 from orrery.manifest.publish import publish_folder, write_atomic
-from orrery.manifest.run_folder import COMPLETE
+from orrery.runtime.run_directory import COMPLETE
 
 FREE = ("name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory", "trainer.compile", "trainer.checkpoint",
         "inference", "orchestrator.admission", "orchestrator.keep_batches")  # fmt: skip

@@ -13,8 +13,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from orrery.manifest import cli as manifest_cli
-from orrery.manifest.errors import OrreryError
-from orrery.observe.system_error import explain
+from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
 
@@ -448,7 +447,7 @@ def main() -> None:
             141
         ) from None  # the reader of our stdout has left (`orrery logs … | head`)
     except OSError as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -13,10 +13,10 @@ from orrery.launcher.slurm import queue
 from orrery.launcher.supervisor import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
-from orrery.manifest.run_folder import check_layout
-from orrery.observe.duration import duration
-from orrery.observe.health import read_health
-from orrery.observe.metrics import merge_attempts, rows
+from orrery.runtime.health import read_health
+from orrery.runtime.metrics import merge_attempts, rows
+from orrery.runtime.run_directory import check_layout
+from orrery.runtime.timing import duration
 
 FOLLOW_S = 0.3
 NUM_LOSSES = 4

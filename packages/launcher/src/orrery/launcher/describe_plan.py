@@ -15,13 +15,13 @@ from orrery.launcher.process import role_argv
 from orrery.launcher.site import Site
 from orrery.launcher.slurm.job_script import Component, components, nodes, sbatch_options
 from orrery.launcher.slurm.steps import StepPlan, srun, step_plans
-from orrery.manifest.built import notes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import run_dir
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Manifest
+from orrery.manifest.support import notes
 from orrery.manifest.workspace import Workspace
-from orrery.observe.names import listed
+from orrery.runtime.health import listed
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:

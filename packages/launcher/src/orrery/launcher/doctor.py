@@ -20,7 +20,7 @@ from orrery.launcher.runs import all_runs
 from orrery.launcher.site import load_site
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
-from orrery.observe.network import free_ports
+from orrery.runtime.network import free_ports
 
 GIB = 2**30
 SHARED_MEMORY_GIB = 0.25  # a tiny network's versions, and what its engine's processes share

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping
 
 from orrery.launcher.site import Site
-from orrery.observe.deadline import SCALE
-from orrery.observe.lifeline import LAUNCHER_PID, START
-from orrery.observe.logs import LOG_LEVEL, log_level
-from orrery.observe.network import INTERFACE
-from orrery.observe.token import STANDARD_INPUT, TOKEN_FILE
+from orrery.runtime.network import INTERFACE
+from orrery.runtime.parent_watch import LAUNCHER_PID, START
+from orrery.runtime.role_context import LOG_LEVEL, log_level
+from orrery.runtime.timing import SCALE
+from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE
 
 THREADS_AT_MOST = (
     4  # more threads than this only wait for one another at the model sizes that are run on CPUs

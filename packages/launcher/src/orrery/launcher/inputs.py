@@ -22,7 +22,7 @@ from typing import Any
 from orrery.manifest.diff import RECEIPT, read_receipt
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
-from orrery.manifest.run_folder import inputs_path
+from orrery.runtime.run_directory import inputs_path
 
 CHUNK_BYTES = 8 << 20
 

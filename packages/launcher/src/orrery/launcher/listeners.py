@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from orrery.observe.network import LOOPBACK
+from orrery.runtime.network import LOOPBACK
 
 ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix
 LISTEN, UNCONNECTED = "0A", "07"  # states in /proc/net/tcp and udp

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from orrery.observe.metrics import Row
+from orrery.manifest.errors import explain_os_error
 from orrery.observe.progress import Progress
-from orrery.observe.system_error import explain
-from orrery.observe.tail import MetricsTail
-from orrery.observe.tensorboard import TensorBoardSink
-from orrery.observe.weights_and_biases import WandbSink, configured
+from orrery.observe.sinks import TensorBoardSink, WandbSink, configured
+from orrery.runtime.metrics import MetricsTail, Row
 
 LOOK_S = 0.5
 
@@ -71,7 +69,7 @@ class Observer:
         except OSError as error:
             if not self._has_failed:
                 print(
-                    f"warning: metrics cannot be read ({explain(error)}); tried again every {LOOK_S:g} s",
+                    f"warning: metrics cannot be read ({explain_os_error(error)}); tried again every {LOOK_S:g} s",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from orrery.manifest.plan import ProcessPlan
-from orrery.observe.network import free_ports
-from orrery.observe.token import handed_over
+from orrery.runtime.network import free_ports
+from orrery.runtime.token import handed_over
 
 PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
 

@@ -32,8 +32,8 @@ from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.publish import make_folder, write_atomic
-from orrery.observe.deadline import scaled
-from orrery.observe.metrics import merge_attempts, rows
+from orrery.runtime.metrics import merge_attempts, rows
+from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # for git, for an image's Python, for nvidia-smi
 READ_S = 600.0  # for all images of a stage

@@ -10,16 +10,16 @@ from orrery.launcher import lock
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm.allocation import INSIDE, allocation
 from orrery.launcher.supervisor import Job, done_path
-from orrery.manifest.built import check_built
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
 from orrery.manifest.plan import plan, stage
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.render import render_file
-from orrery.manifest.run_folder import begin, check_layout, has_layout
 from orrery.manifest.schema import Manifest
+from orrery.manifest.support import check_supported
 from orrery.manifest.workspace import Workspace, find_workspace
+from orrery.runtime.run_directory import begin, check_layout, has_layout
 
 FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
@@ -129,7 +129,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     workspace = workspace or find_workspace()
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
-    check_built(run.manifest)
+    check_supported(run.manifest)
     inside = (
         allocation(site, cluster(workspace), run.manifest.hardware, workspace)
         if INSIDE in os.environ

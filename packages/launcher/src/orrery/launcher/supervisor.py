@@ -8,7 +8,7 @@
 - Processes are local ones, or tasks of the steps of the Slurm job that this launcher runs in; what is watched is the same.
 - SIGUSR1 asks for a wind-down (Slurm sends it before the time limit): the RL stage writes a checkpoint and ends, to be gone on with.
 - Whatever happens, no process, no shared memory and no cache on a scratch disk of the run is left. If this process itself is killed,
-  lifelines (in a Slurm job: Slurm) end the roles, and the next start clears what they left.
+  parent watches (in a Slurm job: Slurm) end the roles, and the next start clears what they left.
 - A stage is never retried. Whoever wants it to go on starts it again. A job that lost a node, or whose time was up, Slurm starts
   again.
 """
@@ -47,27 +47,23 @@ from orrery.launcher.slurm.allocation import Allocation
 from orrery.launcher.slurm.steps import Task, failed_node
 from orrery.launcher.status import RoleStatus, State, Status
 from orrery.launcher.view import View
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import sync_folders, write_atomic
-from orrery.manifest.run_folder import begin_attempt, whole_checkpoints
 from orrery.manifest.workspace import Workspace
-from orrery.observe import fence, scratch_disk, shared_memory, watchdog, wind_down
-from orrery.observe.duration import duration
-from orrery.observe.health import DONE, FAILED, Health, health_dir, read_health
-from orrery.observe.heartbeat import HANG_S
-from orrery.observe.lifeline import START, adopt_orphans, hide_memory
-from orrery.observe.logs import log_level
-from orrery.observe.metrics import MetricsFile
-from orrery.observe.names import listed
-from orrery.observe.network import free_ports
-from orrery.observe.pace import Pace
+from orrery.observe import hang_detector
+from orrery.observe.hang_detector import STILL_S, HealthView, RankStallDetector
 from orrery.observe.progress import Progress
-from orrery.observe.sight import Sight
-from orrery.observe.stillness import STILL_S, Stillness
-from orrery.observe.system_error import explain
-from orrery.observe.usage import PERIOD_S, Sampler
-from orrery.observe.wind_down import WOUND_DOWN
+from orrery.runtime import preemption, scratch
+from orrery.runtime.health import DONE, FAILED, HANG_S, Health, health_dir, listed, read_health
+from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.network import free_ports
+from orrery.runtime.parent_watch import START, adopt_orphans, hide_memory
+from orrery.runtime.preemption import EXIT_PREEMPTED
+from orrery.runtime.role_context import log_level
+from orrery.runtime.run_directory import begin_attempt, whole_checkpoints
+from orrery.runtime.timing import Pace, duration
+from orrery.runtime.usage import PERIOD_S, Sampler
 
 POLL_S, LOOK_S = 0.1, 0.5
 SETTLE_S = 0.3  # after a first failure: whoever failed because of it, or before it but slower to leave, shows up within this
@@ -84,7 +80,7 @@ WIND_DOWN_S = (
 MARGIN_S = 60.0
 # Of a rank in a wind-down; Slurm ends a step's other ranks with its first.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
-ENDED_AS_ASKED = (WOUND_DOWN, *TERMINATED)
+ENDED_AS_ASKED = (EXIT_PREEMPTED, *TERMINATED)
 SLURM_SAYS_S = 2.0  # after a role was ended by SIGTERM: Slurm has said by then whether it was Slurm
 RESTART_LOCK_S = 90.0  # a dead node's lock outlives it on a network file system
 
@@ -199,7 +195,7 @@ class Supervisor:
         self.job, self.interrupts = job, interrupts
         self.run_dir, self.stage = job.run_dir, job.plan.name
         self.last = statuses.read(self.run_dir)
-        self.scratch = scratch_disk.prefix(self.run_dir), scratch_disk.of_start(self.run_dir)
+        self.scratch = scratch.disk_prefix(self.run_dir), scratch.start_prefix(self.run_dir)
         if self.last is not None:
             _end_leftovers(self.run_dir, self.last)
         self._remove_weights()
@@ -218,7 +214,10 @@ class Supervisor:
         self.refusal = ""  # why an engine that ended was not started again
         self.health: dict[str, Health] = {}
         scale = job.site.roles.deadline_scale
-        self.sight, self.stillness = Sight(), Stillness(STILL_S * scale, HANG_S * scale)
+        self.health_view, self.rank_stalls = (
+            HealthView(),
+            RankStallDetector(STILL_S * scale, HANG_S * scale),
+        )
         self.code = receipt.code_state(self.run_dir, job.workspace.root)
         self.began_at = newest_checkpoint(self.run_dir)
         self.images: receipt.ImageReader | None = None
@@ -242,12 +241,12 @@ class Supervisor:
         for folder in (
             health_dir(self.run_dir, self.stage),
             self._endpoints,
-            fence.fence_dir(self.run_dir, self.stage),
+            preemption.fence_dir(self.run_dir, self.stage),
         ):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         for asked in (
-            wind_down.path(self.run_dir, self.stage),
+            preemption.request_path(self.run_dir, self.stage),
             stay_path(self.run_dir, self.stage),
         ):
             asked.unlink(missing_ok=True)
@@ -276,7 +275,9 @@ class Supervisor:
         except OrreryError as error:
             outcome = Outcome("failed", str(error), error.exit_code)
         except OSError as error:
-            outcome = Outcome("failed", f"{self.stage}: {explain(error)}; {self._go_on()}", 1)
+            outcome = Outcome(
+                "failed", f"{self.stage}: {explain_os_error(error)}; {self._go_on()}", 1
+            )
         finally:
             grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(
                 outcome.state, STOPPED_END_S
@@ -289,7 +290,7 @@ class Supervisor:
             self.metrics.close()
             self._end_strays()
             if self.job.allocation is not None:
-                self.job.allocation.clean(*self.scratch, shared_memory.prefix(self.run_dir))
+                self.job.allocation.clean(*self.scratch, scratch.memory_prefix(self.run_dir))
             self._remove_weights()
             self._remove_scratch()
             self.status.ended_s, wall_s = time.time(), time.monotonic() - self.began_s
@@ -303,7 +304,7 @@ class Supervisor:
             ) as error:  # the boundary: what a stage has done does not hang on what is told of it
                 with suppress(OSError):
                     self._log(
-                        f"no receipt: {explain(error) if isinstance(error, OSError) else repr(error)}"
+                        f"no receipt: {explain_os_error(error) if isinstance(error, OSError) else repr(error)}"
                     )
         if outcome.state == "done":
             row = {
@@ -350,13 +351,13 @@ class Supervisor:
 
     def _remove_weights(self) -> None:
         """What engines and trainer pass on: in shared memory on one node, in the run's folder on several. With it what engines share."""
-        shared_memory.remove(shared_memory.prefix(self.run_dir))
+        scratch.remove_memory(scratch.memory_prefix(self.run_dir))
         shutil.rmtree(self.run_dir / "weights" / "wire", ignore_errors=True)
 
     def _remove_scratch(self) -> None:
         """What engines keep on this node's scratch disk, where they are told it is."""
         for name in self.scratch:
-            scratch_disk.remove(
+            scratch.remove_folders(
                 name, Path(self.job.site.environment.get("TMPDIR") or tempfile.gettempdir())
             )
 
@@ -491,7 +492,7 @@ class Supervisor:
                 self._log("its time is nearly up, and it has no checkpoints: it goes on")
                 self.interrupts.wind_down, self.ends_at_s = False, None
                 return None
-            write_atomic(wind_down.path(self.run_dir, self.stage), b"")
+            write_atomic(preemption.request_path(self.run_dir, self.stage), b"")
             self.wind_down_until_s = time.monotonic() + self._time_to_wind_down()
             self._log("winding down")
             return None
@@ -501,7 +502,7 @@ class Supervisor:
             return Outcome(
                 "stopped",
                 f"{self.stage}: wound down; {self._go_on()}",
-                WOUND_DOWN,
+                EXIT_PREEMPTED,
                 again=self._again(),
             )
         if time.monotonic() > self.wind_down_until_s:
@@ -511,7 +512,7 @@ class Supervisor:
                 if one.role in ("trainer", "orchestrator")
             )
             message = f"{self.stage}: did not wind down in time ({waits}); {self._go_on()}"
-            return Outcome("stopped", message, WOUND_DOWN, again=self._again())
+            return Outcome("stopped", message, EXIT_PREEMPTED, again=self._again())
         return None
 
     def _again(self) -> Literal["ask"] | None:
@@ -539,7 +540,7 @@ class Supervisor:
         code = process.poll()
         if code == -signal.SIGKILL:  # too slow to leave after the first of its step had left
             return any(
-                other.poll() == WOUND_DOWN
+                other.poll() == EXIT_PREEMPTED
                 for other in self.processes
                 if other.plan.role == process.plan.role
             )
@@ -609,14 +610,14 @@ class Supervisor:
         """Kill what nobody asks any more, dead or not: it is to be started again."""
         if not self.job.max_restarts:
             return
-        for one in fence.asked(self.run_dir, self.stage, self.attempt):
+        for one in preemption.fenced(self.run_dir, self.stage, self.attempt):
             for process in self.processes:
                 if (process.name, process.incarnation) == (one.name, one.incarnation):
                     if process.poll() is None and one.name not in self.fenced:
                         self._log(f"{one.name} is fenced, and ended: {one.why}")
                         process.kill()
                     self.fenced[one.name] = one.why
-            fence.forget(self.run_dir, self.stage, self.attempt, one)
+            preemption.forget_fence(self.run_dir, self.stage, self.attempt, one)
 
     def _failed(self, process: Process | Task) -> bool:
         code = process.poll()
@@ -638,7 +639,7 @@ class Supervisor:
             if (
                 name in running
                 and health.doing == FAILED
-                and self.sight.now_s - health.time_s > HUNG_S
+                and self.health_view.now_s - health.time_s > HUNG_S
             ):
                 if health.role != ROLE or not self.job.max_restarts:
                     return self._failure()
@@ -651,11 +652,14 @@ class Supervisor:
             for name, one in seen.items()
             if (name in running and name not in self.fenced) or one.doing == DONE
         }
-        stall = watchdog.look(
-            known, self.sight.now_s, watchdog.GRACE_S * scale, watchdog.DEADLOCK_S * scale
+        stall = hang_detector.find_stall(
+            known,
+            self.health_view.now_s,
+            hang_detector.GRACE_S * scale,
+            hang_detector.DEADLOCK_S * scale,
         )
         living = {name: health for name, health in self.health.items() if name in running}
-        stall = stall or self.stillness.look(living, time.monotonic())
+        stall = stall or self.rank_stalls.look(living, time.monotonic())
         if stall is None:
             return None
         if (outcome := self._lost(stall.sentence)) is not None:
@@ -669,7 +673,7 @@ class Supervisor:
         hung = {
             name: for_s
             for name, one in running.items()
-            if one.role == ROLE and (for_s := watchdog.hung_s(one, self.sight.now_s))
+            if one.role == ROLE and (for_s := hang_detector.hung_s(one, self.health_view.now_s))
         }
         ended = [
             process
@@ -690,7 +694,7 @@ class Supervisor:
     def _see(self) -> dict[str, Health]:
         """Read all health with our own times; `self.health` has the writers' times, for people."""
         self.health = read_health(self.run_dir, self.stage, self.attempt)
-        return self.sight.look(self.health, time.monotonic())
+        return self.health_view.look(self.health, time.monotonic())
 
     def _keep_evidence(self) -> str:
         """Have every process write down what it is doing, also one that somebody has stopped; where that is."""
@@ -703,7 +707,7 @@ class Supervisor:
         asked = [
             process
             for process in self.processes
-            if (one := self.health.get(process.name)) and one.pulse
+            if (one := self.health.get(process.name)) and one.heartbeat
         ]
         while time.monotonic() < limit_s and any(
             self._can_say(process)
@@ -751,7 +755,7 @@ class Supervisor:
 
         def order(process: Process | Task) -> tuple[bool, float]:
             health = self.health.get(process.name)
-            return process.poll() != -signal.SIGKILL, self.sight.changed_s(
+            return process.poll() != -signal.SIGKILL, self.health_view.changed_s(
                 process.name
             ) if health and health.doing == FAILED else math.inf
 
@@ -970,7 +974,7 @@ def _job_ends_at_s(job: Job) -> float | None:
 
 
 def _end_leftovers(run_dir: Path, last: Status) -> None:
-    """Processes of an attempt whose launcher was killed: their lifelines end them; here nothing starts before they are gone."""
+    """Processes of an attempt whose launcher was killed: their parent watches end them; here nothing starts before they are gone."""
     left = []
     for role in last.roles:
         with suppress(psutil.Error):

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.live import Live
 
-from orrery.observe.health import FAILED, Health
-from orrery.observe.names import listed
 from orrery.observe.progress import Progress, line, panel
+from orrery.runtime.health import FAILED, Health, listed
 
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
 MANY = 10  # more processes than a person reads one by one

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from orrery.manifest import fields
-from orrery.manifest.built import notes, refusal
 from orrery.manifest.check import nearest
 from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
@@ -25,6 +24,7 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
+from orrery.manifest.support import notes, refusal
 from orrery.manifest.task_check import check_tasks
 from orrery.manifest.workspace import find_workspace
 

@@ -1,17 +1,27 @@
-"""The one exception whose message is meant for the person at the keyboard.
+"""Errors with a message for the person at the keyboard.
 
-`OrreryError` carries a whole sentence: the field or file, what is wrong with its value, the rule, what to type next.
+A message is a whole sentence: the field or file, the wrong value, the rule, and what to type next.
 A command line prints `error: <sentence>` without a traceback and exits with `exit_code`.
 """
 
+import errno
+
 
 class OrreryError(Exception):
-    """A mistake that a person can mend; `str(error)` is the sentence they read."""
+    """A mistake that a person can correct."""
 
     exit_code = 2
 
 
 class RunFailed(OrreryError):
-    """The run could not go on (a role died, a deadline passed, weights did not attest); it stays resumable."""
+    """The run ended early, for example after a deadline. It can be resumed."""
 
     exit_code = 1
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return `<file>: <reason>`, and for a full disk what to remove."""
+    text = error.strerror or f"{type(error).__name__} {error}".strip()
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += "; free some, such as run folders in runs/ that nobody needs (`df -h . /dev/shm` says what is full)"
+    return f"{error.filename}: {text}" if error.filename else text

@@ -1,1 +1,1 @@
-"""Seeing a run: logs, metrics, spans, health, the watchdog and the live view. Start with `process.py`."""
+"""Watching a run: hang detector, progress, metric sinks and the report."""

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orrery.observe.health import Health
-from orrery.observe.metrics import Row, used_by_process
+from orrery.runtime.health import Health
+from orrery.runtime.metrics import Row, used_by_process
 
 
 @dataclass

@@ -3,11 +3,11 @@
 import asyncio
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.heartbeat import heartbeat
-from orrery.observe.process import RoleContext, role_process
-from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import assemble, evaluate
 from orrery.orchestrator.preemption import stop_trainer
+from orrery.runtime.health import beating_loop
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext, role_process
 
 
 async def rl(ctx: RoleContext) -> None:
@@ -16,7 +16,7 @@ async def rl(ctx: RoleContext) -> None:
     try:
         try:
             pool = await assemble.engine_pool(ctx)
-        except WoundDown as preempted:  # before any batch was sent
+        except Preempted as preempted:  # before any batch was sent
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines:
             await (await assemble.loop(ctx, engines, wire)).run()
@@ -31,7 +31,7 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 async def run(ctx: RoleContext) -> None:
     """Run the stage under a heartbeat, because other roles wait for this event loop."""
-    async with heartbeat(ctx.health):
+    async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 
 

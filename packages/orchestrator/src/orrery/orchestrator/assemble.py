@@ -7,9 +7,6 @@ from typing import Any, TypeVar
 
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
-from orrery.observe.wind_down import WoundDown
 from orrery.orchestrator import snapshot
 from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.pool import EnginePool
@@ -17,6 +14,9 @@ from orrery.orchestrator.engines.update import Canary
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.preemption import PreemptionWatch
 from orrery.orchestrator.scheduler import Scheduler
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.transport import checkpoints, rendezvous
@@ -33,7 +33,7 @@ SERVERS_START_S = 600.0  # scaled; vLLM may import and compile for minutes
 async def engine_pool(ctx: RoleContext) -> EnginePool:
     """Wait until all engines and the router, if there is one, listen. Return their clients.
 
-    Raise WoundDown, with the step at which the stage begins, if the stage is preempted meanwhile.
+    Raise Preempted, with the step at which the stage begins, if the stage is preempted meanwhile.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -60,7 +60,7 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
         if is_left.is_set():  # else the event loop would wait for this thread at exit
             raise asyncio.CancelledError
         if request.poll():
-            raise WoundDown(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
+            raise Preempted(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
 
     try:
         return await asyncio.to_thread(

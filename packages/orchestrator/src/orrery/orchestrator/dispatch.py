@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import or_
 
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.orchestrator.requests import GroupDropped, GroupRequest, Purpose, Request
+from orrery.runtime.timing import scaled
 
 TIMEOUT = "timeout"
 PROOF_S = 30.0  # scaled; the metrics of an engine that generates change within a second

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.pace import Pace, period_s
-from orrery.observe.process import RoleContext
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.engines.messages import EngineMetrics
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import Pace, period_s
 
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0  # length of an activity span; longer in long runs

@@ -19,8 +19,6 @@ import msgspec
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import make_folder, write_atomic
-from orrery.observe.pace import Pace
-from orrery.observe.process import RoleContext
 from orrery.orchestrator import assemble, samples
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.concurrency import Notifier
@@ -30,6 +28,8 @@ from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, descri
 from orrery.orchestrator.requests import Failed, Finished, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.runner import RolloutRunner
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import Pace
 from orrery.transport import checkpoints
 from orrery.transport.weight_wire import make_publisher
 

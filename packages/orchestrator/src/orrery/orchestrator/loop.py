@@ -17,9 +17,6 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.deadline import scaled
-from orrery.observe.pace import Pace
-from orrery.observe.process import RoleContext
 from orrery.orchestrator import batching, samples, snapshot
 from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.concurrency import Notifier
@@ -32,6 +29,8 @@ from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler, TrainBatch
 from orrery.orchestrator.updates import Updates
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import Pace, scaled
 from orrery.transport import checkpoints, rollout_store
 
 TICK_S = 0.5  # the precision of rollout timeouts
@@ -71,7 +70,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and its policy evaluated. Raise WoundDown if preempted."""
+        """Run until the last batch is trained and its policy evaluated. Raise Preempted if preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)

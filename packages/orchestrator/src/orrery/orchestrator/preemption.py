@@ -1,7 +1,7 @@
 """Preemption: notice a request to stop early, and stop the trainer's ranks at the same step.
 
-- In: the request file of `orrery.observe.wind_down`.
-- Out: an empty batch after the last one, with `wind_down` in its info, then `WoundDown`.
+- In: the request file of `orrery.runtime.preemption`.
+- Out: an empty batch after the last one, with `wind_down` in its info, then `Preempted`.
 - All ranks get this batch, so all stop at the same step. They complete its checkpoint, for which
   the orchestrator has written its half.
 """
@@ -9,10 +9,10 @@
 import time
 from typing import NoReturn
 
-from orrery.observe import wind_down
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
-from orrery.observe.wind_down import WoundDown
+from orrery.runtime import preemption
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.transport.rollout_wire import Batch, RolloutSender
 
 POLL_S = 1.0
@@ -30,14 +30,14 @@ class PreemptionWatch:
         now_s = time.monotonic()
         if not self.is_requested and now_s >= self._next_poll_s:
             self._next_poll_s = now_s + POLL_S
-            self.is_requested = wind_down.is_asked(self._ctx.run_dir, self._ctx.stage)
+            self.is_requested = preemption.is_requested(self._ctx.run_dir, self._ctx.stage)
         return self.is_requested
 
 
 async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoReturn:
-    """Tell all trainer ranks to stop after batch `step`. Raise WoundDown once all have heard."""
+    """Tell all trainer ranks to stop after batch `step`. Raise Preempted once all have heard."""
     ranks = ctx.manifest.trainer.mesh.world_size
     with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
         await wire.drained(scaled(TAKE_S))
-    raise WoundDown(step)
+    raise Preempted(step)

@@ -20,9 +20,9 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
-from orrery.observe.process import Terminated
 from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
+from orrery.runtime.role_context import Terminated
 from orrery.tasks.task import JudgeBroken, Message, Problem
 from orrery.transport.route_bytes import Routes, column
 from orrery.transport.routed_experts import RouteShape

@@ -11,11 +11,11 @@
 import time
 from typing import Any
 
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
 from orrery.orchestrator.engines.pool import RETURN_S
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import UPDATE_S
 
 

@@ -25,7 +25,7 @@ from functools import cache
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.deadline import scaled
+from orrery.runtime.timing import scaled
 from orrery.tasks.scoring import LIMIT_S, OTHER_PROBLEM
 from orrery.tasks.task import JudgeBroken
 

@@ -25,7 +25,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orrery.observe.lifeline import adopt_orphans, die_with_parent, drop_privileges, hide_memory
+from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
 if TYPE_CHECKING:
     from orrery.tasks.reasoning_gym import Family

@@ -4,9 +4,9 @@ The launcher starts it. Heavy modules are imported late, so that the health file
 the parent process exist before torch loads, which takes seconds.
 """
 
-from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
-from orrery.observe.process import RoleContext, role_process
+from orrery.manifest.support import check_supported
+from orrery.runtime.role_context import RoleContext, role_process
 from orrery.trainer import grow_segments
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     with role_process("trainer") as ctx:
         ctx.health.doing("loading torch")
         grow_segments()
-        check_built(ctx.manifest)
+        check_supported(ctx.manifest)
         match ctx.stage:
             case "init":
                 from orrery.trainer.initialize import initialize

@@ -10,9 +10,9 @@ from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
 from orrery.models.hf_tensors import hf_tensors
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
-from orrery.observe.wind_down import WoundDown
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import base_sha256
 from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
@@ -59,7 +59,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except WoundDown:  # all ranks raise it together
+        except Preempted:  # all ranks raise it together
             destroy_world(world)
             raise
         destroy_world(world)

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_object
-from orrery.manifest.run_folder import inputs_path
 from orrery.models.hf_folder import weight_files
 from orrery.models.placement import Box, intersection, local_box, local_tensor, relative, slices
+from orrery.runtime.run_directory import inputs_path
 from orrery.trainer.heartbeat import mark_part
 from orrery.trainer.learner import Learner
 from orrery.trainer.optim import named_state

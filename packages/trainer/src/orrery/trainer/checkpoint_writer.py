@@ -21,11 +21,10 @@ from typing import Any, Self
 
 import torch
 
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import RunFailed, explain_os_error
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models.placement import local_tensor
-from orrery.observe.deadline import scaled
-from orrery.observe.system_error import explain
+from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import (
     StateTensor,
     checksum_file,
@@ -218,7 +217,7 @@ class _BackgroundWork:
             self._work(self._stop.is_set)
         except OSError as error:
             self.error = RunFailed(
-                f"{explain(error)}; the run goes on from its newest whole checkpoint"
+                f"{explain_os_error(error)}; the run goes on from its newest whole checkpoint"
             )
             self.error.__cause__ = error
         except Exception as error:  # raised by `wait`

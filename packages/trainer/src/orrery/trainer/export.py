@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.manifest.identity import load
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Manifest, Model
@@ -30,7 +30,6 @@ from orrery.models.families import hf_config, ignored_hf_names
 from orrery.models.hf_tensors import HfTensor, hf_tensors
 from orrery.models.lora import adapters, merged
 from orrery.models.weights import MAX_FILE_BYTES, save
-from orrery.observe.system_error import explain
 from orrery.trainer.checkpoint import CheckpointReader, base_sha256
 from orrery.trainer.parallel import build_network
 from orrery.trainer.parallel.world import World
@@ -223,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except OSError as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -21,10 +21,9 @@ import torch
 
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Trainer
-from orrery.observe.asked import call_on_signal
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
-from orrery.observe.stillness import STILL_S
+from orrery.observe.hang_detector import STILL_S
+from orrery.runtime.role_context import RoleContext, call_on_signal
+from orrery.runtime.timing import scaled
 
 PERIOD_S = 3.0
 WARM_UP_STALL_S = 600.0  # a first step compiles and connects; a single rank has no collectives
@@ -100,7 +99,7 @@ def mark_part() -> None:
 @contextmanager
 def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     """Report progress while the process group exists, if the launcher started this process."""
-    if not ctx.lifeline.is_launched:
+    if not ctx.parent_watch.is_launched:
         yield
         return
     folder = ctx.run_dir / "logs" / "flight_recorder"

@@ -11,7 +11,7 @@ import torch
 
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models import weights
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
 from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.check import check
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.process import RoleContext
-from orrery.observe.wind_down import WoundDown
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
 from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
@@ -75,7 +75,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise WoundDown if the run is asked to end."""
+        """Wait for batch `step`. Raise Preempted if the run is asked to end."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -86,7 +86,7 @@ class RlLoop:
         if batch.info.get("wind_down"):
             self.checkpoint_last_step()
             self.checkpoints.finish()  # other ranks may still use this one's process group
-            raise WoundDown(self.learner.step)
+            raise Preempted(self.learner.step)
         if self.world.is_first:
             self.publisher.check(step, batch.info.get("digests"))
         return batch

@@ -18,8 +18,8 @@ from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
 from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
 from orrery.models.weights import named_hf_slices, named_hf_tensors
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.policy import Policy
 from orrery.transport.checkpoints import PUBLISHED

@@ -16,8 +16,8 @@ import torch
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
-from orrery.observe.deadline import scaled
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
 from orrery.trainer.chats import Chat, Chats
 from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s, warms_up
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
 from orrery.trainer import checkpoint
 from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.heartbeat import io_stall_s, mark_part, step_stall_s

@@ -27,14 +27,14 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import sync, write_atomic
-from orrery.manifest.run_folder import (
+from orrery.manifest.schema import Manifest
+from orrery.runtime.run_directory import (
     COMPLETE,
     Checkpoint,
     checkpoint_named,
     checkpoints_dir,
     whole_checkpoints,
 )
-from orrery.manifest.schema import Manifest
 from orrery.transport import nfs
 
 MARKER = COMPLETE

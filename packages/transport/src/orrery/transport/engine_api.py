@@ -3,7 +3,7 @@
 import random
 from typing import TYPE_CHECKING
 
-from orrery.observe.deadline import scaled
+from orrery.runtime.timing import scaled
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from orrery.observe.deadline import scaled
+from orrery.runtime.timing import scaled
 
 T = TypeVar("T")
 

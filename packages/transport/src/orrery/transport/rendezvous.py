@@ -21,7 +21,7 @@ from orrery.transport import nfs
 from orrery.transport.token import run_token
 
 if TYPE_CHECKING:
-    from orrery.observe.process import RoleContext
+    from orrery.runtime.role_context import RoleContext
 
 _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 

@@ -11,8 +11,8 @@ import hmac
 from enum import StrEnum
 
 from orrery.manifest.errors import RunFailed
-from orrery.observe.lifeline import WAS_LAUNCHED
-from orrery.observe.token import take
+from orrery.runtime.parent_watch import WAS_LAUNCHED
+from orrery.runtime.token import take
 
 
 def run_token() -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from orrery.inference.assemble import engine_variables, server_arguments
 from orrery.inference.kv_offload import HASH_SEED, offload_config, routes_environment
 from orrery.inference.kv_transfer import transfer_environment
-from orrery.manifest.built import check_built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest
-from orrery.observe.token import TOKEN_FILE
+from orrery.manifest.support import check_supported
+from orrery.runtime.token import TOKEN_FILE
 
 WEIGHTS, TIERS, TOKEN_FOLDER = (
     Path("/policy"),
@@ -72,7 +72,7 @@ def check_servable(manifest: Manifest) -> None:
             "transport.weights 'adapters': engines that wait for an adapter begin with one of the run's own making; set it to 'files', "
             "and serve the merged weights"
         )
-    check_built(manifest)
+    check_supported(manifest)
 
 
 def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:

@@ -14,7 +14,7 @@ however they end. vLLM removes it at an orderly end, and finds an empty one. Rem
 from contextlib import suppress
 from multiprocessing import shared_memory
 
-from orrery.observe.shared_memory import SHARED_MEMORY
+from orrery.runtime.scratch import SHARED_MEMORY
 
 RANDOM_CHARACTERS = 16
 

@@ -25,7 +25,7 @@ from orrery.launcher.slurm.steps import Step, StepPlan, Task, srun, step_options
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
-from orrery.observe.shared_memory import SHARED_MEMORY
+from orrery.runtime.scratch import SHARED_MEMORY
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 INSIDE = "ORRERY_SLURM"  # set by the executor for the jobs that it submits: a launcher in somebody's own allocation starts local processes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.shared_memory import place
+from orrery.runtime.scratch import place
 
 T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]

@@ -24,7 +24,7 @@ from orrery.launcher.process import ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
 from orrery.launcher.slurm.job_script import Component, gres, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
-from orrery.observe.token import handed_over
+from orrery.runtime.token import handed_over
 
 LOOK_S = 0.2
 CTRL_C_S = 0.2  # between two: srun takes the second for an order if it comes within a second

@@ -3,9 +3,9 @@
 import time
 
 from orrery.manifest.publish import make_folder, write_atomic
-from orrery.observe.process import role_process
 from orrery.observe.report.data import RunData, reading, wall_s
 from orrery.observe.report.page import render, summary
+from orrery.runtime.role_context import role_process
 
 
 def main() -> None:

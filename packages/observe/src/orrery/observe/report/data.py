@@ -16,15 +16,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.identity import load
 from orrery.manifest.json_file import read_object
 from orrery.manifest.plan import plan
 from orrery.manifest.schema import Manifest
-from orrery.observe.metrics import Attempts, Row, rows, used_by_process
-from orrery.observe.report.spans import Span, Spans
-from orrery.observe.report.table import Table
-from orrery.observe.system_error import explain
+from orrery.observe.report.columns import Span, Spans, Table
+from orrery.runtime.metrics import Attempts, Row, rows, used_by_process
 
 Interval = tuple[float, float]
 
@@ -92,7 +90,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OrreryError(
-            f"{explain(error)}; put the file back, or remove what stands there"
+            f"{explain_os_error(error)}; put the file back, or remove what stands there"
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)

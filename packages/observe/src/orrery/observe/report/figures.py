@@ -12,11 +12,18 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from orrery.observe.duration import duration
+from orrery.observe.report.columns import (
+    POINTS,
+    Span,
+    Table,
+    Thinning,
+    extremes,
+    largest,
+    means,
+    piece_size,
+)
 from orrery.observe.report.data import RunData, same_weights
-from orrery.observe.report.spans import Span
-from orrery.observe.report.table import Table
-from orrery.observe.report.thinning import POINTS, Thinning, extremes, largest, means, piece_size
+from orrery.runtime.timing import duration
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
 HELD_OUT = TRAINER, ORCHESTRATOR, "#6a5acd", "#d64545", "#e0b33a", REFERENCE  # tasks in their order

@@ -7,7 +7,6 @@ from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from orrery.manifest.identity import canonical_json, run_id
-from orrery.observe.duration import duration
 from orrery.observe.report import figures
 from orrery.observe.report.data import (
     RunData,
@@ -17,6 +16,7 @@ from orrery.observe.report.data import (
     unfinished,
     without_signal,
 )
+from orrery.runtime.timing import duration
 
 SECTIONS = (
     (

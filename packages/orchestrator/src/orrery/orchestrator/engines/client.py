@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.engines.messages import (
     UNKNOWN_ENGINE,
     Attested,
@@ -42,6 +41,7 @@ from orrery.orchestrator.engines.messages import (
     parse_prompt_logprobs,
     shortened,
 )
+from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 from orrery.transport.token import Purpose, authorization
 from orrery.transport.weight_wire.leases import ELSEWHERE, GONE

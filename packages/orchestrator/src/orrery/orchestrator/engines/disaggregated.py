@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
+from orrery.runtime.timing import scaled
 
 SESSIONS_AT_MOST = 65_536  # that are remembered; an older one is placed anew
 GIVE_BACK_S = 60.0

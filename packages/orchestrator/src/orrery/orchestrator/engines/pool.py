@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.observe import fence
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
 from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
 from orrery.orchestrator.engines.messages import (
@@ -39,6 +37,8 @@ from orrery.orchestrator.engines.messages import (
 )
 from orrery.orchestrator.engines.registry import EngineRegistry, Phase
 from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
+from orrery.runtime import preemption
+from orrery.runtime.timing import scaled
 from orrery.transport import rendezvous
 from orrery.transport.weight_wire.leases import (
     ROUND_S,
@@ -49,7 +49,7 @@ from orrery.transport.weight_wire.leases import (
 )
 
 if TYPE_CHECKING:
-    from orrery.observe.process import RoleContext
+    from orrery.runtime.role_context import RoleContext
     from orrery.transport.weight_wire import Published
 
 T = TypeVar("T")
@@ -470,7 +470,13 @@ class EnginePool:
         self._watch_for(index)
         url = self.engines[index].url  # now: its next incarnation has another
         await asyncio.to_thread(
-            fence.ask, ctx.run_dir, ctx.stage, ctx.attempt, f"inference.{index}", incarnation, why
+            preemption.fence,
+            ctx.run_dir,
+            ctx.stage,
+            ctx.attempt,
+            f"inference.{index}",
+            incarnation,
+            why,
         )
         await self._dismiss(
             url

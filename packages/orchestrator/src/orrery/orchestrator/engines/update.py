@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.deadline import scaled
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import (
     GenerationFailed,
@@ -26,6 +25,7 @@ from orrery.orchestrator.engines.messages import (
     UpdateFailed,
     WeightsDiffer,
 )
+from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import canary_tokens
 
 if TYPE_CHECKING:

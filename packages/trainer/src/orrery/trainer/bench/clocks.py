@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.observe.lifeline import die_with_parent
+from orrery.runtime.parent_watch import die_with_parent
 
 FIELDS = {
     "sm_mhz": "clocks.sm",

@@ -18,7 +18,7 @@ import torch
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest, Model, Trainer
-from orrery.observe.process import RoleContext
+from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
 from orrery.trainer.memory_plan.kept import width

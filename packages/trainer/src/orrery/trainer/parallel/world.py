@@ -2,7 +2,7 @@
 
 - One rank: no process group at all; every collective is the identity.
 - Several: rank 0 opens a TCPStore at `ctx.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
-  both on the interface of `orrery.observe.network`.
+  both on the interface of `orrery.runtime.network`.
 - Three meshes over the same ranks, innermost axis last:
       mesh          dp_replicate × dp_shard × cp            who has which documents, and which part of them
       fsdp_mesh     [dp_replicate ×] fsdp                   weights are sharded over fsdp = dp_shard · cp, repeated over dp_replicate
@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from orrery.kernels.grouped_matmul import reserve_multiprocessors
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
-from orrery.observe.deadline import scaled
-from orrery.observe.network import name_interface
+from orrery.runtime.network import name_interface
+from orrery.runtime.timing import scaled
 
 if TYPE_CHECKING:
-    from orrery.observe.process import RoleContext
+    from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
 JOIN_DEADLINE_S = 600.0  # between the first rank and the last: each imports torch, some of them from a file system that all are reading

@@ -26,7 +26,7 @@ import msgspec
 import torch.distributed as dist
 
 from orrery.manifest.publish import write_atomic
-from orrery.observe.deadline import scaled
+from orrery.runtime.timing import scaled
 from orrery.transport import nfs
 from orrery.transport.weight_wire.leases import (
     ADDRESS,

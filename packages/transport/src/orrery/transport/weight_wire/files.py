@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
-from orrery.observe.shared_memory import SHARED_MEMORY, prefix
+from orrery.runtime.scratch import SHARED_MEMORY, memory_prefix
 from orrery.transport import nfs
 from orrery.transport.fingerprint import array_fingerprint, digest, tensor_fingerprint
 from orrery.transport.weight_wire.leases import Published
@@ -39,7 +39,7 @@ def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
     """Return the folder of this attempt's versions. The launcher removes it after the stage."""
     if num_nodes > 1:
         return Path(run_dir) / "weights" / "wire" / f"attempt{attempt}"
-    return SHARED_MEMORY / f"{prefix(Path(run_dir))}attempt{attempt}"
+    return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
 
 
 def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:

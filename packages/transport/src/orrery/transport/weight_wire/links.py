@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orrery.observe.deadline import scaled
-from orrery.observe.network import name_interface
+from orrery.runtime.network import name_interface
+from orrery.runtime.timing import scaled
 from orrery.transport.weight_wire import nixl, pull
 from orrery.transport.weight_wire.coordinator import StoreConnection
 from orrery.transport.weight_wire.leases import ROUND_S, WireFailed

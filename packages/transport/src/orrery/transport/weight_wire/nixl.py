@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from orrery.manifest.errors import OrreryError
-from orrery.observe.deadline import scaled
-from orrery.observe.network import interface, name_ucx_devices
+from orrery.runtime.network import interface, name_ucx_devices
+from orrery.runtime.timing import scaled
 from orrery.transport.weight_wire.coordinator import StoreConnection
 from orrery.transport.weight_wire.leases import ROUND_S, WireFailed
 

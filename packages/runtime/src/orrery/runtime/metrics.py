@@ -1,0 +1,241 @@
+"""Metrics and spans: JSON lines that a role appends and anybody reads.
+
+- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one object a row.
+- `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step", **attrs}`, times as `time.time()`.
+- A row is one `write` to a file opened for appending, so a row is whole or torn, by a kill or a full disk; readers skip what is torn, and
+  the row after it begins a line of its own.
+- `read` merges attempts: a resumed attempt overrides every step from the first it made again; rows without a step all stay.
+"""
+
+import json
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from orrery.manifest.json_file import open_regular, parse_json
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """The writing end of one process; safe to call from several threads."""
+
+    def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
+        folder = run_dir / "metrics"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stamp = {"stage": stage, "attempt": attempt}
+        self._rows = _Lines(folder / f"{role}.{index}.jsonl")
+        self._spans = _Lines(folder / f"{role}.{index}.spans.jsonl")
+
+    def write(self, step: int | None = None, **values: Any) -> None:
+        self._rows.append({"time_s": time.time(), **self._stamp, "step": step, **values})
+
+    @contextmanager
+    def span(self, name: str, step: int | None = None, **attrs: Any) -> Iterator[None]:
+        """Record how long the body takes; also when it raises."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.add_span(name, start_s, time.time(), step, **attrs)
+
+    def add_span(
+        self, name: str, start_s: float, end_s: float, step: int | None = None, **attrs: Any
+    ) -> None:
+        self._spans.append(
+            {"name": name, "start_s": start_s, "end_s": end_s, **self._stamp, "step": step, **attrs}
+        )
+
+    def close(self) -> None:
+        self._rows.close()
+        self._spans.close()
+
+
+class _Lines:
+    """A JSONL file, created at the first row, mended when an earlier process died inside a line; closed when nobody can write to it."""
+
+    def __init__(self, path: Path):
+        self._path, self._lock = path, threading.Lock()
+        self._file: int | None = None
+        self._is_torn = False  # our last row is in the file in part
+        self._end: weakref.finalize | None = None
+
+    def append(self, row: Row) -> None:
+        """Raises OSError where the row cannot be written whole."""
+        line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                self._end = weakref.finalize(self, os.close, self._file)
+                self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
+            if self._is_torn:
+                line = b"\n" + line
+            while line:  # a disk's last blocks take a part of it
+                line = line[os.write(self._file, line) :]
+                self._is_torn = bool(line)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._end is not None:
+                self._end()
+            self._file = self._end = None
+
+
+def _ends_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types: numpy and torch scalars become numbers, arrays lists, paths text, and what is not finite null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def rows(path: Path | str) -> Iterator[Row]:
+    """Every whole row in the order written, all attempts, one at a time; a missing file has none."""
+    try:
+        file = open_regular(Path(path))
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if (row := parse_row(line)) is not None:
+                yield row
+
+
+STAMPS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("step", "attempt", "version", "engine"), int | None),
+    **dict.fromkeys(("stage", "event", "name", "task", "policy"), str | None),
+    **dict.fromkeys(("time_s", "start_s", "end_s"), int | float),
+}
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Return the row of one line, or None if it is torn or its stamps have wrong types."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and all(
+        isinstance(row[key], kind) for key, kind in STAMPS.items() if key in row
+    )
+    return row if is_row else None
+
+
+def used_by_process(row: Row) -> dict[str, dict[str, float]]:
+    """Return the numbers of each process in a row of the event `usage`; skip all other values."""
+    processes = row.get("processes")
+    if not isinstance(processes, dict):
+        return {}
+    return {
+        process: {name: value for name, value in used.items() if isinstance(value, int | float)}
+        for process, used in processes.items()
+        if isinstance(used, dict)
+    }
+
+
+class Attempts:
+    """Where each attempt of each series begins: a stage's rows of one `event`, or spans of one `name`."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple, dict[int, int]] = {}
+
+    def add(self, row: Row) -> None:
+        if (step := row.get("step")) is not None:
+            steps, attempt = self._first.setdefault(_series(row), {}), row.get("attempt", 0)
+            if step < steps.get(attempt, math.inf):
+                steps[attempt] = step
+
+    def counts(self, row: Row) -> bool:
+        """Whether no newer attempt made the row's step again. Only once all rows are added."""
+        step, attempt = row.get("step"), row.get("attempt", 0)
+        return step is None or not any(
+            newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
+        )
+
+
+def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
+    """What counts: within a series, an attempt replaces older ones from its first step on."""
+    all_rows, attempts = (
+        [row for row in all_rows if "time_s" in row or "start_s" in row],
+        Attempts(),
+    )
+    for row in all_rows:
+        attempts.add(row)
+    return sorted(
+        filter(attempts.counts, all_rows),
+        key=lambda row: row["time_s"] if "time_s" in row else row["start_s"],
+    )
+
+
+def _series(row: Row) -> tuple:
+    return row.get("stage"), row.get("event"), row.get("name")
+
+
+def read(path: Path | str) -> list[Row]:
+    """The rows of one file that count, oldest first: for each step those of the newest attempt that made it."""
+    return merge_attempts(rows(path))
+
+
+class MetricsTail:
+    """Yield the rows that were appended to `metrics/*.jsonl` (not spans) since the last look.
+
+    Each whole row comes once. A torn last line waits until it is whole; if the next row follows it,
+    it is skipped. Files may appear later.
+    """
+
+    def __init__(self, run_dir: Path, from_end: bool = False):
+        self._folder = run_dir / "metrics"
+        self._offsets: dict[Path, int] = {}
+        if from_end:
+            self._offsets = {path: path.stat().st_size for path in self._paths()}
+
+    def _paths(self) -> list[Path]:
+        found = sorted(self._folder.glob("*.jsonl"))
+        return [path for path in found if not path.name.endswith(".spans.jsonl")]
+
+    def new_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield `(process, row)` in each file's order.
+
+        Raises OSError after the rows of all other files if one file cannot be read. Its rows come
+        with a later look.
+        """
+        trouble: OSError | None = None
+        for path in self._paths():
+            try:
+                lines = self._new_lines(path)
+            except OSError as error:
+                trouble = error
+                continue
+            for line in lines:
+                if (row := parse_row(line)) is not None and "time_s" in row:
+                    yield path.name.removesuffix(".jsonl"), row
+        if trouble is not None:
+            raise trouble
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        offset = self._offsets.get(path, 0)
+        if path.stat().st_size == offset:
+            return []
+        with open_regular(path) as file:
+            file.seek(offset)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._offsets[path] = offset + whole
+        return data[:whole].split(b"\n")

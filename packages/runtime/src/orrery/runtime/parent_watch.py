@@ -1,0 +1,109 @@
+"""End a process soon after the process that started it.
+
+- A role polls its parent (`ParentWatch`). When the parent is gone, the role runs its callbacks and
+  kills its process group, itself included. This works after `kill -9` of a launcher too.
+- A foreign command (a router binary) cannot poll. Start it with `preexec_fn=die_with_parent`.
+- Polling, not a pipe: every child that inherits a pipe's end keeps it open.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # a role's expected parent, known even if it is gone already
+START = "ORRERY_START"  # in the environment of all processes of an attempt; no secret
+WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # before `ParentWatch` removes one
+POLL_S = 0.5
+CALLBACKS_S = 3.0
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+CAPABILITIES = 64  # the kernel's upper bound
+CAPABILITIES_VERSION = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Get SIGKILL when the thread that forked this process ends. Use it as `preexec_fn`.
+
+    Survives exec, not fork.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be found."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory, environment and open files.
+
+    Forks inherit this; exec ends it.
+    """
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def drop_privileges() -> None:
+    """Drop all capabilities for good, also after exec. Root then has an ordinary user's rights."""
+    _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(CAPABILITIES):  # refused without privileges
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
+    if _libc.capset(header, none):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def kill_own_group() -> None:
+    """Kill this process and, if it leads a process group, the whole group."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ParentWatch:
+    """A daemon thread that ends this process soon after its parent died."""
+
+    def __init__(self, poll_s: float = POLL_S):
+        self._callbacks: list[Callable[[], object]] = []
+        self._poll_s = poll_s
+        self.is_launched = LAUNCHER_PID in os.environ  # else a person or a test started it
+        # Removed from the environment: this process is the parent of its own children.
+        self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def on_orphaned(self, callback: Callable[[], object]) -> None:
+        """Run `callback` from the watching thread before the end, for CALLBACKS_S at most."""
+        self._callbacks.append(callback)
+
+    def _watch(self) -> None:
+        while os.getppid() == self._parent:
+            if self._stop.wait(self._poll_s):
+                return
+        runner = threading.Thread(
+            target=self._run_callbacks, name="parent watch callbacks", daemon=True
+        )
+        runner.start()
+        runner.join(CALLBACKS_S)
+        kill_own_group()
+
+    def _run_callbacks(self) -> None:
+        for callback in self._callbacks:
+            try:
+                callback()
+            except Exception as error:  # a broken callback must not prevent the others, or the end
+                print(f"parent watch: {callback!r} failed: {error!r}", file=sys.stderr, flush=True)

@@ -1,0 +1,231 @@
+"""The process of a role: command line, logs, signals, and how it ends.
+
+- In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
+- Out: a `RoleContext` with the manifest, a logger on stderr, metrics, health and parent watch.
+- `OrreryError`: one line `error: …`, health `failed`, the error's exit code. `Preempted`: health
+  `wound down`, EXIT_PREEMPTED. Any other exception, `SystemExit(0)` too: a traceback and exit 1.
+- SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
+- SIGUSR1 writes the stacks of all threads to stderr, even if the main thread is stuck.
+"""
+
+import argparse
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from orrery.manifest.errors import OrreryError, explain_os_error
+from orrery.runtime import network, scratch
+from orrery.runtime.health import HealthFile
+from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.parent_watch import ParentWatch
+from orrery.runtime.preemption import EXIT_PREEMPTED, Preempted
+from orrery.runtime.token import take
+from orrery.runtime.usage import UsageRows
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
+
+TERMINATED = 128 + signal.SIGTERM
+OPEN_FILES = 1 << 20
+STDERR = 2  # the descriptor: `sys.stderr` may be a stand-in without one
+LOG_LEVEL = "ORRERY_LOG_LEVEL"
+LEVELS = ("debug", "info", "warning", "error")
+CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # one line per request
+
+
+class Terminated(SystemExit):
+    """This process received SIGTERM."""
+
+
+class RoleContext:
+    """One process of a role in a run."""
+
+    def __init__(
+        self,
+        role: str,
+        run_dir: Path,
+        stage: str,
+        index: int,
+        attempt: int,
+        port: int,
+        incarnation: int = 0,
+    ):
+        """`incarnation` counts the restarts of this process within the attempt."""
+        self.role, self.run_dir, self.stage = role, run_dir, stage
+        self.index, self.attempt, self.incarnation, self.port = index, attempt, incarnation, port
+        self.log = logging.getLogger(self.name)
+        self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
+        self.health = HealthFile(run_dir, stage, role, index, attempt)
+        self.parent_watch = ParentWatch()
+        if (
+            self.parent_watch.is_launched
+        ):  # a report drawn by a person must keep a live run's weights
+            self.on_orphaned(lambda: scratch.remove_memory(scratch.memory_prefix(run_dir)))
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.index}"
+
+    @cached_property
+    def host(self) -> str:
+        """The IPv4 address on which this process listens. Raises OrreryError without interface."""
+        return network.address()
+
+    @cached_property
+    def manifest(self) -> "Manifest":
+        from orrery.manifest.identity import load  # here, so that roles in tests need no manifest
+
+        return load(self.run_dir / "manifest.json")
+
+    def on_orphaned(self, callback: Callable[[], object]) -> None:
+        """Run `callback` after the launcher's death, before this process group is killed."""
+        self.parent_watch.on_orphaned(callback)
+
+
+def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
+    """Return the context for the launcher's command line. Start nothing."""
+    parser = argparse.ArgumentParser(
+        prog=role, description=f"The {role} role; `orrery run` starts it."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--attempt", type=int, default=1)
+    parser.add_argument("--incarnation", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0, help="a free port; 0: choose one")
+    args = parser.parse_args(argv)
+    args.run_dir = args.run_dir.resolve()
+    return RoleContext(role, **vars(args))
+
+
+@contextmanager
+def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
+    """Run a role: `with role_process("trainer") as ctx:`."""
+    # First: after the health file appears, a SIGUSR1 may come, which ends a process by default.
+    faulthandler.enable(file=STDERR)
+    stacks_on_signal()
+    log_to_stderr()
+    _allow_open_files()
+    ctx = parse_role(role, argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    ctx.parent_watch.start()
+    usage = UsageRows(ctx.name, ctx.metrics)
+    if ctx.parent_watch.is_launched:
+        usage.start()
+    try:
+        set_level()
+        take()  # before any child could inherit it
+        yield ctx
+    except Preempted as end:
+        ctx.health.preempted(end.step)
+        ctx.log.info("%s", end)
+        raise SystemExit(EXIT_PREEMPTED) from None
+    except OrreryError as error:
+        ctx.health.failed(str(error))
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    except Terminated:
+        ctx.health.terminated()
+        raise
+    except SystemExit as leave:
+        traceback.print_exc()
+        ctx.health.failed(f"exit({leave.code!r}) was called before its work was done")
+        raise SystemExit(1) from None
+    except BaseException as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        ctx.health.failed(explain_os_error(error) if isinstance(error, OSError) else text)
+        raise SystemExit(1) from None
+    else:
+        ctx.health.done()
+    finally:
+        usage.stop()
+        ctx.metrics.close()
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files: each rollout in flight is a connection."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with suppress(ValueError, OSError):  # the kernel allows less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise Terminated(TERMINATED)
+
+
+# Signals -----------------------------------------------------------------------------------------
+
+
+def stacks_on_signal(chain: bool = False) -> None:
+    """Write the stacks of all threads to stderr at SIGUSR1, from the signal handler itself."""
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=chain)
+
+
+def call_on_signal(answer: Callable[[], object]) -> None:
+    """Also run `answer` at every SIGUSR1. Call this in the main thread.
+
+    A thread runs `answer`, because Python's handlers run in the main thread, which may be stuck.
+    The signal writes a byte to the wake-up descriptor, which this function takes over.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    stacks_on_signal(chain=True)
+
+    def listen() -> None:
+        while numbers := os.read(reader, 64):
+            if signal.SIGUSR1 in numbers:
+                answer()
+
+    threading.Thread(target=listen, name="signal listener", daemon=True).start()
+
+
+# Logs --------------------------------------------------------------------------------------------
+
+
+def log_level() -> str | None:
+    """Return the level in ORRERY_LOG_LEVEL, or None if it is unset.
+
+    Raises OrreryError if there is no such level.
+    """
+    level = os.environ.get(LOG_LEVEL, "").lower()
+    if level and level not in LEVELS:
+        raise OrreryError(
+            f"{LOG_LEVEL}: there is no level {level!r}; choose from {', '.join(LEVELS)}"
+        )
+    return level or None
+
+
+def log_to_stderr() -> None:
+    """Log to stderr from `info` on, until `set_level`."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(text, datefmt="%Y-%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for chatty in CHATTY:
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def set_level() -> None:
+    """Log from ORRERY_LOG_LEVEL on. Raises OrreryError if there is no such level."""
+    if level := log_level():
+        logging.getLogger().setLevel(level.upper())

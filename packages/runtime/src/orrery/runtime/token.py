@@ -1,0 +1,80 @@
+"""Token: pass the secret of one attempt from the launcher to each role.
+
+- The token is the first line of a role's standard input, which `srun` copies to each task. No
+  variable, command line or file holds it.
+- A role reads it once, before it starts another process. Its standard input is then empty, so child
+  processes inherit nothing.
+- ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
+  secret of Kubernetes.
+- A process that has the token hides its memory from other processes of its user.
+"""
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orrery.manifest.errors import OrreryError
+from orrery.runtime.parent_watch import hide_memory
+from orrery.runtime.timing import scaled
+
+TOKEN_FILE = "ORRERY_TOKEN_FILE"
+STANDARD_INPUT = "-"
+MAX_BYTES = 256
+TAKE_S = 60.0  # srun connects standard input after the task has started
+
+_kept = ""
+
+
+@contextmanager
+def handed_over(token: str) -> Iterator[int]:
+    """Yield a file descriptor that passes `token` to one process as its `stdin`."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, f"{token}\n".encode())
+        os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def take() -> str:
+    """Return this process's token, read at the first call; "" if ORRERY_TOKEN_FILE is not set.
+
+    Raises OrreryError if the file cannot be read, or if no token comes within TAKE_S, scaled.
+    """
+    global _kept
+    place = os.environ.pop(TOKEN_FILE, "")
+    if place:
+        hide_memory()
+        _kept = _from_standard_input() if place == STANDARD_INPUT else _from_file(place)
+    return _kept
+
+
+def _from_standard_input() -> str:
+    line = b""
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_BYTES:
+            if not select.select([0], [], [], scaled(TAKE_S))[0]:
+                raise OrreryError(
+                    f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; see that srun passes it on"
+                )
+            more = os.read(0, MAX_BYTES - len(line))
+            if not more:
+                break
+            line += more
+    finally:
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+    return line.decode(errors="replace").strip()
+
+
+def _from_file(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace").strip()
+    except OSError as error:
+        raise OrreryError(
+            f"{TOKEN_FILE}: {path} cannot be read ({error.strerror}); name a file that holds the run's token"
+        ) from error

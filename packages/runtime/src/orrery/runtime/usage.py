@@ -1,0 +1,104 @@
+"""Usage: a process's own processor time and memory, with all that it started, as a row every PERIOD_S, later more seldom (`pace`).
+
+- Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` in the role's metrics; 100 % is one core busy.
+- Reads /proc itself: listing the children of one process through psutil reads the state of every process of the machine.
+- Only a role that a launcher started samples itself; a report that a person draws writes no rows. The launcher leaves its roles out.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from orrery.manifest.errors import explain_os_error
+from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.timing import period_s
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What /proc/<pid>/stat says of a process."""
+
+    cpu_s: float
+    rss_bytes: int
+
+
+def parse(stat: str) -> Stat:
+    """A line of /proc/<pid>/stat; the name in it may hold blanks and brackets."""
+    fields = stat.rpartition(")")[2].split()
+    return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
+
+
+def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
+    """`root` and all below it, by process id, but for the trees of `without`; who ends meanwhile is left out."""
+    found: dict[int, Stat] = {}
+    left = [root]
+    while left:
+        pid = left.pop()
+        try:
+            found[pid] = parse(Path(f"/proc/{pid}/stat").read_text())
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+                left.extend(child for child in children if child not in without)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+class Sampler:
+    """The use of one process and all below it, but for the trees of `without`, between two looks."""
+
+    def __init__(self, pid: int, without: Collection[int] = ()):
+        self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
+        self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}
+
+    def sample(self) -> dict[str, float]:
+        """`cpu_percent` since the last look and `rss_bytes` now. Of a child that came since, all its time counts."""
+        now_s, found = time.monotonic(), tree(self._pid, self._without)
+        used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
+        percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
+        self._cpu_s, self._time_s = {pid: each.cpu_s for pid, each in found.items()}, now_s
+        return {
+            "cpu_percent": round(max(percent, 0.0), 1),
+            "rss_bytes": sum(each.rss_bytes for each in found.values()),
+        }
+
+
+class UsageRows:
+    """A daemon thread that writes this process's rows."""
+
+    def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
+        self._name, self._metrics, self._period_s = name, metrics, period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No row is written after this."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        sampler, begin_s, has_failed = Sampler(os.getpid()), time.monotonic(), False
+        while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
+            try:
+                self._metrics.write(event="usage", processes={self._name: sampler.sample()})
+            except OSError as error:  # a network file system's moment, or a full disk, which ends the role at a row of its own
+                if not has_failed:
+                    log.warning(
+                        "use of processor and memory cannot be written (%s); tried again",
+                        explain_os_error(error),
+                    )
+                has_failed = True

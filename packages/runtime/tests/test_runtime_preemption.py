@@ -1,0 +1,23 @@
+"""Fence: what is asked, and what has been done."""
+
+import pytest
+
+from orrery.runtime import preemption
+
+
+def test_what_is_forgotten_is_not_read_again(tmp_path):
+    for incarnation in range(3):
+        preemption.fence(
+            tmp_path, "rl", 1, "inference.0", incarnation, f"engine 0 is gone, {incarnation}"
+        )
+    first, *others = preemption.fenced(tmp_path, "rl", 1)
+    assert first == preemption.Fenced("inference.0", 0, "engine 0 is gone, 0")
+    preemption.forget_fence(tmp_path, "rl", 1, first)
+    preemption.forget_fence(tmp_path, "rl", 1, first)  # by a launcher that looked twice
+    assert preemption.fenced(tmp_path, "rl", 1) == others
+
+
+@pytest.mark.parametrize("name", ["inference.0.2.0", ".inference.0.1.0.tmp", "inference.0.1.x"])
+def test_what_another_attempt_asked_and_what_is_being_written_is_passed_over_unread(tmp_path, name):
+    (preemption.fence_dir(tmp_path, "rl") / name).mkdir(parents=True)  # to read it would raise
+    assert preemption.fenced(tmp_path, "rl", 1) == []
