@@ -91,8 +91,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     manifest = ctx.manifest
     if world.is_first:
         _check_room(ctx)
-    trainer = manifest.trainer
-    start = start_weights(ctx)
+    trainer, start = manifest.trainer, start_weights(ctx)
     learner = assemble_learner(ctx, world, start, trainer.optimizer, trainer.max_grad_norm)
     num_nodes = stage(manifest, ctx.stage).num_nodes
     publisher = _publisher(ctx, learner.policy, world, num_nodes)
@@ -121,7 +120,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
-    """Another node may see files late or lose its network. On one node batches arrive together."""
+    """Return how long a rank may wait for a batch that others have. Other nodes may lag."""
     is_one_node = world.size <= manifest.hardware.devices_per_node
     if is_one_node and manifest.transport.rollouts != "files":
         return step_stall_s(False, world.size)
@@ -129,9 +128,9 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """On one node tensors go to shared memory. On several a single tensor may fill a file.
+    """Return how long a publication may show no progress: longest through files, or a direct wire.
 
-    On a direct wire `weight_wire.coordinator.MEET_S`, after which rank 0 names absent ranks, is less.
+    It exceeds `weight_wire.coordinator.MEET_S`, after which rank 0 names absent ranks.
     """
     if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
         return step_stall_s(False, world.size)
@@ -152,7 +151,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    """While engines load v, batches in training, `max_batches_ahead` and one queued follow it."""
+    # The loaded version, those of the batches in training and queued, and those ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 

@@ -91,7 +91,7 @@ def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
     return digest.hexdigest()
 
 
-def header(learner: Learner) -> dict[str, Any]:
+def state_header(learner: Learner) -> dict[str, Any]:
     """Return the content of `state.json`."""
     return {
         "format": FORMAT,

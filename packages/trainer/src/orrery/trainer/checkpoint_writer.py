@@ -29,8 +29,8 @@ from orrery.trainer.checkpoint import (
     StateTensor,
     checksum_file,
     dtype_name,
-    header,
     rng_state,
+    state_header,
     state_of,
 )
 from orrery.trainer.heartbeat import io_stall_s
@@ -72,7 +72,7 @@ class CheckpointWriter:
         self._host = HostCopy(world.device)
         self._copied: _CopiedCheckpoint | None = None
         self._work: _BackgroundWork | None = None
-        self._incomplete: tuple[str, Path] | None = None  # description, and the path it ends with
+        self._incomplete: tuple[str, Path] | None = None  # (description, marker)
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +115,7 @@ class CheckpointWriter:
         self._fill(
             {name: tensor.local for name, tensor in mine.items()} | rng_state(self._world.device)
         )
-        files = dict(files or {}) | {"state.json": _json(header(learner))}
+        files = dict(files or {}) | {"state.json": _json(state_header(learner))}
         self._copied = _CopiedCheckpoint(folder, partial, _json(_index(mine)), files)
         return time.monotonic() - begin_s
 
@@ -166,7 +166,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait until the last checkpoint is complete. Collectives have too short a deadline."""
+        """Wait for the last checkpoint's marker. A collective would time out earlier."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:

@@ -107,7 +107,7 @@ def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Many threads touch the pages here, one thread would in registration.
+    # Zeroing touches the pages with many threads. Registration would use one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

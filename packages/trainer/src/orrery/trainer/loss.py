@@ -81,10 +81,10 @@ def policy_gradient(
     with torch.no_grad():
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
-        pull = keep * advantage
-    # r may overflow where the pull is 0, and 0 · inf is NaN.
-    ratio = torch.where(pull != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
-    return -pull * ratio + spec.penalty * log_ratio.square(), keep
+        kept_advantage = keep * advantage
+    # r may overflow where the advantage is not kept, and 0 · inf is NaN.
+    ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
+    return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
 
 def loss(
@@ -103,9 +103,11 @@ def loss(
     # Inputs of non-members are replaced, so that an absent column cannot turn 0 · inf into NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
-    pull = torch.where(in_kl, targets.reference_logprob - constant, torch.zeros_like(constant))
+    kl_advantage = torch.where(
+        in_kl, targets.reference_logprob - constant, torch.zeros_like(constant)
+    )
     kl_engine = torch.where(in_kl, targets.engine_logprob, constant)
-    reference_kl, _ = policy_gradient(logprob, kl_engine, pull, spec)
+    reference_kl, _ = policy_gradient(logprob, kl_engine, kl_advantage, spec)
     parts = {
         "rl": (targets.rl_weight * rl).sum(),
         "cross_entropy": (targets.cross_entropy_weight * -logprob).sum(),

@@ -60,7 +60,7 @@ class Publisher:
         """Release the wire after the last publication."""
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed if `stamped` = {version: digest} of a batch was never published."""
+        """Raise RunFailed unless the batch's `stamped` = {version: digest} was published."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"

@@ -180,7 +180,7 @@ def write(
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove `path` on failure, so that a full disk has room for logs. Add it to an OSError."""
+    """Remove `path` on failure, so that a full disk has room for logs. Name it in an OSError."""
     try:
         yield
     except BaseException as error:

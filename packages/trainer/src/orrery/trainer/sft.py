@@ -40,11 +40,11 @@ def sft(
     manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
     first_step = learner.step + 1
     with (
-        StageCheckpoints(ctx, learner, "sft") as saving,
+        StageCheckpoints(ctx, learner, "sft") as checkpoints,
         prefetch(batches(examples, manifest, learner.step)) as next_batch,
     ):
         for step in range(first_step, spec.num_steps + 1):
-            saving.check()
+            checkpoints.check()
             if validation is not None and learner.step % spec.validation.interval_steps == 0:
                 _validate(validation, learner, ctx, is_first=step == first_step)
             begin_s = time.monotonic()
@@ -57,12 +57,12 @@ def sft(
             mine = _share(batch, manifest, world)
             lr_factor = learning_rate_factor(spec.schedule, step, spec.num_steps)
             result = learner.learn(mine, len(mine), count_totals(mine, world), lr_factor)
-            is_due = saving.is_due(step)
-            blocked_s = saving.copy() if is_due else 0.0
+            is_due = checkpoints.is_due(step)
+            blocked_s = checkpoints.copy() if is_due else 0.0
             if world.is_first:
                 _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)
             if is_due:
-                saving.write()
+                checkpoints.write()
         if validation is not None:
             _validate(validation, learner, ctx, is_first=False)
 
