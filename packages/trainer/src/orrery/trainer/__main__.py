@@ -1,7 +1,7 @@
 """Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
 
 The launcher starts it. Heavy modules are imported late, so that the health file and the check on
-the parent process exist before torch loads, which takes seconds.
+the parent process exist while torch loads.
 """
 
 from orrery.manifest.errors import OrreryError

@@ -151,7 +151,7 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # The loaded version, those of the batches in training and queued, and those ahead.
+    # The loaded version, then one a batch: in training, queued and ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 

@@ -3,7 +3,7 @@
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: a box is [start, stop) a dimension
-        rank_<i>.safetensors  those boxes, and the rank's random-number state
+        rank_<i>.safetensors  these boxes, and the rank's random-number state
         rank_<i>.sha256.json  size and sha256 of the two files above
         published.json        {version: digest} of all published versions (`publish.py`)
 
@@ -158,7 +158,7 @@ def _check_fits(
     if stored.base_sha256 != learner.base_sha256:
         raise RunFailed(
             f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, "
-            f"and this stage began with {learner.base_sha256}; put those weights back, "
+            f"and this stage began with {learner.base_sha256}; restore the former, "
             f"or remove {folder.parent.parent} to train the adapters anew"
         )
     for name, tensor in state.items():
@@ -201,7 +201,7 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the box `box` of tensor `name` into `target`, which has the stored dtype."""
+        """Read the box `box` of tensor `name` into `target`, of the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:  # a scalar has no dimensions to slice

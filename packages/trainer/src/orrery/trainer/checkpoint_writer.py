@@ -284,7 +284,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
         if found != prints[first := rank % num_shards]:
             raise RunFailed(
                 f"step {step}: the weights of rank {rank} are not those of rank {first}, of which "
-                f"they are a copy (dp_replicate {count}); nothing is stored of this step: check "
+                f"they are a copy (dp_replicate {count}); this step is not stored: check "
                 f"the devices of both, and start again from the checkpoint before it"
             )
 

@@ -108,7 +108,7 @@ def _check_base(
     if stored.base_sha256 != found:
         raise RunFailed(
             f"{start}: its weights have sha256 {found}, but the adapters of {folder} were trained "
-            f"on {stored.base_sha256}; put those weights back"
+            f"on {stored.base_sha256}; restore the latter"
         )
 
 
@@ -119,7 +119,7 @@ def write(
     folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of `stored`, over those of the folder `start`, and `config.json`."""
+    """Write the weights of `stored`, the other weights in `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.assign_files(tensors, max_file_bytes)

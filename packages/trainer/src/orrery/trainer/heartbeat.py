@@ -49,7 +49,7 @@ class _Progress:
     """Counter of marks. A separate thread waits for CUDA events.
 
     The heartbeat must not query them: `Event.query` holds the GIL while it waits for another
-    thread's CUDA call, which may wait for a collective. The process would be silent.
+    thread's CUDA call. That may wait for a collective, and the process would be silent.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Progress:
         return self._done
 
 
-_PROGRESS = _Progress()  # one a process, which has one device
+_PROGRESS = _Progress()  # a process has one device
 _HOST = torch.device("cpu")
 
 

@@ -1,10 +1,10 @@
 """The RL stage on the trainer's side. Batch n (from 1) trains version n − 1 and makes version n.
 
 - A batch marked `compare` comes after the last one, or earlier if the policy is good enough. It
-  holds rollouts of the last version alone, which are compared with the trainer's log-probs.
+  holds rollouts of the last version alone. Their log-probs are compared, not trained.
 - A batch marked `wind_down` is not trained. Every rank checkpoints the last step and ends.
 - A step's row is written before its checkpoint counts. A checkpoint of step n also needs the
-  orchestrator's half, which exists before batch n is sent. It becomes complete some time later.
+  orchestrator's half, written before batch n is sent. It becomes complete some time later.
 - Every wait has a name and a deadline.
 """
 

@@ -1,7 +1,7 @@
 """Micro-batches: from columns to the tensors of one forward pass.
 
-- Token t of a sample is scored from row t − 1. Only scored tokens reach the LM head: those that
-  are trained and have a component weight.
+- Token t of a sample is scored from row t − 1, if it is trained and has a component weight. Only
+  scored tokens reach the LM head.
 - A micro-batch without samples becomes one unweighted token, so that the rank takes part in every
   collective, with zero gradients.
 - It is built on the host, sharded there among context-parallel ranks, then sent to the device.
@@ -84,7 +84,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
     if np.isin(scored, starts).any():
         raise RunFailed(
             f"batch {step}: the first token of a sample is marked trained, "
-            f"and nothing stands before it to predict it from"
+            f"and no token before it predicts it"
         )
     if not len(scored):  # score one token without weight, to keep the LM head in the graph
         scored = np.array([min(1, columns.num_tokens - 1)])

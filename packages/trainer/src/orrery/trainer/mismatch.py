@@ -24,7 +24,7 @@ MEASURES = {
 
 
 class MismatchGuard:
-    """Sums of one step on this rank. `check` adds those of all ranks."""
+    """Sums of one step on this rank. `check` adds up all ranks."""
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log

@@ -1,8 +1,8 @@
 """A rank's part of a checkpoint: copied into host memory, then written and hashed in pieces.
 
 - A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes
-  without gaps (https://huggingface.co/docs/safetensors). It equals that of
-  `safetensors.torch.save_file`, which would copy every tensor and not hash the file.
+  without gaps (https://huggingface.co/docs/safetensors). It equals the file of
+  `safetensors.torch.save_file`. That function copies every tensor and does not hash the file.
 - The buffer in host memory has the layout of the file's data, and is kept for the next checkpoint.
 - Big files are synced as they grow. Otherwise unwritten pages could fill the host's memory.
 """
