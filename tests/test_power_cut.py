@@ -29,7 +29,8 @@ from orrery.launcher import containers  # noqa: E402
 from orrery.launcher.adopt import adopt  # noqa: E402
 from orrery.launcher.runs import Run, find  # noqa: E402
 from orrery.launcher.site import Roles, Site  # noqa: E402
-from orrery.launcher.supervisor import Job, run_stage  # noqa: E402
+from orrery.launcher.stage import Job  # noqa: E402
+from orrery.launcher.supervisor import run_stage  # noqa: E402
 from orrery.manifest.identity import canonical_json, load, pretty_json, run_dir  # noqa: E402
 from orrery.manifest.plan import StagePlan  # noqa: E402
 from orrery.manifest.publish import make_folder, sync, write_atomic  # noqa: E402

@@ -1,12 +1,13 @@
-"""What Slurm and containers add to the demo: its pipeline as local processes and on the simulated cluster, on the same machine.
+"""Measure the time that Slurm and containers add to the demo.
 
-- The cluster is up (`ORRERY_CLUSTER_KEEP=1 make test-cluster` leaves it so, with its images) and idle; its user gets this checkout anew.
-- Of every stage: its own seconds (`DONE`), and around them those from Snakemake's word that it begins to the launcher's start, and from the
-  launcher's end to Snakemake's word that it is done. Inside: from the launcher's start to the first role's first sign of life.
-- Of the RL stage: from Snakemake's word that it begins to the first request that an engine generates for.
-- `snakemake -n` of the run over many nodes, as a user types it at the login: the median of three.
+- The pipeline runs as local processes and on the simulated cluster of the same machine. The cluster
+  is up and idle (`ORRERY_CLUSTER_KEEP=1 make test-cluster` leaves it so).
+- Each stage: its own seconds (`DONE`), those between Snakemake's messages and the launcher, and
+  those from the launcher's start to the first role's health file.
+- The RL stage: from Snakemake's message to the first request that an engine generates for.
+- `snakemake -n` of the run over many nodes, on the login node: the median of three.
 
-    sudo .venv/bin/python benchmarks/cluster/overhead.py            # on a quiet machine; about 6 minutes
+    sudo .venv/bin/python benchmarks/cluster/overhead.py     # on a quiet machine, about 6 minutes
 """
 
 import json
@@ -44,13 +45,13 @@ SAYS = (
     "--quiet",
     "host",
     "reason",
-)  # the local profile is quiet on rules, whose beginnings and ends are what is timed here
+)  # the local profile does not print the rules, whose times are measured here
 BEGINS, ENDS = re.compile(r"Job \d+: (\w+) of "), re.compile(r"Finished jobid: \d+ \(Rule: (\w+)\)")
 
 
 @dataclass
 class Stage:
-    """Times of one stage, as `time.time()`: Snakemake's word, the launcher's start, the first role's sign of life, and the ends."""
+    """Times of one stage, as `time.time()`."""
 
     begins_s: float = 0.0
     started_s: float = 0.0
@@ -69,7 +70,7 @@ class Stage:
 
 @dataclass
 class Pipeline:
-    """A finished pipeline; `wall_s` is Snakemake's, its own start included."""
+    """A finished pipeline. `wall_s` includes the start of Snakemake."""
 
     wall_s: float
     stages: dict[str, Stage]
@@ -77,7 +78,7 @@ class Pipeline:
 
 
 def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str, str]) -> Pipeline:
-    """Run it to its end and look on; `run_dir` must not be there yet."""
+    """Run the pipeline and record the times of its stages. `run_dir` must not exist."""
     stages: dict[str, Stage] = {}
     finished = threading.Event()
     looks_on = threading.Thread(target=_look_on, args=(run_dir, stages, finished))
@@ -121,7 +122,7 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
 
 
 def _look_on(run_dir: Path, stages: Mapping[str, Stage], finished: threading.Event) -> None:
-    """Fill in when the first role of each stage says something of itself."""
+    """Fill in when the first role of each stage writes its health file."""
     while not finished.wait(LOOK_S):
         for name, stage in list(stages.items()):
             if not stage.alive_s and any((run_dir / "stages" / name / "health").glob("*.json")):
@@ -129,7 +130,7 @@ def _look_on(run_dir: Path, stages: Mapping[str, Stage], finished: threading.Eve
 
 
 def run_here(folder: str) -> Pipeline:
-    """As local processes of this environment, in a checkout of its own."""
+    """Run it as local processes of this environment, in a fresh checkout."""
     env = {name: value for name, value in os.environ.items() if name != "ORRERY_SITE"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     with tempfile.TemporaryDirectory() as made:
@@ -145,24 +146,25 @@ def run_here(folder: str) -> Pipeline:
 
 
 def run_on_cluster(folder: str) -> Pipeline:
-    """As jobs of the cluster's user, whose earlier run of the same name is removed."""
+    """Run it as jobs of the cluster's user. Remove an earlier run of the same name."""
     as_user("rm", "-rf", f"runs/{folder}")
     argv = (*CLUSTER, "user", "snakemake", "--profile", "slurm", *SAYS, "--", RUN)
     return run_pipeline(argv, ROOT, CHECKOUT / "runs" / folder, os.environ)
 
 
 def as_user(*argv: str) -> str:
-    """What a command of the cluster's user says at the login."""
+    """Return the output of a command of the cluster's user on the login node."""
     done = subprocess.run((*CLUSTER, "user", *argv), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"error: {' '.join(argv)} on the simulated cluster: {done.stderr.strip() or done.stdout.strip()}"
+            f"error: {' '.join(argv)} on the simulated cluster: "
+            f"{done.stderr.strip() or done.stdout.strip()}"
         )
     return done.stdout
 
 
 def dry_runs_s() -> list[float]:
-    """Wall seconds of each; raises when one does not show the RL stage."""
+    """Return the wall seconds of each. Exit if one does not show the RL stage."""
     times_s = []
     for _ in range(DRY_RUNS):
         start_s = time.perf_counter()
@@ -170,13 +172,14 @@ def dry_runs_s() -> list[float]:
         times_s.append(time.perf_counter() - start_s)
         if ["rl", "1"] not in [line.split() for line in shown.splitlines()]:
             raise SystemExit(
-                f"error: `snakemake -n {MANY_NODES}` on the cluster did not show its RL stage:\n{shown[-2000:]}"
+                f"error: `snakemake -n {MANY_NODES}` on the cluster did not show its RL "
+                f"stage:\n{shown[-2000:]}"
             )
     return times_s
 
 
 def rows(where: str, pipeline: Pipeline) -> list[dict[str, Any]]:
-    """`around`: between Snakemake's words and not in the stage itself."""
+    """Return the rows. `around`: seconds between Snakemake's messages outside the stage."""
     own_s = {name: one.ended_s - one.started_s for name, one in pipeline.stages.items()}
     around_s = {
         name: one.ends_s - one.begins_s - own_s[name] for name, one in pipeline.stages.items()
@@ -198,7 +201,8 @@ def rows(where: str, pipeline: Pipeline) -> list[dict[str, Any]]:
 def main() -> None:
     if os.geteuid() != 0:
         raise SystemExit(
-            "error: the simulated cluster needs root; type `sudo .venv/bin/python benchmarks/cluster/overhead.py`"
+            "error: the simulated cluster needs root; type `sudo .venv/bin/python "
+            "benchmarks/cluster/overhead.py`"
         )
     if subprocess.run((*CLUSTER, "status"), capture_output=True).returncode:
         raise SystemExit(

@@ -6,7 +6,8 @@
   Measured are a request's credential at the orchestrator, the front and the engine; an ask for a
   micro-batch over CurveZMQ with its ticket; a value in the weight wire's store.
 - vllm-router asks the front about each key. The cost of that is a whole HTTP request.
-- The demo asks its engine directly, so its requests do not pass the front. `canary_cost.py` measures canaries.
+- The demo asks its engine directly, so its requests do not pass the front. `canary_cost.py`
+  measures canaries.
 
     python benchmarks/faults/authentication.py      # on a quiet machine, about 4 minutes
 """
@@ -158,7 +159,7 @@ def watched(*command: str, folder: Path) -> tuple[str, float]:
 
 
 def demo() -> tuple[Counter[str], float]:
-    """Return the number of checks in the demo, by kind, and the CPU seconds of all its processes."""
+    """Return the checks in the demo, by kind, and the CPU seconds of all its processes."""
     with tempfile.TemporaryDirectory() as name:
         folder, manifest = Path(name), load(ROOT / "manifests" / f"{DEMO}.json")
         for each in ("jsonnet", "manifests", "locks", "local", "Snakefile"):

@@ -6,7 +6,7 @@
 - One canary and one step's comparison in the trainer: one rank computes them with the run's
   weights. Each rank of the run does the same.
 
-    python benchmarks/faults/canary_cost.py runs/reverse_text-...     # after `make demo`; half a minute, on a quiet machine
+    python benchmarks/faults/canary_cost.py runs/reverse_text-...     # after `make demo`, 30 s
 """
 
 import argparse

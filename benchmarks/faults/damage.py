@@ -41,7 +41,8 @@ ODD_JSON = (
     '"a\\u0000b"',
     '{"kind": "no"}',
 )
-ODD_JSONNET = ("1e30", "-1", "0", "0.5", "1e15", "null", "true", "''", "'x'", "[]", "{}", "[1, 2]", "{ kind: 'no' }", "error 'no'",
+ODD_JSONNET = ("1e30", "-1", "0", "0.5", "1e15", "null", "true", "''", "'x'", "[]", "{}", "[1, 2]",
+    "{ kind: 'no' }", "error 'no'",
                "1 / 0", "function(x) x", "'\\u0000'", "std.repeat('a', 100000)",
                "(local f(n) = [if n == 0 then 0 else f(n - 1)]; f(100))")  # fmt: skip
 DEEP = 100_000
@@ -123,7 +124,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def jsonnet_damage(path: Path, rng: random.Random) -> None:
-    """Give one field of a Jsonnet file another value or another name, or the whole file another value."""
+    """Give one field of a Jsonnet file, or the whole file, another value or name."""
     text = path.read_text()
     fields = list(re.finditer(r"\b(\w+)(\+?::?) ([^\n{}\[\],]+)(?=[,}\]\n])", text))
     if rng.random() < 0.15 or not fields:

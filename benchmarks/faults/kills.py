@@ -169,8 +169,10 @@ class Run:
             time.sleep(0.1)
         sentence = said.replace(str(self.folder), "RUN")
         row = {
-            "stage": kill.stage, "victim": kill.victim, "trained_steps": trained, "named_s": round(named_s, 2),
-            "all_gone_s": round(time.monotonic() - killed_s, 2), "is_named": is_named(kill.victim, sentence), "sentence": sentence,
+            "stage": kill.stage, "victim": kill.victim, "trained_steps": trained,
+            "named_s": round(named_s, 2),
+            "all_gone_s": round(time.monotonic() - killed_s, 2), "is_named": is_named(kill.victim,
+            sentence), "sentence": sentence,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
         return row
@@ -252,7 +254,10 @@ def is_named(victim: str, sentence: str) -> bool:
     elif victim.startswith("engine core"):
         named = rf"{re.escape(victim.split()[-1])} .*(engine core died|vLLM did not start)"
     elif victim.startswith("vllm-router"):
-        named = rf"{re.escape(victim.split()[-1])} .*vllm-router (ended by itself|did not start) \(exit code -9\)"
+        named = (
+            rf"{re.escape(victim.split()[-1])} .*vllm-router (ended by itself|did not "
+            rf"start) \(exit code -9\)"
+        )
     else:
         named = rf"{re.escape(victim)} was killed by SIGKILL"
     return re.search(rf"{named}.*; type `.+` to ", sentence) is not None
@@ -363,7 +368,8 @@ def main() -> None:
         goal=0,
         better="lower",
         details={
-            "seed": args.seed, "num_kills": len(rounds), **found, "ends_not_named": len(late), "named_limit_s": NAMED_S,
+            "seed": args.seed, "num_kills": len(rounds), **found, "ends_not_named": len(late),
+            "named_limit_s": NAMED_S,
             "slowest_named_s": max(row["named_s"] for row in rounds), "kills": rounds,
         },
     )  # fmt: skip

@@ -57,7 +57,7 @@ class Outcome:
     fault: str
 
 
-# A healthy checkout --------------------------------------------------------------------------------------------------------
+# A healthy checkout
 
 
 def healthy(folder: Path) -> Workspace:
@@ -83,8 +83,10 @@ def healthy(folder: Path) -> Workspace:
         "exit": "exit code 0",
         "restarts": 0,
     }
-    _json(run / "status.json", {"stage": "report", "attempt": 5, "state": "done", "message": "report: done", "launcher_pid": 1,
-          "host": "here", "slurm_job": None, "started_s": 1.0, "ended_s": 2.0, "roles": [role]})  # fmt: skip
+    _json(run / "status.json", {"stage": "report", "attempt": 5, "state": "done",
+        "message": "report: done", "launcher_pid": 1,
+          "host": "here", "slurm_job": None, "started_s": 1.0, "ended_s": 2.0,
+          "roles": [role]})  # fmt: skip
     for stage in ("init", "sft", "rl", "evaluate"):
         _json(
             run / "stages" / stage / "DONE",
@@ -102,17 +104,22 @@ def healthy(folder: Path) -> Workspace:
         "images": {},
     }
     _json(run / "receipt.json", {"schema": 1, "run": {"name": "words", "id": "0"},
-          "stages": {"rl": {"attempts": [attempt], "outputs": {}, "metrics": {"loss": 0.1}}}})  # fmt: skip
-    trainer = [{**stamp, "time_s": 9.0 + step, "step": step, "loss": 0.1, "entropy": 1.0, "mismatch_kl": 1e-7, "step_time_s": 1.0,
-                "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4, "tokens_per_s": 9.0}
+          "stages": {"rl": {"attempts": [attempt], "outputs": {},
+          "metrics": {"loss": 0.1}}}})  # fmt: skip
+    trainer = [{**stamp, "time_s": 9.0 + step, "step": step, "loss": 0.1, "entropy": 1.0,
+        "mismatch_kl": 1e-7, "step_time_s": 1.0,
+                "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4,
+                "tokens_per_s": 9.0}
                for step in (1, 2, 3)]  # fmt: skip
     sft = [
         {**stamp, "stage": "sft", "time_s": float(step), "step": step, "loss": 3.0}
         for step in (1, 2)
     ]
     _rows(run / "metrics/trainer.0.jsonl", [*sft, *trainer])
-    batches = [{**stamp, "event": "batch", "time_s": 9.0 + step, "step": step, "reward_mean": 0.2, "staleness_counts": [8, 2],
-                "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 1, "generated_tokens_per_s": 9.0, "dropped": {"late": 1}}
+    batches = [{**stamp, "event": "batch", "time_s": 9.0 + step, "step": step, "reward_mean": 0.2,
+        "staleness_counts": [8, 2],
+                "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 1,
+                "generated_tokens_per_s": 9.0, "dropped": {"late": 1}}
                for step in (1, 2, 3)]  # fmt: skip
     evaluation = {
         **stamp,
@@ -137,7 +144,8 @@ def healthy(folder: Path) -> Workspace:
         [{**stamp, "name": "optimizer", "start_s": 9.0, "end_s": 9.5, "step": 1}],
     )
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
-    _rows(run / "rollouts/evaluate.jsonl", [{"policy": when, "task": "words", "problem": 1, "reward": 1.0, "messages": messages}
+    _rows(run / "rollouts/evaluate.jsonl", [{"policy": when, "task": "words", "problem": 1,
+        "reward": 1.0, "messages": messages}
                                             for when in ("before", "after")])  # fmt: skip
     (run / "logs").mkdir()
     (run / "logs/trainer.0.log").write_text("step 1\nstep 2\n")
@@ -156,7 +164,7 @@ def _rows(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-# Cases ---------------------------------------------------------------------------------------------------------------------
+# Cases
 
 
 def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Callable[[], int]]:
@@ -169,18 +177,24 @@ def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Call
             rng.choice([path for path in sorted((folder / "jsonnet").rglob("*sonnet"))]),
             damage.jsonnet_damage,
         )
-        argv = rng.choice((["check"], ["check", "words"], ["render"], ["show", "words"], ["explain", "words", "seed"],
-                           ["plan", "words", "--write", "plan"], ["diff", "words", "sums"], ["snakemake"]))  # fmt: skip
+        argv = rng.choice((["check"], ["check", "words"], ["render"], ["show", "words"], ["explain",
+            "words", "seed"],
+                           ["plan", "words", "--write", "plan"], ["diff", "words", "sums"],
+                           ["snakemake"]))  # fmt: skip
     elif area == "manifests":
         file = workspace.manifest_path(rng.choice(("words", "words_nodes", "words_sparse")))
         name, path = file.stem, str(file)
-        argv = rng.choice((["check", path], ["show", path], ["plan", path], ["diff", path, "manifests/sums.json"], ["check", name],
-                           ["plan", name], ["status", name], ["run", name, "rl"], ["snakemake"]))  # fmt: skip
+        argv = rng.choice((["check", path], ["show", path], ["plan", path], ["diff", path,
+            "manifests/sums.json"], ["check", name],
+                           ["plan", name], ["status", name], ["run", name, "rl"],
+                           ["snakemake"]))  # fmt: skip
     else:
         file = rng.choice([path for path in sorted(run.rglob("*")) if path.is_file()])
         name = run.name
-        argv = rng.choice((["status"], ["status", name], ["report", name], ["report", name, "--summary"], ["logs", name], ["show", name],
-                           ["show", name, "--receipt"], ["diff", name, "sums"], ["adopt", "words_wide", name], ["stop", name]))  # fmt: skip
+        argv = rng.choice((["status"], ["status", name], ["report", name], ["report", name,
+            "--summary"], ["logs", name], ["show", name],
+                           ["show", name, "--receipt"], ["diff", name, "sums"], ["adopt",
+                           "words_wide", name], ["stop", name]))  # fmt: skip
     kinds = [damage.text_damage, damage.path_damage]
     if area != "run files" or file.suffix in (".json", ".jsonl") or file.name == "DONE":
         kinds += [own] * 4
@@ -239,7 +253,7 @@ def files_case(run: Path, rng: random.Random) -> tuple[str, Callable[[], int]]:
     return f"{how.__name__} of a checkpoint's files.json, then verify", verify
 
 
-# Running -------------------------------------------------------------------------------------------------------------------
+# Running
 
 
 def run_cases(number: int, seed: int) -> Iterator[Outcome]:
@@ -381,14 +395,18 @@ def main() -> None:
         if outcome.fault:
             faults[outcome.fault] += 1
             print(
-                f"{index}: {outcome.fault} after {outcome.seconds:.1f} s: {outcome.what}\n{outcome.told[-1500:]}",
+                f"{index}: {outcome.fault} after {outcome.seconds:.1f} s: "
+                f"{outcome.what}\n{outcome.told[-1500:]}",
                 flush=True,
             )
     if args.print:
         sys.exit(f"{faults.total()} faults in {areas.total()} cases" if faults else None)
     record(
         Path(__file__).with_suffix(".json"),
-        figure="damaged specs, manifests and run files that end in a traceback, a hang over 5 s or a half-written file",
+        figure=(
+            "damaged specs, manifests and run files that end in a traceback, a hang over 5 "
+            "s or a half-written file"
+        ),
         value=float(faults.total()),
         unit="cases",
         goal=0.0,

@@ -71,7 +71,10 @@ def main() -> None:
     found = asyncio.run(every())
     record(
         Path(__file__).with_suffix(".json"),
-        figure="processor time of a model-written answer scored in a process of its own, the dearest of four families",
+        figure=(
+            "processor time of a model-written answer scored in a process of its own, the "
+            "dearest of four families"
+        ),
         value=max(row["processor_ms"] for row in found.values()),
         unit="ms",
         goal=GOAL_MS,

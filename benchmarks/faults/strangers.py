@@ -237,7 +237,8 @@ def store_keys(address: tuple[str, int]) -> int | None:
     """
     code = (
         "import sys, datetime, torch.distributed as d\n"
-        f"store = d.TCPStore({address[0]!r}, {address[1]}, None, False, timeout=datetime.timedelta(seconds=3), wait_for_workers=False)\n"
+        f"store = d.TCPStore({address[0]!r}, {address[1]}, None, False, "
+        f"timeout=datetime.timedelta(seconds=3), wait_for_workers=False)\n"
         "print(len(store.list_keys()))"
     )
     try:
@@ -396,7 +397,8 @@ def _is_metrics(one: Socket) -> bool:
 
 
 def _named(one: Socket) -> str:
-    return f"{one.role}{f', {one.program}' if one.program else ''}{'' if one.port else ', Unix socket'}"
+    program = f", {one.program}" if one.program else ""
+    return f"{one.role}{program}{'' if one.port else ', Unix socket'}"
 
 
 def main() -> None:
@@ -410,7 +412,10 @@ def main() -> None:
     print(json.dumps(details, indent=1))
     record(
         out / "strangers.json",
-        figure="answers but 401 or nothing, changes of state and undeclared sockets, with a stranger at every listener of a live run",
+        figure=(
+            "answers but 401 or nothing, changes of state and undeclared sockets, with a "
+            "stranger at every listener of a live run"
+        ),
         value=value,
         unit="defects",
         goal=0,

@@ -1,4 +1,4 @@
-"""Tests on the simulated cluster, for `make test-cluster` only: plain `make test` collects none of them."""
+"""Tests on the simulated cluster. `make test-cluster` collects them, `make test` does not."""
 
 import os
 import sys

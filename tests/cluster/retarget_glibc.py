@@ -1,8 +1,8 @@
-"""Lets ELF programs that were linked against glibc 2.38 load on an older one, where all they take of 2.38 is the C23 `strtol` family.
+"""Let ELF programs that need only the C23 `strtol` family of glibc 2.38 load on an older glibc.
 
 - In: paths of 64-bit little-endian ELF files, changed in place; their length and layout stay.
 - Out: every symbol `__isoc23_NAME` is looked up as `NAME`, and the version 2.38 as 2.2.5.
-- Never: another symbol; one of 2.38 that is not of that family is a ValueError. (They differ in reading "0b101".)
+- Another symbol of 2.38 raises ValueError. (The functions differ only in reading "0b101".)
 """
 
 import struct
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 
 
 def retarget(data: bytearray) -> list[str]:
-    """Change one ELF image in place; returns the names that are looked up otherwise now, [] when it does not need glibc 2.38."""
+    """Change one ELF image in place. Return the renamed symbols, [] if it needs no glibc 2.38."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("this is no 64-bit little-endian ELF file")
     sections = _sections(data)
@@ -87,7 +87,7 @@ def _string(data: bytearray, strings: Section, offset: int) -> str:
 
 
 def _point_versions_at_old(data: bytearray, needs: Section, strings: Section) -> set[int]:
-    """Rewrites the needed version 2.38 to 2.2.5; returns the indices under which symbols refer to it."""
+    """Rewrite the needed version 2.38 to 2.2.5. Return the indices that symbols use for it."""
     old = data.find(b"\0" + OLD.encode() + b"\0", strings.offset, strings.offset + strings.size)
     indices = set()
     library_at = needs.offset

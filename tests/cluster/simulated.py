@@ -1,8 +1,9 @@
-"""The simulated cluster from a test's side: commands as its user on the head, power cuts, and Slurm's own word on what happened.
+"""Control the simulated cluster: commands as its user on the head node, power cuts, Slurm's states.
 
-- `run` and `start` are the unprivileged user at a login shell on the head, in the copy of the checkout; `on` is root on a node.
-- Files of the user are this machine's files too, under `checkout`; a node's /tmp and /dev/shm are not.
-- Nothing sleeps for a fixed time: `wait_until` polls and, when it gives up, says what it waited for and what Slurm says now.
+- `run` and `start` are the unprivileged user at a login shell on the head, in the copy of the
+  checkout. `on` is root on a node.
+- The user's files are on this machine too, under `checkout`. A node's /tmp and /dev/shm are not.
+- `wait_until` polls. When it gives up, it prints what it waited for and Slurm's queue.
 """
 
 import os
@@ -30,7 +31,7 @@ class Row:
 
 
 class Terminal:
-    """A command that runs as the user, like one typed at a terminal. `output` is what it wrote so far."""
+    """A command that runs as the user at a terminal. `output` is its output so far."""
 
     def __init__(self, cluster: "Cluster", argv: tuple[str, ...], env: Mapping[str, str]):
         self.cluster = cluster
@@ -49,7 +50,7 @@ class Terminal:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Tests that were started in the background of a script have it ignored, and what they start would too.
+                # Tests in the background of a script ignore it, and so would their children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
@@ -119,7 +120,7 @@ class Cluster:
         return _done(self.command("user", *_with(env or {}), *argv), check, timeout_s)
 
     def start(self, *argv: str, env: Mapping[str, str] | None = None) -> Terminal:
-        """The user's command on the head, going on beside the test; ended with the test at the latest."""
+        """Start the user's command on the head. It ends with the test at the latest."""
         self.started.append(Terminal(self, argv, env or {}))
         return self.started[-1]
 
@@ -142,7 +143,7 @@ class Cluster:
         _done(self.command("start", node), True, 60)
 
     def end_time(self, job: str, seconds: int) -> None:
-        """Move the job's time limit so that it is reached in so many seconds (Slurm looks every 30)."""
+        """Move the job's time limit to so many seconds from now (Slurm checks every 30 s)."""
         self.on("head", "scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds}")
 
     def queue(self) -> dict[str, str]:
@@ -196,7 +197,8 @@ class Cluster:
             if time.monotonic() > deadline:
                 queue = self.run("squeue", "--states=all", check=False).stdout
                 raise AssertionError(
-                    f"{within_s:.0f} s passed and not yet so: {what}\n{explain() if explain else ''}\n{queue}"
+                    f"{within_s:.0f} s passed and not yet so: "
+                    f"{what}\n{explain() if explain else ''}\n{queue}"
                 )
             time.sleep(0.2)
         return value
@@ -233,6 +235,7 @@ def _done(argv: list[str], check: bool, timeout_s: float) -> subprocess.Complete
     )
     if check and done.returncode:
         raise AssertionError(
-            f"{' '.join(argv[2:])}: exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            f"{' '.join(argv[2:])}: exit code "
+            f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
     return done

@@ -1,6 +1,6 @@
-"""Runs on the simulated cluster, as its user: real Slurm, real Apptainer images, the real vLLM; and what happens when something breaks.
+"""Runs on the simulated cluster with real Slurm, Apptainer images and vLLM, and their failures.
 
-Each test goes to its run's end where it can, over what broke in between: that it went on is half of what is tested.
+Where it can, each test finishes its run after the failure.
 """
 
 import json
@@ -94,7 +94,7 @@ def fresh(cluster: Cluster):
 
 
 def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
-    """reverse_text: its RL job meets its time limit, writes a checkpoint, goes back into the queue and ends well."""
+    """The RL job of reverse_text meets its time limit, writes a checkpoint, and is requeued."""
     run = fresh("reverse_text")
     there = {
         node: cluster.on(node, "ls", "/dev/shm", "/tmp").stdout.split() for node in NODES
@@ -172,8 +172,10 @@ def test_the_demo_runs_to_its_end_over_a_time_limit(cluster: Cluster, fresh):
 
 
 def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, fresh):
-    """glm5_shape_smoke: prefill, decode, two trainer nodes. An engine is killed: it comes back on its node. A rank is killed: all end, by
-    its name. A node dies: Slurm starts all again.
+    """glm5_shape_smoke has prefill, decode and two trainer nodes.
+
+    A killed engine is restarted on its node. A killed rank ends the stage, which names it. After
+    the death of a node Slurm requeues the job.
     """
     run = fresh("glm5_shape_smoke")
     terminal = run.start()
@@ -243,7 +245,8 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
     assert terminal.wait(240) == 0, terminal.output[-3000:]
     said = (run.path / "logs" / "launcher.0.log").read_text()
     assert re.search(
-        rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; it goes on from step \d+",
+        rf"started again by Slurm \(job {job}\): node4 was lost, which held trainer\.1; "
+        rf"it goes on from step \d+",
         said,
     ), said
     assert run.receipt()["stages"]["rl"]["restarts"] >= 2
@@ -420,7 +423,10 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(
     whole = [marker.parent for marker in on_disk.glob("checkpoints/**/COMPLETE")]
     assert whole
     for folder in whole:
-        checked = "from pathlib import Path; from orrery.transport.checkpoints import verify; import sys; verify(Path(sys.argv[1]))"
+        checked = (
+            "from pathlib import Path; from orrery.transport.checkpoints import verify; "
+            "import sys; verify(Path(sys.argv[1]))"
+        )
         image = next(cluster.images.glob("trainer-cpu-*.sif"))
         code = next((on_disk / "code").iterdir())
         bind = ("--bind", f"{code}:/orrery/code", "--bind", str(on_disk))

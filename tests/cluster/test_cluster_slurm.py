@@ -1,4 +1,4 @@
-"""The simulated cluster is what it says: real Slurm, nodes that share one file system and nothing else."""
+"""The simulated cluster: real Slurm, and nodes that share one file system and nothing else."""
 
 from simulated import NODES, Cluster
 

@@ -1,4 +1,4 @@
-"""Lets the tests of this room import the fakes that they share; run directories of which nothing may be left, and checkouts."""
+"""Fixtures: run folders that check for leftovers, and checkouts. Tests may import the fakes."""
 
 import os
 import shutil

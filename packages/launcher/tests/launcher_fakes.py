@@ -1,8 +1,9 @@
 """Fakes for the launcher's tests: tiny roles as real processes, and a launcher as a real process.
 
-`python -m launcher_fakes --run-dir …` is a role; role and deeds stand in `<run_dir>/script.json` by its index.
-`python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in `<run_dir>/plan.json`.
-A test may write an error of a wall clock in seconds into `<run_dir>/wall_clock.<role or launcher>`.
+`python -m launcher_fakes --run-dir …` is a role, whose acts `<run_dir>/script.json` has by index.
+`python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in
+`<run_dir>/plan.json`. A test may write an error of a wall clock in seconds into
+`<run_dir>/wall_clock.<role or launcher>`.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from orrery.launcher.site import Roles, Site
-from orrery.launcher.supervisor import Job, run_stage
+from orrery.launcher.stage import Job
+from orrery.launcher.supervisor import run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace

@@ -1,6 +1,7 @@
-"""Trainer ranks as the launcher starts them, one of which may stop for ever in a step or after it; and a launcher over them, a process.
+"""Trainer ranks as the launcher starts them, and their launcher. One rank may stop for ever.
 
-`python launcher_ranks.py RUN_DIR STAGE NUM_RANKS DEADLINE_SCALE` is the launcher; `python -m launcher_ranks --run-dir …` a rank.
+`python launcher_ranks.py RUN_DIR STAGE NUM_RANKS DEADLINE_SCALE` is the launcher, and
+`python -m launcher_ranks --run-dir …` a rank.
 STUCK="1 3": rank 1 never gets out of step 3; "1 3 copy": nor does it copy the checkpoint of step 3.
 """
 
@@ -10,7 +11,8 @@ import time
 from pathlib import Path
 
 from orrery.launcher.site import Roles, Site
-from orrery.launcher.supervisor import Job, run_stage
+from orrery.launcher.stage import Job
+from orrery.launcher.supervisor import run_stage
 from orrery.manifest.identity import load
 from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.manifest.workspace import Workspace

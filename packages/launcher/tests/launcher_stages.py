@@ -13,10 +13,15 @@ import psutil
 HERE = Path(__file__).parent
 
 
-def launch(run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0, deadline_scale: float = 1.0,
-           ignored: tuple[int, ...] = ()) -> subprocess.Popen:  # fmt: skip
-    """A launcher over these (role, acts); inference and router end with the stage. Engines are started again `restarts` times. Of what a
-    terminal sends it ignores what is `ignored`, whatever the tests do."""
+def launch(
+    run_dir: Path, *processes: tuple[str, list[str]], restarts: int = 0,
+    deadline_scale: float = 1.0, ignored: tuple[int, ...] = (),
+) -> subprocess.Popen:  # fmt: skip
+    """Start a launcher over these (role, acts). Inference and router end with the stage.
+
+    Engines are restarted `restarts` times. The launcher ignores the `ignored` ones of SIGINT and
+    SIGHUP.
+    """
     plan, script = [], {}
     for index, (role, acts) in enumerate(processes):
         kind = "with_stage" if role in ("inference", "router") else "itself"

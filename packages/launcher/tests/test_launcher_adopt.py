@@ -1,4 +1,4 @@
-"""A run that begins where another stands: what it takes over, what it refuses, and what stays whole."""
+"""Adoption of a run: what is copied, what is refused, and what stays whole."""
 
 import json
 import os
@@ -13,8 +13,7 @@ from orrery.launcher import status as statuses
 from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
-from orrery.launcher.status import RoleStatus, Status
-from orrery.launcher.supervisor import done_path, newest_checkpoint
+from orrery.launcher.status import RoleStatus, Status, done_path, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -102,9 +101,11 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
     )
     assert adopt(run, other) == "done: init, sft; rl goes on after step 3"
     assert set(files(run.path)) == {
-        ".lock", "adopted.json", "checkpoints/step_3.attempt_1/COMPLETE", "checkpoints/step_3.attempt_1/trainer/rank_0", "layout",
+        ".lock", "adopted.json", "checkpoints/step_3.attempt_1/COMPLETE",
+        "checkpoints/step_3.attempt_1/trainer/rank_0", "layout",
         "manifest.json",
-        "metrics/trainer.0.jsonl", "rollouts/samples.jsonl", "rollouts/step_3.safetensors", "stages/init/DONE",
+        "metrics/trainer.0.jsonl", "rollouts/samples.jsonl", "rollouts/step_3.safetensors",
+        "stages/init/DONE",
         "stages/rl/health/trainer.0.json",
         "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
     }  # fmt: skip
@@ -192,7 +193,10 @@ def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, f
     run = begun(checkout, other, **{field: value})
     with pytest.raises(
         OrreryError,
-        match=rf"would learn something else than {other.path.name}: {field.replace('__', '.')}: .* → {value};",
+        match=(
+            rf"would learn something else than {other.path.name}: "
+            rf"{field.replace('__', '.')}: .* → {value};"
+        ),
     ):
         adopt(run, other)
     assert not run.path.exists() and [path.name for path in (checkout / "runs").iterdir()] == [
@@ -204,7 +208,10 @@ def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, 
     one, two = begun(checkout, other), begun(checkout, other, name="nowhere")
     with pytest.raises(
         OrreryError,
-        match=rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start elsewhere by itself",
+        match=(
+            rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start "
+            rf"elsewhere by itself"
+        ),
     ):
         adopt(one, two)
     with pytest.raises(
@@ -234,7 +241,7 @@ def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
 def test_the_command_says_where_it_stands_and_what_to_type_next(
     checkout, other, capsys, monkeypatch
 ):
-    """A checked-in run of the same learning: the seeds of the demo differ, so one is edited here to be the demo on another device."""
+    """Edit a checked-in run to be the demo on another device."""
     monkeypatch.setattr(sys, "argv", ["orrery", "adopt", "reverse_text_seed_2", "reverse_text"])
     with pytest.raises(SystemExit) as leave:
         cli.main()

@@ -24,8 +24,7 @@ from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
 from orrery.launcher.runs import find, job
 from orrery.launcher.site import load_site
-from orrery.launcher.status import RoleStatus, Status
-from orrery.launcher.supervisor import done_path
+from orrery.launcher.status import RoleStatus, Status, done_path
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.workspace import Workspace
@@ -120,8 +119,8 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         code, _, err = orrery(capsys, command, name, *more)
         assert code and "Traceback" not in err
         assert (
-            f"{old}: an older release of Orrery began this run (layout 1, and this release reads layout 2 alone)"
-            in err
+            f"{old}: an older release of Orrery began this run (layout 1, and this "
+            f"release reads layout 2 alone)" in err
         )
     code, out, _ = orrery(capsys, "status")
     assert code == 0 and f"{new.name}: rl failed" in out and f"{old}: an older release" in out
@@ -191,13 +190,19 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
     monkeypatch.setattr(images, "find", lambda *words: checkout / "trainer.sif")
     tools = tmp_path / "tools"
     tools.mkdir()
-    said = "import json, os, sys; json.dump([sys.argv, 'SLURM_JOB_ID' in os.environ], open(f'{sys.argv[0]}.json', 'w'))"
+    said = (
+        "import json, os, sys; json.dump([sys.argv, 'SLURM_JOB_ID' in os.environ], "
+        "open(f'{sys.argv[0]}.json', 'w'))"
+    )
     after = {
         "srun": "next(i for i, word in enumerate(words) if not word.startswith('-'))",
         "apptainer": f"words.index('{checkout}/trainer.sif') + 1",
     }
     for name, begin in after.items():
-        text = f"#!{sys.executable}\n{said}; words = sys.argv[1:]; words = words[{begin}:]; os.execvp(words[0], words)\n"
+        text = (
+            f"#!{sys.executable}\n{said}; words = sys.argv[1:]; words = words[{begin}:]; "
+            f"os.execvp(words[0], words)\n"
+        )
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
@@ -254,13 +259,13 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
 
 def test_an_export_that_stayed_on_its_node_is_told(tmp_path):
     (tmp_path / "here").mkdir()
-    assert export._arrived(0, tmp_path / "here") == 0 and export._arrived(0, None) == 0
-    assert export._arrived(3, tmp_path / "there") == 3, "the job has said why"
+    assert export._check_arrived(0, tmp_path / "here") == 0 and export._check_arrived(0, None) == 0
+    assert export._check_arrived(3, tmp_path / "there") == 3, "the job has said why"
     for there in ("there", "no/folder"):
         with pytest.raises(
             OrreryError, match=rf"^--to {tmp_path}/{there}: .*choose a folder that all nodes share$"
         ):
-            export._arrived(0, tmp_path / there)
+            export._check_arrived(0, tmp_path / there)
 
 
 def test_a_plan_is_of_a_manifest_at_any_path_too(checkout, capsys):
@@ -551,8 +556,8 @@ def test_bench_runs_the_figures_script(checkout, capsys):
 def test_the_doctor_says_what_to_mend(checkout):
     (checkout / "locks/cpu.txt").write_text("torch==1.0.0 \\\n    --hash=sha256:00\n")
     found = {one.what: one for one in examine(Workspace(checkout))}
-    assert found["torch"].mend == "cpu.txt pins 1.0.0; type `make setup`"
-    assert "answers" in found["loopback ports"].found and not found["Python"].mend
+    assert found["torch"].remedy == "cpu.txt pins 1.0.0; type `make setup`"
+    assert "answers" in found["loopback ports"].found and not found["Python"].remedy
 
 
 def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder(checkout):
@@ -618,7 +623,10 @@ def test_status_of_sft_says_its_loss_and_the_newest_of_its_validation(checkout, 
         metrics.write(step, event="validation", validation_loss=3.0 / (step + 1))
         metrics.write(step + 1, loss=2.5 / (step + 1))
     metrics.close()
-    expected = "loss 0.4167 (step 6) · validation loss 1.0000 (step 2) → 0.7500 (step 3) → 0.6000 (step 4) → 0.5000 (step 5)"
+    expected = (
+        "loss 0.4167 (step 6) · validation loss 1.0000 (step 2) → 0.7500 (step 3) → 0.6000 "
+        "(step 4) → 0.5000 (step 5)"
+    )
     assert expected in orrery(capsys, "status", "reverse_text")[1]
 
 

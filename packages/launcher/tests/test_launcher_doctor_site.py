@@ -1,4 +1,4 @@
-"""The doctor of a site: what Slurm and nodes said on real ones, judged; and the probe itself, as several nodes on this machine."""
+"""The doctor of a site: judgements of real answers, and the probe as several local nodes."""
 
 import copy
 import errno
@@ -50,13 +50,17 @@ node4|drained|32|32000|gpu:h200:6
 """
 PROBES = [
     {
-        "rank": rank, "node": f"node{rank + 1}", "ended": "in time", "address": f"10.77.0.1{rank + 1}", "interfaces": ["lo", "eth0"],
+        "rank": rank, "node": f"node{rank + 1}", "ended": "in time",
+        "address": f"10.77.0.1{rank + 1}", "interfaces": ["lo", "eth0"],
         "unseen": [], "lock": ["mine", "theirs"][rank], "tcp": {str(1 - rank): None},
         "skew_s": {str(1 - rank): 0.0002}, "rename_s": {str(1 - rank): 0.00003},
         "python": [0, "imports"], "visible_gpus": ["0", "1"], "nvidia": [0, "570.86.15\n570.86.15"],
-        "nvidia_cuda": [0, "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |"],
-        "apptainer": [0, "apptainer version 1.4.5"], "images": {"cuda/trainer": [0, '{"python": "3.11.2", "cuda": "12.8.90"}']},
-        "user_namespaces": "96365", "fuse": True, "infiniband": ["mlx5_0", "mlx5_1"], "memlock_bytes": -1,
+        "nvidia_cuda": [0,
+        "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |"],
+        "apptainer": [0, "apptainer version 1.4.5"], "images": {"cuda/trainer": [0,
+        '{"python": "3.11.2", "cuda": "12.8.90"}']},
+        "user_namespaces": "96365", "fuse": True, "infiniband": ["mlx5_0", "mlx5_1"],
+        "memlock_bytes": -1,
         "free_bytes": {"runs": 80925462528, "scratch": 42949672960}, "mounts_missing": [],
     }
     for rank in range(2)
@@ -69,10 +73,10 @@ def site(**changes) -> Site:
 
 def troubles(findings) -> dict[str, str]:
     """What is wrong, with what mends it."""
-    return {one.what: f"{one.found}: {one.mend}" for one in findings if one.mend}
+    return {one.what: f"{one.found}: {one.remedy}" for one in findings if one.remedy}
 
 
-# Slurm ------------------------------------------------------------------------------------------------------------------
+# Slurm
 
 
 def test_nodes_are_read_once_each_with_their_gpus_and_whether_they_answer():
@@ -98,23 +102,27 @@ def test_a_partition_of_unlike_nodes_is_told_node_by_node():
 
 
 @pytest.mark.parametrize(
-    ("gres", "mend", "must"),
+    ("gres", "remedy", "is_required"),
     [
         ("gpu:a100:4", "set slurm.gpu_type to one of: a100", True),
         ("(null)", "only runs of CPUs start here", False),
     ],
 )
-def test_gpus_that_are_not_offered_are_told_with_those_that_are(gres, mend, must):
+def test_gpus_that_are_not_offered_are_told_with_those_that_are(gres, remedy, is_required):
     (gpus,) = [
         one
         for one in judge_nodes(parse_nodes(f"n1|idle|64|65536|{gres}"), site().slurm)
         if one.what == "GPUs"
     ]
-    assert (gpus.found, gpus.mend, gpus.must) == ("no node offers gpu:h200", mend, must)
+    assert (gpus.found, gpus.remedy, gpus.is_required) == (
+        "no node offers gpu:h200",
+        remedy,
+        is_required,
+    )
 
 
 @pytest.mark.parametrize(
-    ("said", "mend"),
+    ("said", "remedy"),
     [
         (
             "allocation failure: Invalid account or account/partition combination specified",
@@ -129,38 +137,44 @@ def test_gpus_that_are_not_offered_are_told_with_those_that_are(gres, mend, must
         ("something new", "mend [slurm] of the site file"),
     ],
 )
-def test_a_job_that_would_not_be_taken_is_told_with_the_field_to_mend(said, mend):
+def test_a_job_that_would_not_be_taken_is_told_with_the_field_to_mend(said, remedy):
     finding = judge_admission(Answer(1, "", said), site().slurm)
     assert (
-        finding.must
-        and mend in finding.mend
+        finding.is_required
+        and remedy in finding.remedy
         and "error:" not in finding.found
         and "partition gpu, account lab" in finding.found
     )
 
 
 def test_a_job_that_would_be_taken_is_told_with_when():
-    said = "sbatch: Job 8 to start at 2026-11-21T09:52:56 using 64 processors on nodes node3 in partition gpu"
+    said = (
+        "sbatch: Job 8 to start at 2026-11-21T09:52:56 using 64 processors on nodes node3 "
+        "in partition gpu"
+    )
     finding = judge_admission(Answer(0, "", said), site().slurm)
-    assert not finding.mend and finding.found.endswith(
+    assert not finding.remedy and finding.found.endswith(
         "a whole node for 60 min from 2026-11-21T09:52:56"
     )
 
 
 @pytest.mark.parametrize(
-    ("limit", "mend"),
+    ("limit", "remedy"),
     [
         ("30:00", "lower slurm.time_limit_min from 60 to 30 at most"),
         ("1:00:00", ""),
         ("infinite", ""),
     ],
 )
-def test_a_time_limit_above_the_partitions_never_starts(limit, mend):
-    assert judge_time_limit(limit, site().slurm).mend == mend
+def test_a_time_limit_above_the_partitions_never_starts(limit, remedy):
+    assert judge_time_limit(limit, site().slurm).remedy == remedy
 
 
 def test_the_configuration_is_read_for_what_runs_lean_on():
-    good = "AccountingStorageType   = accounting_storage/slurmdbd\nJobRequeue   = 1\nMinJobAge = 300 sec\nSchedulerType = sched/backfill\n"
+    good = (
+        "AccountingStorageType   = accounting_storage/slurmdbd\nJobRequeue   = 1\nMinJobAge "
+        "= 300 sec\nSchedulerType = sched/backfill\n"
+    )
     assert not troubles(judge_config(good, site().slurm))
     bad = (
         good.replace("backfill", "builtin")
@@ -177,7 +191,7 @@ def test_the_configuration_is_read_for_what_runs_lean_on():
 def test_a_controller_that_does_not_answer_is_told():
     assert not judge_controller(
         Answer(0, "Slurmctld(primary) at head is UP\n", ""), "slurm-wlm 22.05.8\n"
-    ).mend
+    ).remedy
     assert (
         "is DOWN"
         in judge_controller(Answer(1, "Slurmctld(primary) at head is DOWN\n", ""), "slurm 23").found
@@ -189,13 +203,14 @@ def test_a_controller_that_does_not_answer_is_told():
 
 
 @pytest.mark.parametrize(
-    ("answer", "found", "must"),
+    ("answer", "found", "is_required"),
     [
         (
             Answer(
                 1,
                 "",
-                "srun: job 25 queued srun: error: Unable to allocate resources: Requested nodes are busy",
+                "srun: job 25 queued srun: error: Unable to allocate resources: "
+                "Requested nodes are busy",
             ),
             "did not start within",
             False,
@@ -218,9 +233,9 @@ def test_a_controller_that_does_not_answer_is_told():
         ),
     ],
 )
-def test_a_probe_that_says_nothing_is_a_finding_too(answer, found, must):
+def test_a_probe_that_says_nothing_is_a_finding_too(answer, found, is_required):
     finding = judge_no_probe(answer)
-    assert found in finding.found and finding.must is must and finding.mend
+    assert found in finding.found and finding.is_required is is_required and finding.remedy
 
 
 def test_images_of_one_hardware_suffice(tmp_path):
@@ -229,13 +244,13 @@ def test_images_of_one_hardware_suffice(tmp_path):
         "cpu/inference": tmp_path,
         "cuda/trainer": "x; y",
     }
-    assert [(one.found, one.mend, one.must) for one in judge_images(images, site())] == [
+    assert [(one.found, one.remedy, one.is_required) for one in judge_images(images, site())] == [
         ("images/t.sif: the image is missing", "type `build trainer_cpu`", True), ("x", "y", True),
     ]  # fmt: skip
     (cpu, cuda) = judge_images({**images, "cuda/trainer": tmp_path}, site())
-    assert cpu.mend and not cpu.must and not cuda.mend
+    assert cpu.remedy and not cpu.is_required and not cuda.remedy
     assert "names none" in judge_images({}, site())[0].found
-    assert not judge_images({}, site(containers=None))[0].must
+    assert not judge_images({}, site(containers=None))[0].is_required
 
 
 def test_images_are_those_of_the_lock(checkout):
@@ -250,7 +265,8 @@ def test_images_are_those_of_the_lock(checkout):
     (checkout.root / "containers/images.lock").write_text(json.dumps(lock))
     told = troubles(examine_site(checkout, site()))["cpu images"]
     assert told.startswith(
-        "images/trainer-cpu-0000000000000000.sif: the image is missing: type `snakemake -s pipelines/images.smk"
+        "images/trainer-cpu-0000000000000000.sif: the image is missing: type `snakemake "
+        "-s pipelines/images.smk"
     )
     (checkout.root / "images").mkdir()
     for image in ("trainer", "inference", "orchestrator"):
@@ -258,7 +274,7 @@ def test_images_are_those_of_the_lock(checkout):
     assert "cpu images" not in troubles(examine_site(checkout, site()))
 
 
-# Nodes ------------------------------------------------------------------------------------------------------------------
+# Nodes
 
 
 def probes(change=lambda one: None):
@@ -376,11 +392,11 @@ def test_a_node_that_says_nothing_is_missed():
 
 def test_an_older_driver_of_the_same_major_version_is_only_noted():
     found = judged(probes(lambda one: one.update(nvidia_cuda=[0, "CUDA Version: 12.4"])))
-    assert [one.must for one in found if one.mend] == [False]
+    assert [one.is_required for one in found if one.remedy] == [False]
     assert [
-        one.must
+        one.is_required
         for one in judged(probes(lambda one: one.update(nvidia_cuda=[0, "CUDA Version: 11.4"])))
-        if one.mend
+        if one.remedy
     ] == [True]
 
 
@@ -409,23 +425,27 @@ def test_devices_are_chosen_as_nccl_chooses_them(wanted, chosen):
 
 
 def test_little_space_is_noted_and_none_is_not_borne():
-    assert not judge_space("runs/", {"here": 30 * 2**30}, 20).mend
+    assert not judge_space("runs/", {"here": 30 * 2**30}, 20).remedy
     little, none = (judge_space("runs/", {"here": free}, 20) for free in (5 * 2**30, 2**20))
-    assert little.mend == none.mend == "free 20 GiB there" and (little.must, none.must) == (
+    assert little.remedy == none.remedy == "free 20 GiB there" and (
+        little.is_required,
+        none.is_required,
+    ) == (
         False,
         True,
     )
 
 
-# The probe --------------------------------------------------------------------------------------------------------------
+# The probe
 
 
 def probe(folder: Path, size: int, **changes) -> list[dict]:
     """`size` nodes, each a process of its own; the lines that they print, between other lines."""
     options = {
         "folder": str(folder), "interface": "lo", "python": sys.executable,
-        "entering": containers.entering(gpus=False), "theirs": containers.THEIRS,
-        "images": {"cpu/trainer": str(folder / "none.sif")}, "folders": {"runs": str(folder), "scratch": str(folder / "missing")},
+        "enter_image": containers.enter_image(gpus=False), "theirs": containers.APPTAINER_OPTIONS,
+        "images": {"cpu/trainer": str(folder / "none.sif")}, "folders": {"runs": str(folder),
+        "scratch": str(folder / "missing")},
         "mounts": [str(folder / "missing")], "wait_s": 10, "limit_s": 50, **changes,
     }  # fmt: skip
     argv = [sys.executable, "-I", doctor_probe.__file__, json.dumps(options)]
@@ -486,7 +506,7 @@ def test_a_probe_enters_images_as_roles_do(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
-    (one,) = probe(tmp_path, 1, entering=containers.entering(gpus=True))
+    (one,) = probe(tmp_path, 1, enter_image=containers.enter_image(gpus=True))
     alone = "-s exec --cleanenv --no-home --no-mount home,tmp,cwd,hostfs,bind-paths --nv"
     code, said = one["images"]["cpu/trainer"]
     assert code == 0 and said.startswith(f"kept {alone} --pwd / {image} /usr/bin/python3 -I -c")
@@ -513,7 +533,7 @@ def test_locks_of_nodes_that_did_not_meet_are_not_compared():
     for change in (lambda one: one.update(lock=None), lambda one: one.update(rank=2, lock="mine")):
         both = probes(change)
         both[0]["lock"] = both[0]["lock"] if both[1]["lock"] is None else None
-        assert {one.what: (one.found, one.mend) for one in judged(both)}["file locks"] == (
+        assert {one.what: (one.found, one.remedy) for one in judged(both)}["file locks"] == (
             "not compared: the nodes did not meet",
             "",
         )
@@ -523,7 +543,7 @@ def test_a_probe_that_runs_out_of_time_prints_what_it_knows(tmp_path):
     options = {
         "folder": str(tmp_path),
         "interface": "lo",
-        "theirs": containers.THEIRS,
+        "theirs": containers.APPTAINER_OPTIONS,
         "wait_s": 30,
         "limit_s": 1,
     }
@@ -539,7 +559,7 @@ def test_a_probe_that_runs_out_of_time_prints_what_it_knows(tmp_path):
     assert one["ended"] == "out of time" and one["node"] == "node1"
 
 
-# The whole --------------------------------------------------------------------------------------------------------------
+# The whole
 
 
 @pytest.fixture
@@ -570,11 +590,11 @@ def test_a_login_node_needs_what_submits_and_no_engine(checkout):
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "mend"),
+    ("free_gib", "remedy"),
     [(0.25, ""), (0.24, "free 0.25 GiB there (in a container: `--shm-size 2g`)")],
 )
 def test_shared_memory_is_told_with_what_it_is_compared_with_and_what_it_is_not(
-    monkeypatch, free_gib, mend
+    monkeypatch, free_gib, remedy
 ):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30))
@@ -584,7 +604,7 @@ def test_shared_memory_is_told_with_what_it_is_compared_with_and_what_it_is_not(
         one.found.startswith(
             f"{free_gib} GiB free, 0.25 asked for; an RL stage on the wire `files` asks for its own"
         )
-        and one.mend == mend
+        and one.remedy == remedy
     )
 
 

@@ -1,4 +1,4 @@
-"""What images are made of, which file a role gets, and that a SIF file depends on its content alone."""
+"""The parts of images, the file of a role, and SIF files that depend on their content alone."""
 
 import hashlib
 import importlib.util
@@ -128,7 +128,10 @@ def test_a_role_gets_the_file_of_the_lock(checkout, built):
 def test_an_image_that_was_never_built_says_what_to_type(checkout, built):
     with pytest.raises(
         OrreryError,
-        match=r"there is no image cuda/inference; type `snakemake -s pipelines/images\.smk .* lock_cuda`",
+        match=(
+            r"there is no image cuda/inference; type `snakemake -s pipelines/images\.smk .* "
+            r"lock_cuda`"
+        ),
     ):
         images.find(checkout, built.parent, "router", "cuda")
 
@@ -172,7 +175,7 @@ def test_a_note_goes_when_its_image_is_gone(checkout, built):
 
 
 def sif(launch: bytes, noise: int) -> bytes:
-    """A SIF file with one used descriptor; `noise` stands wherever a build leaves something of its own."""
+    """A SIF file with one used descriptor. `noise` is what differs between two builds."""
     header = launch.ljust(32, b"\0") + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes([noise]) * 16
     header += struct.pack("<qqqqqqqq", noise, noise, 47, 1, 128, 585, 713, 4)
     descriptor = struct.pack("<i?III", 0x4004, True, 1, 1, 0) + struct.pack(
@@ -311,16 +314,19 @@ def test_images_have_the_same_bytes_when_built_from_nothing_again(tmp_path):
 
 IN_THE_IMAGE = {
     "orchestrator": (
-        "aiohttp, jinja2, msgspec, numpy, plotly, psutil, pydantic, reasoning_gym, rich, tensorboard, tokenizers, uvloop, zmq",
+        "aiohttp, jinja2, msgspec, numpy, plotly, psutil, pydantic, reasoning_gym, "
+        "rich, tensorboard, tokenizers, uvloop, zmq",
         False,
     ),
     "trainer": (
-        "aiohttp, jinja2, msgspec, numpy, psutil, pyarrow, pydantic, reasoning_gym, rich, safetensors, tensorboard, tokenizers, torch, "
+        "aiohttp, jinja2, msgspec, numpy, psutil, pyarrow, pydantic, reasoning_gym, "
+        "rich, safetensors, tensorboard, tokenizers, torch, "
         "transformers, zmq",
         True,
     ),
     "inference": (
-        "msgspec, psutil, pydantic, safetensors, torch, transformers, uvicorn, uvloop, vllm, vllm_router, zmq",
+        "msgspec, psutil, pydantic, safetensors, torch, transformers, uvicorn, uvloop, "
+        "vllm, vllm_router, zmq",
         True,
     ),
 }
@@ -336,13 +342,15 @@ def test_an_image_holds_what_its_role_imports_and_no_more(image):
     except OrreryError as error:
         pytest.skip(str(error))
     modules, has_torch = IN_THE_IMAGE[image]
+    python = (ROOT / ".python-version").read_text().strip()
     check = f"""
 import importlib.util, os, sys, {modules}
-assert '.'.join(map(str, sys.version_info[:2])) == {(ROOT / ".python-version").read_text().strip()!r}, sys.version
+assert '.'.join(map(str, sys.version_info[:2])) == {python!r}, sys.version
 assert (importlib.util.find_spec('torch') is not None) == {has_torch}
 assert importlib.util.find_spec('orrery') is None
 assert os.path.isdir('/orrery/code') and os.path.isdir('/orrery/run')
-assert not [path for path in sys.path if path and not path.startswith(('/usr/', '/orrery/'))], sys.path
+ours = ('/usr/', '/orrery/')
+assert not [path for path in sys.path if path and not path.startswith(ours)], sys.path
 """
     command = [
         "apptainer",

@@ -1,4 +1,4 @@
-"""From a manifest and a site to components, steps and command lines; the whole of `glm5_run` against its golden text."""
+"""Components, steps and command lines of a manifest and a site; golden texts of whole plans."""
 
 import os
 import re
@@ -84,7 +84,8 @@ def test_servers_come_first_and_the_first_component_has_the_orchestrator():
     each = stage(one, "rl")
     steps = step_plans(each, components(one.hardware, each, SLURM), SLURM)
     assert [(step.role, step.component, step.num_nodes, step.tasks_per_node) for step in steps] == [
-        *[("inference", 0, 1, 1)] * 8, *[("inference", 1, 1, 1)] * 8, ("orchestrator", 0, 1, 1), ("trainer", 2, 12, 8),
+        *[("inference", 0, 1, 1)] * 8, *[("inference", 1, 1, 1)] * 8, ("orchestrator", 0, 1, 1),
+        ("trainer", 2, 12, 8),
     ]  # fmt: skip
     assert [step.first_node for step in steps] == [*range(8), *range(8), 0, 0], (
         "an engine is a step of its own"
@@ -93,7 +94,7 @@ def test_servers_come_first_and_the_first_component_has_the_orchestrator():
 
 @pytest.mark.parametrize("name", ["glm5_run", "glm5_run_32", "glm5_shape_smoke", "reverse_text"])
 def test_what_a_dry_run_shows_is_what_was_reviewed(name, tmp_path):
-    """Nodes, devices, images and command lines of every stage; `ORRERY_GOLDEN=1 pytest …` writes the files anew."""
+    """The plan of every stage. `ORRERY_GOLDEN=1 pytest …` writes the files anew."""
     site = Site.model_validate(
         {
             "slurm": SLURM.model_dump(),

@@ -1,4 +1,4 @@
-"""The Snakefile with real Snakemake and a stand-in for `orrery`: order, targets, going on, refusing."""
+"""The Snakefile with real Snakemake and a stand-in for `orrery`: order, targets, errors."""
 
 import json
 import os
@@ -29,7 +29,7 @@ echo '{}' > runs/$2/stages/$3/DONE
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the specs and manifests with the real Snakefile and profile, and a stand-in `orrery` on PATH."""
+    """Specs, manifests, the real Snakefile and profile, and a stand-in `orrery` on PATH."""
     for name in ("jsonnet", "manifests", "locks", "local"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "Snakefile", tmp_path)
@@ -49,8 +49,10 @@ def snakemake(checkout: Path, *args: str, start: bool = False, **env: str):
     argv = [sys.executable, "-m", "snakemake", *args]
     if start:
         return subprocess.Popen(
-            argv, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests are in the background of a script
+            argv, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                 # the tests may ignore it
         )  # fmt: skip
     return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
 
@@ -67,7 +69,8 @@ def test_a_dry_run_shows_every_stage_of_every_run_of_a_group(checkout):
         for line in result.stdout.splitlines()
         if len(line.split()) == 2
     }
-    assert {stage: table.get(stage) for stage in ("init", "sft", "rl", "evaluate", "report", "total")} == {
+    assert {stage: table.get(stage) for stage in ("init", "sft", "rl", "evaluate", "report",
+        "total")} == {
         "init": "3", "sft": "3", "rl": "3", "evaluate": "3", "report": "3", "total": "16"
     }, result.stderr  # fmt: skip
     assert not (checkout / "runs").exists()
@@ -127,7 +130,8 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert lines == [
-        f"error: manifests/reverse_text.json: differs from what its spec renders to now ({spec.relative_to(checkout)}); "
+        f"error: manifests/reverse_text.json: differs from what its spec renders to now "
+        f"({spec.relative_to(checkout)}); "
         "type `orrery render reverse_text` and review the change"
     ]
     assert "Traceback" not in result.stderr
@@ -166,8 +170,8 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     result = subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "MissingRule" not in result.stderr
     assert (
-        "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean 'reverse_text'?"
-        in result.stderr
+        "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean "
+        "'reverse_text'?" in result.stderr
     )
 
 
@@ -176,7 +180,8 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     [
         (
             ["reverse_tex"],
-            "run 'reverse_tex': no run, and no group of runs, has this name; did you mean 'reverse_text'?",
+            "run 'reverse_tex': no run, and no group of runs, has this name; did you "
+            "mean 'reverse_text'?",
         ),
         (
             ["-n", "reverse_text", "--", "reverse_text_seed"],
@@ -184,7 +189,8 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         ),
         (
             ["zzzz"],
-            "run 'zzzz': no run, and no group of runs, has this name; `ls manifests jsonnet/runs` shows all names",
+            "run 'zzzz': no run, and no group of runs, has this name; `ls manifests "
+            "jsonnet/runs` shows all names",
         ),
         (["rl"], "run 'rl': no run, and no group of runs, has this name; "),
         (

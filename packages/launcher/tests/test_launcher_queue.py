@@ -1,4 +1,4 @@
-"""Slurm's words, read: states, queue, accounting, endings of tasks. The lines are what Slurm 22.05 prints."""
+"""Slurm's states, queue, accounting and endings of tasks, in lines that Slurm 22.05 prints."""
 
 import asyncio
 import os
@@ -119,7 +119,8 @@ def test_how_tasks_ended():
         "srun: error: node3: task 1: Exited with exit code 1\n"
     )
     assert task_endings(said) == {
-        1: -signal.SIGKILL, 0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGTERM, 4: 75, 5: -signal.SIGKILL, 6: 143,
+        1: -signal.SIGKILL, 0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGTERM, 4: 75,
+        5: -signal.SIGKILL, 6: 143,
         7: -signal.SIGKILL,
     }  # fmt: skip
 
@@ -154,7 +155,7 @@ def test_jobs_are_cancelled_also_while_slurm_is_asked_about_them(monkeypatch):
 
 @pytest.fixture
 def two_checkouts(tmp_path, monkeypatch):
-    """The folders of one run in two checkouts, a queue with the second one's job, and the commands of Slurm that were asked for."""
+    """Two checkouts' folders of one run, a queue with the second's job, and Slurm's commands."""
     here, there = (tmp_path / name / "runs" / "run-0123456789ab" for name in ("here", "there"))
     here.mkdir(parents=True)
     rows, asked = [f"12|{queue.job_name(there, 'rl')}|RUNNING|None|node1|1:07|58:53\n"], []

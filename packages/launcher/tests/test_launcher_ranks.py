@@ -1,4 +1,4 @@
-"""A rank that dies, or that stands still while the other waits for it in a collective: real trainer ranks under the real launcher.
+"""Real trainer ranks under the real launcher: one dies, or stops while the other waits for it.
 
 On CPUs with gloo, and with nccl where this machine has two GPUs.
 """
@@ -27,7 +27,7 @@ from orrery.runtime.role_context import parse_role
 torch = pytest.importorskip("torch")
 initialize = pytest.importorskip("orrery.trainer.initialize").initialize
 HERE = Path(__file__).parent
-SCALE = 0.2  # of every deadline of the code, so that nobody here waits for 40 s; on a busy machine a step may take some seconds
+SCALE = 0.2  # of every deadline of the code; on a busy machine a step may take some seconds
 END_S = (
     60 - STILL_S
 )  # what a minute leaves, where nothing is scaled, for stacks, recorders and the end
@@ -113,7 +113,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_others_say_where_they_were(run_d
 def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_is_kept(
     run_dir, tmp_path
 ):
-    """Two runs side by side, since most of it is waiting: one rank is stopped from outside, the other never gets out of a step."""
+    """Two runs side by side: one rank is stopped from outside, the other never leaves a step."""
     stopped, asleep = run_dir, tmp_path / "asleep-0123456789ab"
     shutil.copytree(stopped, asleep)
     launchers = {stopped: launch(stopped), asleep: launch(asleep, stuck="1 6")}
@@ -130,12 +130,12 @@ def test_a_rank_that_stands_still_ends_all_by_its_name_and_what_each_was_doing_i
     for path, sentence in said.items():
         logs = path / "logs"
         assert (
-            f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight recorders in {logs}/flight_recorder;"
-            in sentence
+            f"; trainer.0 waits in a collective; stacks are in {logs}/*.log, flight "
+            f"recorders in {logs}/flight_recorder;" in sentence
         ), kept(path, sentence)
         for rank in (0, 1):
             assert "most recent call first" in (logs / f"trainer.{rank}.log").read_text()
-    # One that was stopped is woken to say where it was, and goes on for a moment; the other still is where it was.
+    # A stopped rank is woken to write its stacks, and runs for a moment. The other does not move.
     assert "learn_or_stop" in (asleep / "logs/trainer.1.log").read_text()
     begun = [
         max(entry["collective_seq_id"] for entry in recorded(asleep, rank)["entries"])

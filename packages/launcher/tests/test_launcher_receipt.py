@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
-    """A run's folder in a checkout of git with one commit; whoever runs the tests has neither hooks nor secrets here."""
+    """A run's folder in a git checkout with one commit, without hooks and secrets of the user."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     for name in [name for name in os.environ if receipt.SECRET.search(name)]:
         monkeypatch.delenv(name)
@@ -290,7 +290,8 @@ def test_the_table_of_metrics_holds_what_counts(run_dir):
         json.dumps({"tasks": {}, "before": {"reward_mean": 0.4}, "after": {"reward_mean": 0.6}}),
     )
     assert ended(run_dir, "rl")["stages"]["rl"]["metrics"] == {
-        "steps": 2, "loss": 1.0, "num_samples": 4, "num_tokens": 21, "num_trained_tokens": 9, "reward_last_batch": 0.2,
+        "steps": 2, "loss": 1.0, "num_samples": 4, "num_tokens": 21, "num_trained_tokens": 9,
+        "reward_last_batch": 0.2,
     }  # fmt: skip
     assert ended(run_dir, "evaluate", 2)["stages"]["evaluate"]["metrics"] == {
         "reward_before": 0.4,
@@ -377,7 +378,8 @@ def test_images_are_read_while_the_stage_runs_and_its_end_waits_for_none(
     told = ended(run_dir, "rl", images={"trainer": read, **facts})["stages"]["rl"]["attempts"][0]
     assert time.monotonic() - began_s < 20
     assert told["images"]["inference"] == {
-        "file": "slow.sif", "sha256": None, "versions": {"unknown": "the stage ended before its images were read"},
+        "file": "slow.sif", "sha256": None,
+        "versions": {"unknown": "the stage ended before its images were read"},
     }  # fmt: skip
     assert told["images"]["trainer"] == read and "host" not in told["versions"]
     slow.write_text("late")
@@ -391,7 +393,8 @@ def test_an_image_is_asked_without_what_the_user_has_set_for_apptainer(
     image = write(tmp_path / "trainer.sif", "image")
     apptainer = write(
         tmp_path / "bin/apptainer",
-        '#!/bin/sh\necho "{\\"bind\\": \\"$APPTAINER_BIND$SINGULARITY_BIND\\", \\"argv\\": \\"$1 $2 $3\\"}"\n',
+        '#!/bin/sh\necho "{\\"bind\\": \\"$APPTAINER_BIND$SINGULARITY_BIND\\", '
+        '\\"argv\\": \\"$1 $2 $3\\"}"\n',
     )
     apptainer.chmod(0o755)
     monkeypatch.setenv("PATH", f"{apptainer.parent}:{os.environ['PATH']}")
@@ -418,7 +421,10 @@ def test_no_secret_enters_a_receipt_or_a_kept_diff(run_dir, monkeypatch):
     write(checkout / "code.py", f"key = 'WANDB_API_KEY-{SECRET}'\n")
     for name in (".env", "conf/deploy.pem", "my_credentials.json", "id_ed25519"):
         write(checkout / name, SECRET)
-    message = f'rl: trainer.0: Bearer HF_TOKEN-{SECRET} "{SECRET}"\\ attempt-{SECRET}; its log is {run_dir}/logs/trainer.0.log'
+    message = (
+        f'rl: trainer.0: Bearer HF_TOKEN-{SECRET} "{SECRET}"\\ attempt-{SECRET}; its log is '
+        f"{run_dir}/logs/trainer.0.log"
+    )
     told = ended(run_dir, "rl", 1, "failed", message, secrets=[f"attempt-{SECRET}"])["stages"][
         "rl"
     ]["attempts"][0]

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import status, supervisor
-from orrery.launcher.restarts import WINDOW_S, Restarts
+from orrery.launcher import status
+from orrery.launcher.restarts import WINDOW_S, EngineRestarts, Restarts
+from orrery.launcher.stage import RunningStage
+from orrery.observe.hang_detector import HealthView
 from orrery.runtime import preemption
 from orrery.runtime.metrics import read
 
@@ -36,7 +38,7 @@ def test_engines_are_started_again_no_oftener_a_day_than_allowed_and_never_after
         is_again = restarts.refusal(name, has_served, code, now_s) is None
         assert is_again == (lately < most and vain[name] < 2)
         done_s += [now_s] * is_again
-        assert restarts.num_lately == lately + is_again <= most and restarts.by_name.total() == len(
+        assert restarts.num_recent == lately + is_again <= most and restarts.by_name.total() == len(
             done_s
         )
 
@@ -98,8 +100,8 @@ def test_a_killed_engine_is_started_again_and_the_others_never_notice(run_dir):
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert (
-        "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 of 2 within a day): pid"
-        in stderr
+        "rl: inference.0 was killed by SIGKILL while acting (step 3); started again (1 "
+        "of 2 within a day): pid" in stderr
     )
     assert alive(pids["trainer.1"]) is False and text(run_dir / "ready.trainer.1") == str(
         pids["trainer.1"]
@@ -148,8 +150,8 @@ def test_an_engine_that_ends_twice_before_it_serves_ends_the_stage_with_its_own_
     code, stderr = end(launch(run_dir, ("inference", ["fail"]), ("trainer", ["serve"]), restarts=9))
     assert code == 1
     assert (
-        "while acting (step 3): the moon is in the way; it ended twice before it served, so it is not started again"
-        in stderr
+        "while acting (step 3): the moon is in the way; it ended twice before it "
+        "served, so it is not started again" in stderr
     )
 
 
@@ -167,7 +169,7 @@ def test_who_fails_besides_an_engine_ends_the_stage_as_ever(run_dir):
     assert code == 1 and "was killed by SIGKILL" in stderr and "started again" not in stderr
 
 
-def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_asked_of_it_is_not_done_to_the_next(
+def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_the_next_one_is_left_alone(
     run_dir,
 ):
     roles = (
@@ -188,8 +190,8 @@ def test_a_fenced_engine_that_hangs_is_killed_and_started_again_and_what_was_ask
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert (
-        "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not finish /pause within 120 s; started again"
-        in stderr
+        "inference.0 was killed by SIGKILL while acting (step 3): engine 0 did not "
+        "finish /pause within 120 s; started again" in stderr
     )
 
 
@@ -204,7 +206,8 @@ def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(r
     code, stderr = end(launcher)
     assert code == 0, stderr
     assert re.search(
-        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has not turned for \d+ s; started again",
+        r"inference.0 was killed by SIGKILL while acting \(step 3\): its event loop has "
+        r"not turned for \d+ s; started again",
         stderr,
     )
     assert "be_a_role" in text(run_dir / "logs/inference.0.log").split("restart 1")[0], (
@@ -213,21 +216,24 @@ def test_an_engine_whose_event_loop_is_blocked_says_where_and_is_started_again(r
 
 
 def test_only_the_nodes_of_engines_that_ended_are_suspected_to_be_lost(run_dir):
-    """28 nodes, of which an engine on `b` has ended and one on `c` has not; and the node is lost, so that nothing is started again."""
+    """Of 28 nodes `b`, whose engine has ended, is suspected and lost. Nothing is restarted."""
 
     def engine(index, node, code):
         plan = SimpleNamespace(role="inference", ends="with_stage")
         return SimpleNamespace(name=f"inference.{index}", node=node, plan=plan, poll=lambda: code)
 
     suspected = []
-    one = object.__new__(supervisor.Supervisor)
-    one.run_dir, one.stage, one.attempt, one.wind_down_until_s = run_dir, "rl", 1, None
-    one.processes = [engine(0, "b", -signal.SIGKILL), engine(1, "c", None)]
+    one = object.__new__(RunningStage)
+    one.run_dir, one.name, one.attempt, one.is_preempted = run_dir, "rl", 1, False
+    one.processes, one.health_view = (
+        [engine(0, "b", -signal.SIGKILL), engine(1, "c", None)],
+        HealthView(),
+    )
     allocation = SimpleNamespace(silent_nodes=lambda names: suspected.append(names) or names)
     one.job = SimpleNamespace(
         max_restarts=1, allocation=allocation, plan=SimpleNamespace(num_nodes=28)
     )
-    assert not one._start_again() and suspected == [["b"]]
+    assert not EngineRestarts(one, "").restart_ended() and suspected == [["b"]]
 
 
 def test_a_stage_that_is_stopped_starts_nothing_again(run_dir):

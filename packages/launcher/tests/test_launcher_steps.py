@@ -106,7 +106,7 @@ def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
 
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
-    """The allocation of a heterogeneous job of 4 nodes, with images of the lock and a fake srun that keeps its arguments."""
+    """The allocation of a heterogeneous job of 4 nodes, and a fake srun."""
     one = load(ROOT / "manifests" / "glm5_shape_smoke.json")
     env = {
         "SLURM_HET_SIZE": "3",
@@ -148,7 +148,8 @@ def test_what_srun_is_given_holds_every_task_once_and_the_token_nowhere(inside, 
     for one in tasks:
         assert one.wait(30)
     assert {one.name: one.node for one in tasks} == {
-        "inference.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c", "trainer.1": "d",
+        "inference.0": "a", "orchestrator.0": "a", "inference.1": "b", "trainer.0": "c",
+        "trainer.1": "d",
     }  # fmt: skip
     calls = [path.read_text().split("\n\n", 1) for path in tmp_path.glob("srun.*")]
     assert len(calls) == 4
@@ -186,7 +187,7 @@ def test_an_engine_starts_again_on_its_node_as_a_step_of_the_next_incarnation(in
         path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()
     ]
     assert "--incarnation" not in before
-    again = engine.again()
+    again = engine.restart()
     assert (again.name, again.node, again.incarnation) == ("inference.1", "b", 1) and again.wait(30)
     [after] = {
         path.read_text() for path in tmp_path.glob("srun.*") if "--nodelist=b" in path.read_text()

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import lock, status, supervisor
-from orrery.launcher.failure import accused
-from orrery.launcher.observer import Observer
+from orrery.launcher import cleanup, lock, status
+from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
-from orrery.launcher.supervisor import done_path, newest_checkpoint
+from orrery.launcher.status import done_path, newest_checkpoint
+from orrery.launcher.view import Observer
 from orrery.observe.progress import Progress
 from orrery.runtime import preemption, scratch
 from orrery.runtime.health import HANG_S, read_health
@@ -66,8 +66,8 @@ def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
     code, stderr = end(launch(run_dir, ("inference", ["serve"]), ("trainer", ["wait and fail"])))
     assert code == 1
     assert (
-        "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from orchestrator (step 3): nothing came"
-        in stderr
+        "rl: trainer.1 ended with exit code 1 while waiting for batch 4 from "
+        "orchestrator (step 3): nothing came" in stderr
     )
     assert f"its log is {run_dir}/logs/trainer.1.log; type `make demo` to start rl again" in stderr
     assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
@@ -90,8 +90,8 @@ def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if
     assert code == 1
     if fails:
         assert (
-            "rl: inference.0 ended with exit code 1 while acting (step 3): the moon is in the way; its log is"
-            in stderr
+            "rl: inference.0 ended with exit code 1 while acting (step 3): the moon is "
+            "in the way; its log is" in stderr
         )
     else:
         assert (
@@ -102,14 +102,14 @@ def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if
 
 def test_which_processes_an_error_names():
     names = ("inference.0", "inference.1", "router.0", "trainer.1", "orchestrator.0")
-    assert accused("engine 1 says that it is not well (/health: HTTP 500); see its log", names) == {
-        "inference.1"
-    }
-    assert accused("router is gone (/add_worker: TimeoutError)", names) == {"router.0"}
-    assert accused("the address of trainer.1 did not come", names) == {"trainer.1"}
+    assert named_processes(
+        "engine 1 says that it is not well (/health: HTTP 500); see its log", names
+    ) == {"inference.1"}
+    assert named_processes("router is gone (/add_worker: TimeoutError)", names) == {"router.0"}
+    assert named_processes("the address of trainer.1 did not come", names) == {"trainer.1"}
     assert (
-        accused("engine 7 is gone; see engine.log of trainer.12", names)
-        == accused(None, names)
+        named_processes("engine 7 is gone; see engine.log of trainer.12", names)
+        == named_processes(None, names)
         == set()
     )
 
@@ -118,8 +118,8 @@ def test_a_role_that_breaks_before_it_begins_is_quoted(run_dir):
     code, stderr = end(launch(run_dir, ("trainer", ["break at import"])))
     assert code == 1
     assert (
-        "trainer.0 ended with exit code 1 before it said anything: its last line is 'ImportError: no module named nowhere'"
-        in stderr
+        "trainer.0 ended with exit code 1 before it said anything: its last line is "
+        "'ImportError: no module named nowhere'" in stderr
     )
 
 
@@ -162,8 +162,8 @@ def test_where_one_of_several_is_killed_the_others_say_what_they_were_doing(run_
     code, stderr = end(launcher)
     assert code == 1 and "rl: trainer.0 was killed by SIGKILL while acting (step 3)" in stderr
     assert (
-        f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; type `make demo`"
-        in stderr
+        f"its log is {run_dir}/logs/trainer.0.log; stacks are in {run_dir}/logs/*.log; "
+        f"type `make demo`" in stderr
     )
     assert "be_a_role" in (run_dir / "logs/trainer.1.log").read_text()
 
@@ -217,10 +217,10 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
         def wait(self, within_s):
             return False
 
-    ending = object.__new__(supervisor.Supervisor)
-    ending.processes, ending.interrupts = [Held()], SimpleNamespace(received=[])
-    ending.job = SimpleNamespace(site=SimpleNamespace(roles=SimpleNamespace(deadline_scale=0.5)))
-    sentence = ending._end_all(0.0)
+    ending = SimpleNamespace(
+        processes=[Held()], interrupts=SimpleNamespace(received=[]), deadline_scale=0.5
+    )
+    sentence = cleanup.end_all(ending, 0.0)
     assert sentence.startswith(
         "inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it"
     )
@@ -322,10 +322,8 @@ def test_what_software_a_host_has_is_asked_while_the_stage_runs_so_that_its_end_
 def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them(tmp_path):
     for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
         (tmp_path / name).mkdir()
-    ending = object.__new__(supervisor.Supervisor)
-    ending.scratch = "orrery-kv-run-a-", "orrery-0123abcd-"
-    ending.job = SimpleNamespace(site=SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
-    ending._remove_scratch()
+    prefixes = "orrery-kv-run-a-", "orrery-0123abcd-"
+    cleanup.remove_scratch(prefixes, SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -607,7 +605,7 @@ def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys)
         return paths(tail)
 
     monkeypatch.setattr(MetricsTail, "_paths", paths_or_fail)
-    monkeypatch.setattr("orrery.launcher.observer.LOOK_S", 0.01)
+    monkeypatch.setattr("orrery.launcher.view.READ_S", 0.01)
     progress = Progress("r", "rl", 1, ("rl",), (), None, 0.0)
     observer = Observer(tmp_path, progress)
     metrics.write(3, loss=0.5)
@@ -615,9 +613,8 @@ def test_looks_that_fail_cost_one_line_and_no_row(tmp_path, monkeypatch, capsys)
     metrics.write(4, loss=0.25)
     observer.close()
     err = capsys.readouterr().err
-    assert (
-        err
-        == f"warning: metrics cannot be read ({os.strerror(errno.ESTALE)}); tried again every 0.01 s\n"
+    assert err == (
+        f"warning: metrics cannot be read ({os.strerror(errno.ESTALE)}); tried again every 0.01 s\n"
     )
     events = EventAccumulator(str(tmp_path / "metrics/tensorboard/rl/trainer.0")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("trainer/loss")] == [

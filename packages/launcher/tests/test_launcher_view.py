@@ -59,7 +59,8 @@ def test_a_large_run_says_one_short_line_a_minute_and_at_once_what_is_new(drawn)
     )
     first = draw(5.0, health, states)
     assert first == (
-        "[01:00] rl … · trainer: 95 training, 1 waiting · inference: 16 serving, 1 starting · slowest: trainer.7 waiting 20 s for batch 4\n"
+        "[01:00] rl … · trainer: 95 training, 1 waiting · inference: 16 serving, 1 "
+        "starting · slowest: trainer.7 waiting 20 s for batch 4\n"
     )
     lines = [draw(5.0 * look, health, states) for look in range(2, 26)]
     assert [text for text in lines if text] == [first] * 2, "120 s in which nothing changed"
@@ -92,10 +93,14 @@ import sys, time
 from orrery.launcher import view
 from orrery.runtime.health import Health, Wait
 from orrery.observe.progress import Progress
-progress, number = Progress("r-1", "rl", 1, ("init", "rl"), ("init",), 40, time.time()), int(sys.argv[1])
+number = int(sys.argv[1])
+progress = Progress("r-1", "rl", 1, ("init", "rl"), ("init",), 40, time.time())
 progress.step, progress.values = 7, {"version": 6.0, "reward": 0.25}
 wait = (Wait("batch 8 from orchestrator", time.time(), None),)
-health = {f"trainer.{i}": Health("trainer", i, 0.0, 1, 1, "training", time.time(), 7, waits=wait) for i in range(number)}
+health = {
+    f"trainer.{i}": Health("trainer", i, 0.0, 1, 1, "training", time.time(), 7, waits=wait)
+    for i in range(number)
+}
 view.LIVE_S = view.PLAIN_S = 0.0
 shown = view.View(progress)
 for _ in range(3):

@@ -1,14 +1,10 @@
-"""Snakemake's executor for the pipeline's stages: one rule, one Slurm job, which may be heterogeneous.
+"""Snakemake's executor for the pipeline's stages: one rule is one Slurm job.
 
-- In: a rule's resource `sbatch`, the options of every component with ` : ` between them (`orrery.launcher.slurm.job_script`), and its shell
-  command, which becomes the batch step itself. Snakemake is not started again on the node.
-- A job's state is asked for every `slurm.poll_s` seconds (site file); the words are mapped in `orrery.launcher.slurm`, and an unknown one
-  ends the run.
-- A job that Slurm puts back in the queue (a lost node, preemption, its time limit) is waited for, not submitted again.
-- Interrupted, it cancels every job that it submitted, also those that have not started.
+- The rule's shell command is the batch step. Snakemake does not start again on the node.
+- It waits for a job that Slurm requeues. It never resubmits.
+- When interrupted, it cancels every job that it submitted.
 
-snakemake-executor-plugin-slurm is not used: its options refuse further components, it takes a state that it cannot find out for success,
-and after the loss of a node of a heterogeneous job its next submission is not a valid command.
+snakemake-executor-plugin-slurm has no heterogeneous jobs, and takes an unknown state for success.
 """
 
 import errno
@@ -28,27 +24,22 @@ from snakemake_interface_executor_plugins.settings import CommonSettings
 
 from orrery.launcher import status
 from orrery.launcher.containers import images_of
-from orrery.launcher.plan_files import batch_command
 from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.job_script import batch_command
 from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.support import check_supported
 from orrery.manifest.workspace import find_workspace
 
 PAUSES_S = (2.0, 10.0, 30.0)
-AWAY = re.compile(
-    r"no answer within|unable to contact|timed out|Connection refused|try again", re.IGNORECASE
-)
-LOST_S = (
-    120.0  # a job that lost its node is in the queue again within this, where Slurm requeues at all
-)
-UNKNOWN_S = 300.0  # neither queue nor accounting knows the job: accounting is late, or the controller is away
-TOO_LITTLE_BYTES = (
-    64 << 10
-)  # on a disk that holds no more, what is missing was not written for want of room
+NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
+AWAY = re.compile(NO_ANSWER, re.IGNORECASE)
+LOST_S = 120.0  # Slurm requeues a job that lost its node within this, if at all
+UNKNOWN_S = 300.0  # accounting may be late, or the controller may be away
+TOO_LITTLE_BYTES = 64 << 10  # with less free space, a missing log was not written for want of room
 
 common_settings = CommonSettings(
     non_local_exec=True,
@@ -70,15 +61,13 @@ class Executor(RemoteExecutor):
         except OrreryError as error:
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
-        self._troubled: dict[str, float] = {}  # since when a job is lost or unknown
-        self._going: list[
-            str
-        ] = []  # Slurm's numbers; while it is asked about them, Snakemake's own list is empty
+        self._troubled: dict[str, float] = {}  # job → when it became lost or unknown
+        self._going: list[str] = []  # job ids; Snakemake's own list is empty during a status check
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
         info = SubmittedJobInfo(job)
-        try:  # what would fail on the nodes, said before anything waits in a queue
+        try:  # report errors of the nodes before a job waits in the queue
             one = find(run, self.workspace)
             check_supported(one.manifest)
             stage_plan = plan.stage(one.manifest, stage)
@@ -88,9 +77,8 @@ class Executor(RemoteExecutor):
             self._fail(info, f"{run} {stage}: {error}")
             return
         (one.path / "logs").mkdir(parents=True, exist_ok=True)
-        command = batch_command(
-            one.path, stage, str(job.resources["sbatch"]), job.shellcmd, self.site, Path.cwd()
-        )
+        options = str(job.resources["sbatch"])
+        command = batch_command(one.path, stage, options, job.shellcmd, self.site, Path.cwd())
         try:
             going = self._submit(one.path, stage, command)
         except OrreryError as error:
@@ -98,24 +86,25 @@ class Executor(RemoteExecutor):
             return
         info.external_jobid = going.id
         self._going.append(going.id)
-        self.logger.info(
-            f"{stage} of {run} is Slurm job {going.id}"
-            + (f" already, {going.slurm_state.lower()}" if going.slurm_state else "")
-        )
+        already = f" already, {going.slurm_state.lower()}" if going.slurm_state else ""
+        self.logger.info(f"{stage} of {run} is Slurm job {going.id}{already}")
         self.report_job_submission(info)
 
     def _submit(self, run_dir: Path, stage: str, command: list[str]) -> queue.SlurmJob:
-        """The stage's job: one that an earlier Snakemake left, else a new one. A controller that does not answer is asked again, and first
-        whether it did take what it did not answer."""
+        """Return the stage's job: one that an earlier Snakemake left, else a new one.
 
-        def ask() -> queue.SlurmJob:
-            going = next((one for one in queue.run_jobs(run_dir) if one.stage == stage), None)
+        Retry if the controller does not answer. It may have accepted the job already.
+        """
+
+        def submit() -> queue.SlurmJob:
+            for job in queue.run_jobs(run_dir):
+                if job.stage == stage:
+                    return job
             name = queue.job_name(run_dir, stage)
-            return going or queue.SlurmJob(
-                queue.call(*command).strip().split(";")[0], name, "", "", "", "", ""
-            )
+            job_id = queue.call(*command).strip().split(";")[0]
+            return queue.SlurmJob(job_id, name, "", "", "", "", "")
 
-        return queue.retry(ask, PAUSES_S, lambda error: AWAY.search(str(error)))
+        return queue.retry(submit, PAUSES_S, lambda error: AWAY.search(str(error)))
 
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
@@ -146,36 +135,24 @@ class Executor(RemoteExecutor):
             elif self._troubled_for(job) < (UNKNOWN_S if state is None else LOST_S):
                 yield info
             else:
-                self._fail(
-                    info,
-                    f"Slurm says no more of job {job}" if state is None else self._why(info, word),
-                )
+                unknown = f"Slurm says no more of job {job}"
+                self._fail(info, unknown if state is None else self._why(info, word))
 
     def _troubled_for(self, job: str) -> float:
         return time.monotonic() - self._troubled.setdefault(job, time.monotonic())
 
     def _why(self, info: SubmittedJobInfo, word: str | None) -> str:
-        """The launcher's own last sentence where it had one, else what stands in the job's output, else why it could not be written, else
-        Slurm's word."""
         run_dir, stage = Path("runs") / info.job.wildcards["run"], info.job.rule.name
         said = status.read(run_dir)
-        own = (
-            said.message
-            if said
-            and said.slurm_job == info.external_jobid
-            and said.state in ("failed", "stopped")
-            else ""
-        )
+        is_own = said is not None and said.slurm_job == info.external_jobid
+        if said and is_own and said.state in ("failed", "stopped") and said.message:
+            return said.message
         log = run_dir / "logs" / f"slurm.{info.external_jobid}.log"
         line = last_line(log, 0).removeprefix("error: ")
         if not line and shutil.disk_usage(run_dir).free < TOO_LITTLE_BYTES:
             line = explain_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))
-        return (
-            own
-            or f"{stage}: job {info.external_jobid} ended with {word}"
-            + (f": {line}" if line else "")
-            + f"; its output is {log}"
-        )
+        ended = f"{stage}: job {info.external_jobid} ended with {word}"
+        return ended + (f": {line}" if line else "") + f"; its output is {log}"
 
     def _fail(self, info: SubmittedJobInfo, sentence: str) -> None:
         if info.external_jobid:
@@ -188,8 +165,7 @@ class Executor(RemoteExecutor):
         try:
             queue.cancel(ids)
         except OrreryError as error:
-            raise WorkflowError(
-                f"Slurm jobs {', '.join(ids)} may still be there: {error}"
-            ) from None
+            jobs = ", ".join(ids)
+            raise WorkflowError(f"Slurm jobs {jobs} may still be there: {error}") from None
         if ids:
             print(f"cancelled Slurm job {', '.join(ids)}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""Starting, watching and ending the processes of a run on one machine, and the `orrery` command. Start with `supervisor.py`."""
+"""Start, watch and end the processes of a run, and the `orrery` command: see `supervisor.py`."""

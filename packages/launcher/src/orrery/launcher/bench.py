@@ -1,4 +1,4 @@
-"""Benchmarks: one script a figure in `benchmarks/<area>/<figure>.py`, its last result beside it as JSON; and a run's trainer by itself."""
+"""Benchmarks: `benchmarks/<area>/<figure>.py`, each with its last result beside it as JSON."""
 
 import json
 import shlex
@@ -13,12 +13,12 @@ from rich.table import Table
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 
-TRAINER = "orrery.trainer.bench"  # a command line, like every role
+TRAINER = "orrery.trainer.bench"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number and what it should be; `goal` may be missing."""
+    """One measured number and its goal, which may be missing."""
 
     name: str
     variant: str
@@ -31,55 +31,58 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """None where there is no goal."""
+        """None without a goal."""
         if self.goal is None:
             return None
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
 
 
 def figures(root: Path) -> list[Figure]:
-    """Every recorded figure, by area and name; a file that is not one is named in an `OrreryError`."""
+    """Return every recorded figure. Raise OrreryError for a file without one."""
     found = []
     for path in sorted(root.glob("**/*.json")):
         try:
-            record = json.loads(path.read_text())
-            rows = record.get("rows") or []
-            measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
-            if not rows or (
-                "value" in record and (record["unit"], record["value"]) not in measured
-            ):
-                rows = [{}, *rows]  # what the record itself says stands in none of them
-            for row in rows:
-                if row.get("unit", record["unit"]) != record["unit"]:
-                    row = {"goal": None, **row}  # a record's goal is for what its own unit measures
-                row = {**record, **row}
-                if row["value"] is None:  # a variant that did not run, and says why
-                    continue
-                variant = str(row.get("variant") or row.get("name") or "")
-                hardware = row.get("hardware", "")
-                found.append(
-                    Figure(
-                        name=str(path.relative_to(root).with_suffix("")),
-                        variant=variant,
-                        value=float(row["value"]),
-                        unit=row["unit"],
-                        goal=row.get("goal"),
-                        better=row.get("better", "higher"),
-                        hardware=hardware
-                        if isinstance(hardware, str)
-                        else hardware.get("name", json.dumps(hardware)),
-                        measured_at=str(row.get("measured_at", "")),
-                    )
-                )
+            found += _figures(json.loads(path.read_text()), path.relative_to(root).with_suffix(""))
         except (ValueError, KeyError, AttributeError) as error:
             raise OrreryError(
-                f"{path}: not a benchmark's record ({error!r}); run its script again: `orrery bench {path.stem}`"
+                f"{path}: not a benchmark's record ({error!r}); "
+                f"run its script again: `orrery bench {path.stem}`"
             ) from None
     return found
 
 
+def _figures(record: dict, name: Path) -> list[Figure]:
+    rows = record.get("rows") or []
+    measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
+    if not rows or ("value" in record and (record["unit"], record["value"]) not in measured):
+        rows = [{}, *rows]  # the record's own value is not one of its rows
+    found = []
+    for row in rows:
+        if row.get("unit", record["unit"]) != record["unit"]:
+            row = {"goal": None, **row}  # the record's goal is in the record's unit
+        row = {**record, **row}
+        if row["value"] is None:  # a variant that did not run
+            continue
+        hardware = row.get("hardware", "")
+        if not isinstance(hardware, str):
+            hardware = hardware.get("name", json.dumps(hardware))
+        found.append(
+            Figure(
+                name=str(name),
+                variant=str(row.get("variant") or row.get("name") or ""),
+                value=float(row["value"]),
+                unit=row["unit"],
+                goal=row.get("goal"),
+                better=row.get("better", "higher"),
+                hardware=hardware,
+                measured_at=str(row.get("measured_at", "")),
+            )
+        )
+    return found
+
+
 def print_table(root: Path) -> bool:
-    """Print all figures against their goals; False when one misses its goal."""
+    """Print all figures and their goals. Return False if one misses its goal."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("figure", "variant", "value", "unit", "goal", "holds", "hardware", "measured"):
         table.add_column(column, justify="right" if column in ("value", "goal") else "left")
@@ -87,22 +90,14 @@ def print_table(root: Path) -> bool:
     for one in every:
         goal = "" if one.goal is None else f"{'≥' if one.better == 'higher' else '≤'} {one.goal:g}"
         holds = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[one.holds]
-        table.add_row(
-            one.name,
-            one.variant,
-            f"{one.value:.4g}",
-            one.unit,
-            goal,
-            holds,
-            one.hardware,
-            one.measured_at[:10],
-        )
+        value, date = f"{one.value:.4g}", one.measured_at[:10]
+        table.add_row(one.name, one.variant, value, one.unit, goal, holds, one.hardware, date)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     return all(one.holds is not False for one in every)
 
 
 def run(root: Path, figure: str) -> int:
-    """Run the command that a figure's record holds, or the script of its name where nothing is recorded; its exit code."""
+    """Run a figure's recorded command, or else its script. Return the exit code."""
     record, script = root / f"{figure}.json", root / f"{figure}.py"
     recorded = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.json"))
     if figure in recorded:
@@ -110,40 +105,35 @@ def run(root: Path, figure: str) -> int:
             words = _without_folders(shlex.split(json.loads(record.read_text())["command"])[1:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OrreryError(
-                f"{record}: no command of a benchmark's record can be read from it ({error!r}); run its script"
+                f"{record}: no command of a benchmark's record can be read from it ({error!r}); "
+                "run its script"
             ) from None
     elif script.is_file():
         words = [str(script.relative_to(root.parent))]
     else:
         near = nearest(figure, recorded)
-        raise OrreryError(
-            f"benchmark {figure!r}: there is no such figure; "
-            + (f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}")
-        )
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}"
+        raise OrreryError(f"benchmark {figure!r}: there is no such figure; {hint}")
     print(f"+ {shlex.join(['python', *words])}", flush=True)
     return subprocess.run([sys.executable, *words], cwd=root.parent).returncode
 
 
 def _without_folders(words: list[str]) -> list[str]:
-    """A command without what said where runs were read from, and where results were left."""
-    return [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if not {before, word} & {"--runs", "--out"}
-    ]
+    folders = {"--runs", "--out"}
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if not {before, word} & folders]
 
 
 def trainer(words: list[str]) -> int:
-    """Measure the trainer of the run that the first of `words` names; the rest are the measurement's own options. Its exit code."""
+    """Measure the trainer of the run `words[0]`; the rest are options. Return the exit code."""
     from orrery.launcher.runs import find
     from orrery.manifest.workspace import find_workspace
 
     if words and not words[0].startswith("-") and not words[0].endswith(".json"):
         workspace = find_workspace()
         run = find(words[0], workspace)
-        held = run.path / "manifest.json"
-        words = [
-            str(held if held.exists() else workspace.manifest_path(run.manifest.name)),
-            *words[1:],
-        ]
+        path = run.path / "manifest.json"
+        if not path.exists():
+            path = workspace.manifest_path(run.manifest.name)
+        words = [str(path), *words[1:]]
     return subprocess.run([sys.executable, "-m", TRAINER, *words]).returncode

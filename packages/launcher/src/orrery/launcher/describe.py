@@ -1,4 +1,4 @@
-"""What `orrery status` and `orrery logs` print: read from files only, so they work on a run that is going, ended or dead."""
+"""The text of `orrery status` and `orrery logs`, read from a run's files alone."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from typing import BinaryIO
 from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
 from orrery.launcher.slurm import queue
-from orrery.launcher.supervisor import newest_checkpoint
+from orrery.launcher.status import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
 from orrery.runtime.health import read_health
@@ -24,7 +24,7 @@ BLOCK_BYTES = 2**16
 
 
 def overview(path: Path) -> str:
-    """Return a run's line in the list. Raises `OrreryError` if its status cannot be read."""
+    """Return a run's line in the list."""
     try:
         check_layout(path)
     except OrreryError as error:  # the list shows an older run with its remedy, not as a failure
@@ -37,45 +37,29 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Return lines about a run: stages, jobs, processes with their present work or wait.
+    """Return lines about a run: stages, jobs, and what each process does or waits for.
 
-    If no launcher works on the run, the last line is the command to type. Raises `OrreryError` if
-    the run's status cannot be read.
+    Raise OrreryError if the run's status cannot be read.
     """
     now_s = time.time() if now_s is None else now_s
-    status = statuses.read(run.path)
-    jobs, silence = _jobs(run.path) if on_cluster else ([], [])
+    name, status = run.path.name, statuses.read(run.path)
+    jobs, no_answer = _jobs(run.path) if on_cluster else ([], [])
     if status is None:
         if jobs:
-            return [f"{run.path.name}: not started", *map(_job_line, jobs)]
+            return [f"{name}: not started", *map(_job_line, jobs)]
         profile = "slurm" if on_cluster else "local"
-        return [
-            f"{run.path.name}: not started; type `{resume_command(run, 'init', profile=profile)}`",
-            *silence,
-        ]
+        command = resume_command(run, "init", profile=profile)
+        return [f"{name}: not started; type `{command}`", *no_answer]
     died = statuses.launcher_died(run.path, status)
     working = status.state in ("running", "stopping") and not died
     state = "its launcher died" if died else status.state
     since = f" for {duration(now_s - status.started_s)}" if working else ""
-    lines = [f"{run.path.name}: {status.stage} {state}{since}, attempt {status.attempt}"]
+    lines = [f"{name}: {status.stage} {state}{since}, attempt {status.attempt}"]
     finished = run.finished()
-    marks = [
-        f"{'✓' if stage in finished else '▶' if stage == status.stage else '·'} {stage}"
-        for stage in run.stages
-    ]
-    lines.append("  " + "   ".join(marks))
-    lines += [*map(_job_line, jobs), *silence]
-    health = read_health(run.path, status.stage, status.attempt)
-    for role in status.roles:
-        one = health.get(role.name)
-        if working and role.state == "running":
-            does = one.sentence(now_s) if one else "starting"
-            step = f"step {one.step}" if one and one.step is not None else ""
-        else:
-            does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
-        where = f"pid {role.pid:<8}" if role.pid else f"{role.node:<12}"
-        again = f" · started again {role.restarts} ×" if role.restarts else ""
-        lines.append(f"  {role.name:<16} {where} {step:<9} {does}{again}")
+    marks = {status.stage: "▶", **dict.fromkeys(finished, "✓")}
+    lines.append("  " + "   ".join(f"{marks.get(stage, '·')} {stage}" for stage in run.stages))
+    lines += [*map(_job_line, jobs), *no_answer]
+    lines += _role_lines(run.path, status, working, died, now_s)
     if status.stage == "sft":
         lines += _losses(run.path)
     if status.stage == "rl":
@@ -86,9 +70,8 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
         lines.append("  it goes on by itself when its job starts again")
     elif died:
         who = f"job {status.slurm_job}" if status.slurm_job else f"pid {status.launcher_pid}"
-        lines.append(
-            f"  the launcher ({who}) died without a word; type `{_resume(run, status)}` to go on"
-        )
+        command = _resume(run, status)
+        lines.append(f"  the launcher ({who}) died without a word; type `{command}` to go on")
     elif status.message:
         lines.append(f"  {status.message}")
         if status.state == "done" and len(finished) < len(run.stages):
@@ -96,63 +79,64 @@ def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> 
     return lines
 
 
+def _role_lines(
+    run_dir: Path, status: statuses.Status, working: bool, died: bool, now_s: float
+) -> list[str]:
+    health = read_health(run_dir, status.stage, status.attempt)
+    lines = []
+    for role in status.roles:
+        one = health.get(role.name)
+        if working and role.state == "running":
+            does = one.sentence(now_s) if one else "starting"
+            step = f"step {one.step}" if one and one.step is not None else ""
+        else:
+            does, step = role.exit or ("lost with its launcher" if died else "ended"), ""
+        where = f"pid {role.pid:<8}" if role.pid else f"{role.node:<12}"
+        again = f" · started again {role.restarts} ×" if role.restarts else ""
+        lines.append(f"  {role.name:<16} {where} {step:<9} {does}{again}")
+    return lines
+
+
 def _losses(run_dir: Path) -> list[str]:
-    """SFT's newest loss, and beside it the newest on examples that are never trained, oldest first."""
-    of_sft = (
-        row for row in rows(run_dir / "metrics" / "trainer.0.jsonl") if row.get("stage") == "sft"
+    sft = (
+        one for one in rows(run_dir / "metrics" / "trainer.0.jsonl") if one.get("stage") == "sft"
     )
-    losses = merge_attempts(row for row in of_sft if _is_number(row.get("step")))
-    said = [
-        f"loss {row['loss']:.4f} (step {row['step']})"
-        for row in losses
-        if _is_number(row.get("loss"))
-    ][-1:]
-    validated = [
-        f"{row['validation_loss']:.4f} (step {row['step']})"
-        for row in losses
-        if _is_number(row.get("validation_loss"))
-    ]
-    if validated:
+    losses = merge_attempts(row for row in sft if _is_number(row.get("step")))
+
+    def told(name: str) -> list[str]:
+        found = [row for row in losses if _is_number(row.get(name))]
+        return [f"{row[name]:.4f} (step {row['step']})" for row in found]
+
+    said = [f"loss {text}" for text in told("loss")[-1:]]
+    if validated := told("validation_loss"):
         said.append("validation loss " + " → ".join(validated[-NUM_LOSSES:]))
     return ["  " + " · ".join(said)] if said else []
 
 
 def _signal(run_dir: Path, attempt: int) -> list[str]:
-    """Describe the share without signal of the rollouts sampled for the attempt's newest batch."""
-    of_rl = (
-        row
-        for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl")
-        if row.get("stage") == "rl" and row.get("attempt") == attempt
-    )
-    newest = deque(
-        (
-            row
-            for row in of_rl
-            if row.get("event") == "batch" and _is_number(row.get("num_without_signal"))
-        ),
-        1,
-    )
-    return [
-        f"  batch {row.get('step')}: {row['num_without_signal']} of {row['num_sampled']} sampled rollouts without signal "
-        f"({row['num_without_signal'] / row['num_sampled']:.0%})"
-        for row in newest
-        if _is_number(row.get("num_sampled")) and row["num_sampled"]
-    ]
+    wanted = {"stage": "rl", "attempt": attempt, "event": "batch"}.items()
+    newest = None
+    for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl"):
+        if wanted <= row.items() and _is_number(row.get("num_without_signal")):
+            newest = row
+    if newest is None or not _is_number(newest.get("num_sampled")) or not newest["num_sampled"]:
+        return []
+    num_without, num_sampled = newest["num_without_signal"], newest["num_sampled"]
+    share = f"{num_without} of {num_sampled} sampled rollouts without signal"
+    return [f"  batch {newest.get('step')}: {share} ({num_without / num_sampled:.0%})"]
 
 
 def _is_number(value: object) -> bool:
-    """Return whether this is a number; rows have null for a value that is not finite."""
+    """Return whether this is a number. Rows have null for a value that is not finite."""
     return isinstance(value, int | float)
 
 
 def _resume(run: Run, status: statuses.Status, stage: str | None = None) -> str:
-    return resume_command(
-        run, stage or status.stage, profile="slurm" if status.slurm_job else "local"
-    )
+    profile = "slurm" if status.slurm_job else "local"
+    return resume_command(run, stage or status.stage, profile=profile)
 
 
 def _jobs(run_dir: Path) -> tuple[list[queue.SlurmJob], list[str]]:
-    """The run's jobs in Slurm's queue; where there is no word from it, a line that says so: a status is better than an error."""
     try:
         return queue.run_jobs(run_dir), []
     except OrreryError as error:
@@ -160,38 +144,37 @@ def _jobs(run_dir: Path) -> tuple[list[queue.SlurmJob], list[str]]:
 
 
 def _job_line(job: queue.SlurmJob) -> str:
+    text = f"  job {job.id} ({job.stage}): {job.slurm_state.lower()}"
     if job.state == "waiting":
-        return f"  job {job.id} ({job.stage}): {job.slurm_state.lower()}, waits for {job.reason}"
-    return f"  job {job.id} ({job.stage}): {job.slurm_state.lower()} for {job.elapsed} on {job.nodes}, {job.left} left"
+        return f"{text}, waits for {job.reason}"
+    return f"{text} for {job.elapsed} on {job.nodes}, {job.left} left"
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:
-    """The logs of a role (`trainer`), of one process (`trainer.0`), or all; raises `OrreryError` naming those there are."""
+    """Return the logs of a role (`trainer`), of a process (`trainer.0`), or all."""
     every = sorted((path / "logs").glob("*.log"))
-    chosen = [
-        log for log in every if role is None or log.stem == role or log.stem.split(".")[0] == role
-    ]
+    chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:
         names = ", ".join(log.stem for log in every) or "none yet"
         raise OrreryError(
-            f"logs of {role or path.name}: there are none in {path / 'logs'}; the processes with a log are {names}"
+            f"logs of {role or path.name}: there are none in {path / 'logs'}; "
+            f"the processes with a log are {names}"
         )
     return chosen
 
 
 def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
-    """The last lines of each log (0: all), then, when following, what is added; prefixed by the process where there are several.
+    """Yield the last `num_lines` lines of each log (0: all), and new lines if `follow`.
 
-    In memory are at most `num_lines` lines and a block, for a log of weeks is larger than memory.
+    Memory holds at most `num_lines` lines and a block.
     """
     offsets: dict[Path, int] = {}
     for path in paths:
         with open_regular(path) as log:
             log.seek(_begin_of_last(log, num_lines) if num_lines else 0)
-            lines = (line for data in log for line in data.decode(errors="replace").splitlines())
-            yield from _prefixed(
-                path, deque(lines, num_lines) if num_lines else lines, len(paths) > 1
-            )
+            found = (line for data in log for line in data.decode(errors="replace").splitlines())
+            lines = deque(found, num_lines) if num_lines else found
+            yield from _prefixed(path, lines, len(paths) > 1)
             offsets[path] = log.tell()
     while follow:
         time.sleep(FOLLOW_S)
@@ -205,9 +188,8 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
-    """Where the last lines begin, found from the end."""
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # the last one ends the last line
+    ends = num_lines + 1  # the last newline ends the last line
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

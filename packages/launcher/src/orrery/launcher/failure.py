@@ -1,17 +1,29 @@
-"""Blame: find the process that the error of a failed process names as its cause.
+"""Failure: which process failed first, why, and the sentence that the stage ends with.
 
-A stage's last sentence is then about the named process. An orchestrator notices within a
-millisecond that an engine is gone, but the engine's server needs a second to notice that its core
-has died.
+An error often names the process that caused it. If that process fails too, it is blamed.
 """
 
 import re
-from collections.abc import Collection
+import signal
+import time
+from collections.abc import Collection, Sequence
 
-ACCUSED_S = 5.0  # time in which the process that an error names must fail too
+from orrery.launcher.process import Process
+from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.steps import Task, failed_node
+from orrery.launcher.stage import TERMINATED, Outcome, RunningStage
+from orrery.manifest.errors import OrreryError
+from orrery.runtime.health import FAILED, listed
+
+POLL_S = 0.1
+BLAME_S = 5.0  # time in which the process that an error names must fail too
+SETTLE_S = 0.3  # after a first failure, for the failures that it causes to show up
+EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
+RECORDED_S = 10.0  # for the flight recorder of a rank on a busy host
+SLURM_SAYS_S = 2.0  # for Slurm to say whether it sent the SIGTERM that ended a role
 
 
-def accused(error: str | None, names: Collection[str]) -> set[str]:
+def named_processes(error: str | None, names: Collection[str]) -> set[str]:
     """Return the processes in `names` that `error` mentions.
 
     It may say `trainer.1`, `engine 0` (`inference.0`) or `router` (`router.0`).
@@ -20,3 +32,155 @@ def accused(error: str | None, names: Collection[str]) -> set[str]:
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
     return words & set(names)
+
+
+def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
+    """Return the outcome after a failure. `refusal` says why an engine was not restarted."""
+    first = _first_failed(stage)
+    text = sentence(stage, first)
+    if (outcome := lost_outcome(stage, text.removeprefix(f"{stage.name}: "))) is not None:
+        return outcome
+    if (outcome := _ended_by_slurm(stage, first)) is not None:
+        return outcome
+    text += f"; {refusal}" if refusal else ""
+    text += f"; its log is {first.log}"
+    peers = [one for one in stage.processes if one.plan.role == first.plan.role]
+    others = any(one is not first and _can_answer(stage, one) for one in peers)
+    if others and (first.poll() or 0) < 0:  # a killed process reports no error itself
+        text += f"; {keep_evidence(stage)}"
+    return Outcome("failed", f"{text}; {stage.resume_hint()}", 1)
+
+
+def stall_outcome(stage: RunningStage, text: str) -> Outcome:
+    if (outcome := lost_outcome(stage, text)) is not None:
+        return outcome
+    evidence = keep_evidence(stage)
+    return Outcome("failed", f"{stage.name}: {text}; {evidence}; {stage.resume_hint()}", 1)
+
+
+def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
+    """Return the outcome if the job has lost a node."""
+    lost = lost_nodes(stage)
+    if not lost:
+        return None
+    held = "; ".join(f"{node} was lost, which held {_held(stage, node)}" for node in lost)
+    text = f"{stage.name}: {held} (seen first: {seen}); when Slurm starts the job again"
+    return Outcome("failed", f"{text}, {stage.resume_point()}", 1, requeue="wait")
+
+
+def lost_nodes(stage: RunningStage, ended: Sequence[Process | Task] = ()) -> list[str]:
+    """Return the nodes that the job has lost, if `ended` is given only of these processes."""
+    if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
+        return []
+    tasks = [one for one in stage.processes if isinstance(one, Task)]
+    said = {node for task in tasks if (node := failed_node(task.step.messages()))}
+    suspected = sorted({process.node for process in ended})
+    return sorted(said) or stage.job.allocation.silent_nodes(suspected)
+
+
+def _held(stage: RunningStage, node: str) -> str:
+    return listed(process.name for process in stage.processes if process.node == node)
+
+
+def sentence(stage: RunningStage, process: Process | Task) -> str:
+    """Say how the process ended, what it was doing, and its error."""
+    health, code = stage.health.get(process.name), process.poll()
+    if code is None:
+        how = "failed and does not end"
+    elif code == 0:
+        how = "ended by itself (exit code 0) while the stage needed it"
+    else:
+        how = f"was killed by {process.ending}" if code < 0 else f"ended with {process.ending}"
+    if stage.job.plan.num_nodes > 1:
+        how = f"on {process.node} {how}"
+    doing = "" if health else " before it said anything"
+    if health and code != 0:
+        doing = f" while {health.last}"
+    error = health.error if health else None
+    error = stage.fenced.get(process.name) if error is None else error
+    if error is None and code != -signal.SIGKILL and (words := process.last_output()):
+        error = f"its last line is {words!r}"
+    return f"{stage.name}: {process.name} {how}{doing}" + (f": {error}" if error else "")
+
+
+def keep_evidence(stage: RunningStage) -> str:
+    """Make every process write its stacks, and trainer ranks torch's flight recorder.
+
+    Return where they are.
+    """
+    for process in stage.processes:
+        if process.name in stage.health:  # it wrote health, so it handles the signal
+            process.signal(signal.SIGUSR1)
+            process.signal(signal.SIGCONT)
+    time.sleep(EVIDENCE_S)
+    logs, limit_s = stage.run_dir / "logs", time.monotonic() + RECORDED_S - EVIDENCE_S
+    ranks = [
+        one
+        for one in stage.processes
+        if (health := stage.health.get(one.name)) is not None and health.heartbeat
+    ]
+
+    def is_missing(process: Process | Task) -> bool:
+        file = logs / "flight_recorder" / f"rank_{process.plan.index}"
+        return _can_answer(stage, process) and not file.exists()
+
+    while time.monotonic() < limit_s and any(map(is_missing, ranks)):
+        time.sleep(0.1)
+        stage.read_health()
+    text = f"stacks are in {logs}/*.log"
+    if any(logs.glob("flight_recorder/rank_*")):
+        text += f", flight recorders in {logs}/flight_recorder"
+    return text
+
+
+def _can_answer(stage: RunningStage, process: Process | Task) -> bool:
+    health = stage.health.get(process.name)
+    return process.poll() is None and (health is None or health.doing != FAILED)
+
+
+def _first_failed(stage: RunningStage) -> Process | Task:
+    """Return the process that failed first, or the one that its error blames."""
+
+    def order(process: Process | Task) -> tuple[bool, float]:
+        return process.poll() != -signal.SIGKILL, stage.changed_s(process)
+
+    time.sleep(SETTLE_S)
+    limit_s = time.monotonic() + BLAME_S
+    while True:
+        stage.read_health()
+        said = {name for name, health in stage.health.items() if health.doing == FAILED}
+        failed = [one for one in stage.processes if stage.has_failed(one) or one.name in said]
+        first = min(failed, key=order)
+        health = stage.health.get(first.name)
+        others = {process.name for process in stage.processes} - {first.name}
+        blamed = named_processes(health.error if health else None, others)
+        if guilty := [process for process in failed if process.name in blamed]:
+            return min(guilty, key=order)
+        if not blamed or time.monotonic() > limit_s:
+            return first
+        time.sleep(POLL_S)
+
+
+def _ended_by_slurm(stage: RunningStage, first: Process | Task) -> Outcome | None:
+    """Return the outcome if Slurm ends the job. Its signal may reach a role before the launcher."""
+    ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
+    if stage.job.allocation is None or not ended_by_signal:
+        return None
+    job, code = stage.job.allocation.job, 128 + signal.SIGTERM
+    limit_s = time.monotonic() + SLURM_SAYS_S
+    while time.monotonic() < limit_s:
+        if stage.interrupts.received:
+            return stage.stopped()
+        try:
+            if queue.is_preempted(job):
+                text = f"{stage.name}: Slurm takes the nodes of job {job} away"
+                text += f"; when it starts the job again, {stage.resume_point()}"
+                return Outcome("stopped", text, code, requeue="wait")
+            state = queue.slurm_states([job]).get(job, "")
+        except OrreryError:
+            return None
+        if state not in ("RUNNING", ""):
+            text = f"{stage.name}: Slurm ends job {job} ({state}); {stage.resume_hint()}"
+            return Outcome("stopped", text, code)
+        time.sleep(0.5)
+    return None

@@ -1,14 +1,8 @@
-"""Inputs: before a stage starts, hash the files of earlier stages and compare them with the
-receipt.
+"""Inputs: before a stage starts, hash the files of earlier stages and compare with the receipt.
 
-- In: the `outputs` of those stages in `receipt.json`, sha256 by path. Out: the verified digests in
-  `stages/<stage>/inputs.json`. With adapters, every checkpoint holds the digest of the frozen
-  weights (`orrery.trainer.checkpoint.base_sha256`).
-- This finds accidents: a power cut, a full or failing disk, edited or copied files, a repeated
-  stage. It does not stop the folder's owner, who can also change the receipt.
-- Every start hashes every file once. Sizes and times cannot show that a disk has lost a block.
-- Weights above `receipt.WHOLE_BYTES` have no sha256 in the receipt. Their sizes and index are
-  compared.
+- This finds accidents: a power cut, a bad disk, an edit, a repeated stage. It does not stop the
+  folder's owner, who can also change the receipt.
+- Weights above `receipt.WHOLE_BYTES` have no sha256. Their sizes and index are compared.
 """
 
 import hashlib
@@ -28,11 +22,9 @@ CHUNK_BYTES = 8 << 20
 
 
 def stages_read(stage: str, stages: Sequence[str]) -> list[str]:
-    """Return the earlier stages whose files `stage` reads in a run with `stages`."""
     start = "sft" if "sft" in stages else "init"
-    return {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}.get(
-        stage, []
-    )
+    read = {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}
+    return read.get(stage, [])
 
 
 def verify(
@@ -42,37 +34,35 @@ def verify(
     remedy: Callable[[str], str],
     stop: Callable[[], bool],
 ) -> list[str]:
-    """Verify the files that `stage` reads and record their digests.
+    """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the stages without a receipt, whose files are not verified. Raises OrreryError with the
-    first file that differs from the receipt, and `remedy(stage that made it)`. `stop` ends the
-    check early.
+    Return the stages without a receipt. Raise OrreryError with the first file that differs, and
+    `remedy(stage that made it)`. `stop` ends the check early.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
     told, unknown = _outputs(run_dir), []
     for maker in stages_read(stage, stages):
         outputs = {
-            path: digest
+            path: (maker, digest)
             for path, digest in told.get(maker, {}).items()
             if path.startswith(("weights/", "stages/"))
         }
         if not outputs:
             unknown.append(maker)
-        expected |= {path: (maker, digest) for path, digest in outputs.items()}
+        expected |= outputs
+
+    def hashed(path: str) -> str | None:
+        return _found(run_dir / path, expected[path][1], stop)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        found = dict(
-            zip(
-                expected,
-                pool.map(lambda path: _found(run_dir / path, expected[path][1], stop), expected),
-                strict=True,
-            )
-        )
+        found = dict(zip(expected, pool.map(hashed, expected), strict=True))
     if stop():
         return unknown
     for path, (maker, digest) in expected.items():
         if found[path] != digest:
             raise OrreryError(
-                f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, so it is not what {maker} made; {remedy(maker)}"
+                f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, "
+                f"so it is not what {maker} made; {remedy(maker)}"
             )
     file = inputs_path(run_dir, stage)
     if unknown:
@@ -83,31 +73,22 @@ def verify(
 
 
 def command(run_dir: Path, stage: str, maker: str, resume: str) -> str:
-    """Return the command that runs `maker` and then `stage`.
-
-    `resume` is the command that resumes the stage or the whole pipeline.
-    """
     alone = f"orrery run {run_dir.name}"
     return f"{alone} {maker} && {resume}" if resume == f"{alone} {stage}" else resume
 
 
 def _outputs(run_dir: Path) -> dict[str, Mapping[str, str]]:
-    """Return the receipt's outputs of every done stage, or {} without a readable receipt."""
+    if not (run_dir / RECEIPT).exists():
+        return {}
     try:
-        stages: dict[str, Any] = (
-            read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
-        )
+        stages: dict[str, Any] = read_receipt(run_dir / RECEIPT)["stages"]
     except OrreryError:
         return {}
-    return {
-        name: entry["outputs"]
-        for name, entry in stages.items()
-        if isinstance(entry.get("outputs"), dict)
-    }
+    outputs = {name: entry.get("outputs") for name, entry in stages.items()}
+    return {name: files for name, files in outputs.items() if isinstance(files, dict)}
 
 
 def _found(path: Path, expected: str, stop: Callable[[], bool]) -> str | None:
-    """Return the file's present digest as in the receipt; None if unreadable or on `stop`."""
     try:
         if not _is_sha256(expected):
             return f"not hashed, {path.stat().st_size} bytes"
@@ -129,11 +110,9 @@ def _how(path: Path, expected: str) -> str:
         return f"cannot be read ({error.strerror})"
     if size == 0:
         return "has 0 bytes"
-    return (
-        f"is not the file whose sha256 {RECEIPT} tells"
-        if _is_sha256(expected)
-        else f"has {size} bytes, but {RECEIPT} says: {expected}"
-    )
+    if _is_sha256(expected):
+        return f"is not the file whose sha256 {RECEIPT} tells"
+    return f"has {size} bytes, but {RECEIPT} says: {expected}"
 
 
 def _is_sha256(text: str) -> bool:

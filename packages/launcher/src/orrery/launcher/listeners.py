@@ -1,11 +1,7 @@
 """The sockets that processes of a run listen on: process, address and credential.
 
 - `LISTENERS` is the whole list. `docs/security.md` shows it, and a test compares the two.
-- `listening` reads the kernel's tables. `undeclared` names each socket that no row of the list
-  covers.
-- A row's `scope` is the address. "role" means the role's host: loopback if the stage has one node,
-  else the run's interface.
-- torch, gloo, NCCL and NIXL open as many sockets as they have groups. Their `most` is None.
+- torch, gloo, NCCL and NIXL open a socket per group. Their `most` is None.
 """
 
 import contextlib
@@ -28,9 +24,9 @@ ROLE, ON_LOOPBACK, UNIX = "role", "loopback", "unix"
 
 @dataclass(frozen=True)
 class Listener:
-    """One kind of listening socket of `role`.
+    """A listening socket of `role`, or of its child process with `program` in its name.
 
-    `program` is a part of the child process's name, or "" for the role's own process.
+    `scope` "role" is loopback if the stage has one node, else the run's interface.
     """
 
     role: str
@@ -42,102 +38,41 @@ class Listener:
     most: int | None = 1  # sockets per process; None: no bound
     is_ours: bool = True  # this project checks callers; False: a library without authentication
 
+    def matches(self, program: str) -> bool:
+        return self.program in program if self.program else not program
+
 
 BY_PATH = "`generate` or `administer`, by path"
 ENDS = "can end the run, or join a group while it forms; no secret passes"
 ENDS_UPDATE = "can end an update; weights that it forges fail their fingerprints"
+MODE_0700 = "folder of mode 0700"
 LISTENERS = (
-    Listener(
-        "orchestrator",
-        "",
-        "rollout wire: asks and heads",
-        ROLE,
-        "CurveZMQ keys derived from the token",
-        "nothing",
-    ),
-    Listener(
-        "orchestrator", "", "rollout wire: bytes", ROLE, "ticket, issued over the wire", "nothing"
-    ),
+    Listener("orchestrator", "", "rollout wire: asks and heads", ROLE,
+             "CurveZMQ keys derived from the token", "nothing"),
+    Listener("orchestrator", "", "rollout wire: bytes", ROLE, "ticket, issued over the wire",
+             "nothing"),
     Listener("router", "", "front", ROLE, BY_PATH, "401"),
-    Listener(
-        "router",
-        "vllm::router",
-        "vllm-router",
-        ON_LOOPBACK,
-        "`generate`",
-        "401; 405, 415 or 422 if malformed",
-    ),
-    Listener(
-        "router",
-        "vllm::router",
-        "metrics of vllm-router",
-        ON_LOOPBACK,
-        NONE,
-        "reads counts and engines' addresses",
-        1,
-        False,
-    ),
+    Listener("router", "vllm::router", "vllm-router", ON_LOOPBACK, "`generate`",
+             "401; 405, 415 or 422 if malformed"),
+    Listener("router", "vllm::router", "metrics of vllm-router", ON_LOOPBACK, NONE,
+             "reads counts and engines' addresses", 1, False),
     Listener("inference", "", "engine", ROLE, BY_PATH, "401, but reads `/health` and `/metrics`"),
-    Listener(
-        "inference", "", "vLLM: API server", UNIX, "folder of mode 0700", "cannot reach it", None
-    ),
-    Listener(
-        "inference",
-        "VLLM::",
-        "vLLM: engine cores",
-        UNIX,
-        "folder of mode 0700",
-        "cannot reach it",
-        None,
-    ),
-    Listener(
-        "inference",
-        "VLLM::",
-        "ranks of an engine: TCPStore, gloo, NCCL",
-        ROLE,
-        NONE,
-        ENDS,
-        None,
-        False,
-    ),
-    Listener(
-        "inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False
-    ),
-    Listener(
-        "inference",
-        "VLLM::",
-        "caches: NIXL, Mooncake",
-        ROLE,
-        NONE,
-        "can read and change caches of requests",
-        None,
-        False,
-    ),
-    Listener(
-        "trainer", "", "ranks of the trainer: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None, False
-    ),
-    Listener(
-        "trainer",
-        "",
-        "weight wire: TCPStore",
-        ROLE,
-        "values carry an HMAC",
-        "can end the run; cannot forge a value",
-        1,
-        False,
-    ),
+    Listener("inference", "", "vLLM: API server", UNIX, MODE_0700, "cannot reach it", None),
+    Listener("inference", "VLLM::", "vLLM: engine cores", UNIX, MODE_0700, "cannot reach it", None),
+    Listener("inference", "VLLM::", "ranks of an engine: TCPStore, gloo, NCCL", ROLE, NONE, ENDS,
+             None, False),
+    Listener("inference", "VLLM::", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None,
+             False),
+    Listener("inference", "VLLM::", "caches: NIXL, Mooncake", ROLE, NONE,
+             "can read and change caches of requests", None, False),
+    Listener("trainer", "", "ranks of the trainer: TCPStore, gloo, NCCL", ROLE, NONE, ENDS, None,
+             False),
+    Listener("trainer", "", "weight wire: TCPStore", ROLE, "values carry an HMAC",
+             "can end the run; cannot forge a value", 1, False),
     Listener("trainer", "", "weight wire: gloo, NCCL, NIXL", ROLE, NONE, ENDS_UPDATE, None, False),
-    Listener(
-        "kv_store",
-        "mooncake_master",
-        "Mooncake Store's master",
-        ROLE,
-        NONE,
-        "can drop cached blocks and end the run",
-        2,
-        False,
-    ),
-)
+    Listener("kv_store", "mooncake_master", "Mooncake Store's master", ROLE, NONE,
+             "can drop cached blocks and end the run", 2, False),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,27 +90,14 @@ class Socket:
         return f"{self.program or self.role} (pid {self.pid}) of {self.role} listens on {where}"
 
     def rows(self, host: str) -> list[Listener]:
-        """Return the rows of LISTENERS that match this socket if roles listen on `host`."""
         scopes = {UNIX} if not self.port else {ROLE} if self.address == host else set()
         scopes |= {ON_LOOPBACK} if self.port and self.address == LOOPBACK else set()
-        return [
-            row
-            for row in LISTENERS
-            if row.role == self.role
-            and row.scope in scopes
-            and _is_program(row.program, self.program)
-        ]
-
-
-def _is_program(wanted: str, name: str) -> bool:
-    return wanted in name if wanted else not name
+        rows = (row for row in LISTENERS if row.role == self.role and row.scope in scopes)
+        return [row for row in rows if row.matches(self.program)]
 
 
 def listening(roles: Mapping[int, str]) -> list[Socket]:
-    """Return the listening sockets of these processes (pid → role) and of their descendants.
-
-    The caller must be allowed to read their open files.
-    """
+    """Return the listening sockets of these processes (pid → role) and of their descendants."""
     found = []
     for pid, role in roles.items():
         process = psutil.Process(pid)
@@ -183,28 +105,18 @@ def listening(roles: Mapping[int, str]) -> list[Socket]:
             if each.pid in roles and each.pid != pid:
                 continue
             program = "" if each.pid == pid else each.name()
-            found += [
-                Socket(role, program, each.pid, address, port)
-                for address, port in sorted(_of(each.pid))
-            ]
+            found += [Socket(role, program, each.pid, *one) for one in sorted(_addresses(each.pid))]
     return found
 
 
-def _of(pid: int) -> set[tuple[str, int]]:
-    """Return the (address, port) pairs that a process listens on, in its own network namespace.
-
-    The name of an abstract Unix socket begins with @.
-    """
+def _addresses(pid: int) -> set[tuple[str, int]]:
+    """Return the (address, port) pairs that a process listens on."""
     tables = Path(f"/proc/{pid}/net")
     accepting: dict[str, tuple[str, int]] = {}
-    for name, states in (
-        ("tcp", (LISTEN,)),
-        ("tcp6", (LISTEN,)),
-        ("udp", (UNCONNECTED,)),
-        ("udp6", (UNCONNECTED,)),
-    ):
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        state = LISTEN if name.startswith("tcp") else UNCONNECTED
         for words in _rows(tables / name):
-            if words[3] in states:
+            if words[3] == state:
                 address, _, port = words[1].partition(":")
                 accepting[words[9]] = (_address(address), int(port, 16))
     for words in _rows(tables / "unix"):
@@ -226,19 +138,14 @@ def _sockets(pid: int) -> Iterable[str]:
 
 
 def _address(words: str) -> str:
-    """Decode an address of /proc/net: 32-bit words in the byte order of this machine."""
-    parts = [
-        int(words[start : start + 8], 16).to_bytes(4, sys.byteorder)
-        for start in range(0, len(words), 8)
-    ]
-    return str(ipaddress.ip_address(b"".join(parts)))
+    """Decode an address of /proc/net."""
+    parts = [int(words[start : start + 8], 16) for start in range(0, len(words), 8)]
+    data = b"".join(part.to_bytes(4, sys.byteorder) for part in parts)
+    return str(ipaddress.ip_address(data))
 
 
 def undeclared(found: Iterable[Socket], host: str) -> list[str]:
-    """Return an error sentence for each socket that `LISTENERS` does not allow.
-
-    A socket may match no row, or its process may have more sockets than its rows allow.
-    """
+    """Return an error sentence for each socket that `LISTENERS` does not allow."""
     sentences, counted = [], dict[tuple[int, str], list[Socket]]()
     for one in found:
         rows = one.rows(host)
@@ -250,9 +157,8 @@ def undeclared(found: Iterable[Socket], host: str) -> list[str]:
         rows = same[0].rows(host)
         most = None if any(row.most is None for row in rows) else sum(row.most or 0 for row in rows)
         if most is not None and len(same) > most:
-            sentences.append(
-                f"{same[0]} and on {len(same) - 1} more such sockets, but LISTENERS has {most}"
-            )
+            others = f"{len(same) - 1} more such sockets"
+            sentences.append(f"{same[0]} and on {others}, but LISTENERS has {most}")
     return sentences
 
 

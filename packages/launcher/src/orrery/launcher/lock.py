@@ -1,6 +1,6 @@
-"""One launcher a run: an flock on `<run_dir>/.lock`, which the kernel frees however the launcher ends.
+"""One launcher per run: an flock on `<run_dir>/.lock`, which the kernel frees with the launcher.
 
-The file says who holds it: host, pid and the pid's start time since boot, so that a reused pid is never taken for the launcher.
+The file holds host, pid and the pid's start time. A reused pid is never taken for the launcher.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 from orrery.manifest.errors import OrreryError
 
 NAME = ".lock"
-LOOKED_AT_S = 1.0  # whoever asks for the holder locks for a moment too
+LOOKED_AT_S = 1.0  # `holder` takes the lock for a moment too
 
 
 def _path(run_dir: Path) -> Path:
@@ -39,7 +39,7 @@ class Holder:
 
 @contextmanager
 def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
-    """Hold the run while the body runs; raises `OrreryError` when another launcher still does after `within_s`."""
+    """Hold the run's lock in the body. Raise OrreryError if it is not free after `within_s`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -48,16 +48,14 @@ def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
             if time.monotonic() > limit_s:
                 who = f" ({found})" if (found := holder(run_dir)) else ""
                 raise OrreryError(
-                    f"{run_dir}: another launcher runs this run{who}; type `orrery status {run_dir.name}` to watch it "
-                    f"or `orrery stop {run_dir.name}` to end it"
+                    f"{run_dir}: another launcher runs this run{who}; type "
+                    f"`orrery status {run_dir.name}` to watch it or `orrery stop {run_dir.name}` "
+                    "to end it"
                 )
             time.sleep(0.02)
+        text = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(
-            descriptor,
-            f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n".encode(),
-            0,
-        )
+        os.pwrite(descriptor, text.encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -72,7 +70,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def holder(run_dir: Path) -> Holder | None:
-    """The launcher that holds the run now; None when nobody does, or it has not said who it is yet."""
+    """Return the launcher that holds the run, None if the lock is free or just taken."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -91,8 +89,5 @@ def holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return when the process started, in the kernel's ticks since boot.
-
-    psutil's time changes when the wall clock is set. Raises OSError if there is no such process.
-    """
+    """Return the start time in ticks since boot. psutil's time follows the wall clock."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

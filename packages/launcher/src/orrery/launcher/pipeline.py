@@ -1,7 +1,7 @@
-"""The pipeline's view of the checked-in runs, for the Snakefile: which stages, in which order, under which target, on which nodes.
+"""The checked-in runs for the Snakefile: targets, stages, their order and their submission.
 
-- Where the site has Slurm, what a stage is submitted with follows from its manifest and the site, and a dry run shows it.
-- Refuses with one sentence when a checked-in manifest is not what its spec renders to now: what runs is what was reviewed.
+A checked-in manifest that differs from its spec's rendering is an OrreryError, so that only
+reviewed manifests run.
 """
 
 import os
@@ -27,10 +27,9 @@ MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
 class Pipeline:
     """The checked-in runs.
 
-    - `folders`: run folders by target. A target is a run's name, or a spec file's stem for all its
-      runs.
+    - `folders`: run folders by target, which is a run's name or a spec file's stem.
     - `manifests`: by run folder.
-    - `broken`: a sentence for each spec file that does not render. Its runs are no targets.
+    - `broken`: a sentence for each spec file that does not render.
     """
 
     folders: dict[str, list[str]]
@@ -57,17 +56,15 @@ class Pipeline:
             stages = [one.name for one in plans.plan(self.manifests[run])]
             if stage not in stages:
                 raise OrreryError(
-                    f"target {target}: this run has no stage {stage!r}; choose from {', '.join(stages)}"
+                    f"target {target}: this run has no stage {stage!r}; "
+                    f"choose from {', '.join(stages)}"
                 )
 
     def before(self, run: str, stage: str) -> list[str]:
-        """The markers that `stage` of the run folder `run` waits for."""
-        return [
-            f"runs/{run}/stages/{one}/DONE" for one in plans.stage(self.manifests[run], stage).after
-        ]
+        after = plans.stage(self.manifests[run], stage).after
+        return [f"runs/{run}/stages/{one}/DONE" for one in after]
 
     def no_slurm(self) -> str:
-        """Return a note if the site has no Slurm for stages that are Slurm jobs, or ""."""
         try:
             cluster(self.workspace)
         except OrreryError as error:
@@ -75,19 +72,16 @@ class Pipeline:
         return ""
 
     def sbatch(self, run: str, stage: str) -> str:
-        """What the stage's job is submitted with; empty at a site without Slurm."""
         if self.site.slurm is None:
             return ""
         manifest = self.manifests[run]
         return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
 
     def says(self, run: str, stage: str) -> str:
-        """Describe the stage: nodes, devices, processes; with Slurm also images and commands."""
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 
 def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
-    """Return the runs of all files that render, and a sentence for each file that does not."""
     try:
         return render_all(workspace), []
     except OrreryError as error:
@@ -105,10 +99,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets on Snakemake's command line.
-
-    `workflow` does not have them yet when the Snakefile is read.
-    """
+    """Return the targets on Snakemake's command line, which `workflow` does not have yet."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:  # a program that uses Snakemake as a library
@@ -122,7 +113,7 @@ def _near(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
-    """Every checked-in run; raises `OrreryError` for a manifest that is missing or stale."""
+    """Return all checked-in runs. Raise OrreryError if a manifest is missing or stale."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}
@@ -133,7 +124,8 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
         if not path.is_file() or path.read_bytes() != pretty_json(run.manifest).encode():
             state = "differs from what its spec renders to now" if path.is_file() else "is missing"
             raise OrreryError(
-                f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}); type `orrery render {name}` and review the change"
+                f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}); "
+                f"type `orrery render {name}` and review the change"
             )
         folder = run_dir(".", run.manifest).name
         targets[name] = [folder]

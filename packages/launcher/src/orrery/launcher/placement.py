@@ -1,49 +1,49 @@
-"""Placement: which cores and devices each process of a stage gets. Pure.
+"""Placement: the cores, devices and environment of each process of a stage.
 
-Cores, the rule (`share_cores`):
-- Trainers and engines compute and are pinned; orchestrator, router and report are not, they fill the gaps.
-- Where a stage has both trainers and engines, each kind gets a half of the cores (the trainers the odd one), so that neither can stall the
-  other; within a kind every process gets an equal run of neighbouring cores, and shares when there are fewer cores than processes.
-- Where only one kind computes beside an orchestrator and cores are left over, one core stays free for it.
+- Trainers and engines are pinned to cores. Each kind gets half of them, so that neither can stall
+  the other. Within a kind each process gets an equal run of neighbouring cores.
+- If one kind computes beside an orchestrator and cores are left over, one core stays free for it.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
+from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan
+from orrery.runtime.network import INTERFACE
+from orrery.runtime.parent_watch import LAUNCHER_PID, START
+from orrery.runtime.role_context import LOG_LEVEL, log_level
+from orrery.runtime.timing import SCALE
+from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE
 
 KINDS = ("trainer", "inference")
+MAX_THREADS = 4  # at the model sizes that run on CPUs, more threads only wait for one another
+LOOPBACK = "127.0.0.1,localhost"
 
 
 def share_cores(
     cores: Sequence[int], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], frozenset[int]]:
-    """The cores of every pinned process, by (role, index); the others may run anywhere."""
     cores = sorted(cores)
-    kinds = [kind for kind in KINDS if any(process.role == kind for process in processes)]
-    if not kinds:
-        return {}
+    pinned = [process for process in processes if process.role in KINDS]
+    kinds = [kind for kind in KINDS if any(process.role == kind for process in pinned)]
     if len(kinds) == 2 and len(cores) > 1:
         half = (len(cores) + 1) // 2
         pools = {"trainer": cores[:half], "inference": cores[half:]}
     else:
-        pinned = [process for process in processes if process.role in kinds]
-        spare = (
-            len(kinds) == 1
-            and len(cores) > len(pinned)
-            and any(process.role == "orchestrator" for process in processes)
-        )
-        pools = {kind: cores[:-1] if spare else cores for kind in kinds}
+        has_orchestrator = any(process.role == "orchestrator" for process in processes)
+        spare = len(kinds) == 1 and len(cores) > len(pinned) and has_orchestrator
+        pools = dict.fromkeys(kinds, cores[:-1] if spare else cores)
     shares: dict[tuple[str, int], frozenset[int]] = {}
     for kind in kinds:
-        members = [process for process in processes if process.role == kind]
+        members = [process for process in pinned if process.role == kind]
         for position, process in enumerate(members):
-            shares[process.role, process.index] = frozenset(
-                _run(pools[kind], position, len(members))
-            )
+            share = _share(pools[kind], position, len(members))
+            shares[process.role, process.index] = frozenset(share)
     return shares
 
 
-def _run(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
+def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
     if len(pool) < num_members:
         return [pool[position * len(pool) // num_members]]
     each = len(pool) // num_members
@@ -53,20 +53,75 @@ def _run(pool: Sequence[int], position: int, num_members: int) -> Sequence[int]:
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Accelerators by name, in plan order. What is offered twice may serve two processes, but not one.
+    """Return the accelerators of every process, in plan order.
 
-    Raises ValueError where they do not suffice, or one process would get the same device twice.
+    Raise ValueError if there are too few, or one process would get the same device twice.
     """
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
-    following = 0
+    next_device = 0
     for process in processes:
-        share = tuple(offered[following : following + process.num_devices])
-        following += process.num_devices
+        share = tuple(offered[next_device : next_device + process.num_devices])
+        next_device += process.num_devices
         if len(set(share)) < len(share):
             raise ValueError(
-                f"of the devices {','.join(offered)}, given out in order, {process.role}.{process.index} would get {','.join(share)}"
+                f"of the devices {','.join(offered)}, given out in order, "
+                f"{process.role}.{process.index} would get {','.join(share)}"
             )
         shares[process.role, process.index] = share
-    if following > len(offered):
-        raise ValueError(f"the stage needs {following} devices, this machine offers {len(offered)}")
+    if next_device > len(offered):
+        raise ValueError(
+            f"the stage needs {next_device} devices, this machine offers {len(offered)}"
+        )
     return shares
+
+
+def environment(
+    base: Mapping[str, str],
+    site: Site,
+    start: str,
+    cores: frozenset[int] | None,
+    devices: tuple[str, ...] | None,
+) -> dict[str, str]:
+    """Return the environment of a local process.
+
+    `cores` None: not pinned, one thread. `devices` None: a CPU run, which sees no accelerator.
+    """
+    no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
+    return {
+        **base,
+        **_common(site, start, len(cores) if cores else 1),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
+        "NO_PROXY": no_proxy,  # roles call one another on loopback, whatever proxy the site has
+        "no_proxy": no_proxy,
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> dict[str, str]:
+    """Return our variables for a task of a Slurm step."""
+    return {
+        **_common(site, start, cpus),
+        **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+        LAUNCHER_PID: "0",  # Slurm chooses the parent process
+    }
+
+
+def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
+    threads = str(min(MAX_THREADS, cpus))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",  # libraries that iterate over sets make the same problems
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        START: start,
+        TOKEN_FILE: STANDARD_INPUT,  # the token's source
+        **({LOG_LEVEL: level} if (level := log_level()) else {}),
+        SCALE: str(site.roles.deadline_scale),
+        **site.environment,
+    }

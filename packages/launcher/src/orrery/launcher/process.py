@@ -1,8 +1,8 @@
-"""One process of a stage: started in a session of its own, its output in its log, ended with everything that it started.
+"""A local process of a stage.
 
-- A session of its own: Ctrl-C in the terminal reaches the launcher only, and the process group is the unit that is killed.
-- Ending is SIGTERM to the process itself (an engine ends its own workers well), then SIGKILL to the whole group.
-- What it starts bears its name and incarnation (`PROCESS`), by which whoever left the group is found when it is replaced.
+- Its own session keeps Ctrl-C away from it, and makes it a group that can be killed as a whole.
+- SIGTERM goes to the process alone, because an engine ends its own workers well.
+- Processes that leave the group inherit its name and incarnation (`PROCESS`).
 """
 
 import os
@@ -24,46 +24,39 @@ PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
 
 
 class Process:
-    """A started `ProcessPlan`."""
+    """A started `ProcessPlan`. Its output is appended to `logs/<role>.<index>.log`."""
 
-    def __init__(self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int, cores: frozenset[int] | None,
-                 env: Mapping[str, str], token: str, incarnation: int = 0):  # fmt: skip
+    def __init__(
+        self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int,
+        cores: frozenset[int] | None, env: Mapping[str, str], token: str, incarnation: int = 0,
+    ):  # fmt: skip
         self.plan, self.port, self.cores, self.node = plan, port, cores, socket.gethostname()
         self.incarnation, self._of = incarnation, (run_dir, stage, attempt)
         self.name = f"{plan.role}.{plan.index}"
         self.env, self._token = {**env, PROCESS: f"{self.name}.{incarnation}"}, token
         self.log = run_dir / "logs" / f"{self.name}.log"
-        argv = [
-            *role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation),
-            "--index",
-            str(plan.index),
-        ]
+        argv = role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation)
+        argv += ["--index", str(plan.index)]
         with open(self.log, "ab") as log, handed_over(token) as stdin:
             log.write(f"{header(stage, attempt, incarnation)} {shlex.join(argv)}\n".encode())
             log.flush()
             self._log_begin = log.tell()
             self._popen = subprocess.Popen(
-                argv,
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                env=self.env,
-                start_new_session=True,
-                close_fds=True,
-            )
+                argv, stdin=stdin, stdout=log, stderr=log, env=self.env,
+                start_new_session=True, close_fds=True,
+            )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # From outside and at once: threads that it starts later inherit it. It may have ended already.
+            # At once, since threads inherit it. The process may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Exit status as `subprocess` has it (minus the signal's number when a signal ended it), None while it runs."""
+        """Return the exit code, minus the signal's number if a signal ended it; None if running."""
         return self._popen.poll()
 
     @property
     def ending(self) -> str | None:
-        """`exit code 1` or `SIGKILL`; None while it runs."""
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
@@ -71,30 +64,25 @@ class Process:
             self._popen.send_signal(number)
 
     def wait(self, within_s: float) -> bool:
-        """Whether it ended within so many seconds."""
         return ended_within(self._popen, within_s)
 
-    def again(self) -> "Process":
-        """The next incarnation, on another port."""
+    def restart(self) -> "Process":
         [port] = free_ports(1)
-        return Process(
-            self.plan, *self._of, port, self.cores, self.env, self._token, self.incarnation + 1
-        )
+        incarnation = self.incarnation + 1
+        return Process(self.plan, *self._of, port, self.cores, self.env, self._token, incarnation)
 
     def kill(self) -> None:
-        """SIGKILL to the process and to everything that it left in its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # as a `Task` of Slurm's is, when all is over
+    abandon = kill  # a Slurm `Task` has another way to end at once
 
-    def last_words(self) -> str:
-        """The last line that it wrote in this attempt, shortened; empty when it wrote nothing."""
+    def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Take in who has ended of a process group whose leader has; whether somebody of it is left. Only of children, adopted ones too."""
+    """Reap the ended members of a process group of children. Return whether members are left."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -104,7 +92,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """A killed process too may stay: the kernel holds it while a device or a file system does not answer."""
+    """Return whether the process ended. The kernel may hold even a killed process."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -113,46 +101,34 @@ def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
 
 
 def role_argv(
-    python: str,
-    module: str,
-    run_dir: Path,
-    stage: str,
-    attempt: int,
-    port: int,
+    python: str, module: str, run_dir: Path, stage: str, attempt: int, port: int,
     incarnation: int = 0,
-) -> list[str]:
-    """The command of one role process, but for its index."""
-    return [
-        *(python, "-m", module, "--run-dir", str(run_dir), "--stage", stage),
-        *("--attempt", str(attempt), "--port", str(port)),
-        *(("--incarnation", str(incarnation)) if incarnation else ()),
-    ]
+) -> list[str]:  # fmt: skip
+    argv = [python, "-m", module, "--run-dir", str(run_dir), "--stage", stage]
+    argv += ["--attempt", str(attempt), "--port", str(port)]
+    return argv + (["--incarnation", str(incarnation)] if incarnation else [])
 
 
 def header(stage: str, attempt: int, incarnation: int = 0) -> str:
-    """What a log has before every start."""
     again = f", restart {incarnation}" if incarnation else ""
     return f"=== {stage}, attempt {attempt}{again}, {time.strftime('%Y-%m-%d %H:%M:%S')}:"
 
 
 def signal_or_code(code: int | None) -> str | None:
-    """`SIGKILL` or `exit code 1`; None for None."""
+    """Return `SIGKILL` or `exit code 1`; None for None."""
     if code is None:
         return None
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def last_line(log: Path, begin: int) -> str:
-    """The last line of a log after its first `begin` bytes, shortened; empty where there is none."""
+    """Return the log's last line after its first `begin` bytes, shortened; "" without one."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(begin, size - 4096))
-            lines = [
-                line.strip()
-                for line in file.read().decode(errors="replace").splitlines()
-                if line.strip()
-            ]
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

@@ -1,8 +1,7 @@
-"""The site file: what is true of a cluster and of no run. Nothing in it changes a manifest's id.
+"""The site file: the settings of a cluster. None of them changes a manifest's id.
 
-- TOML, `site.toml` at the checkout's root or where the variable ORRERY_SITE points; chosen once.
-- No file: this machine alone, no Slurm, no containers.
-- Unknown keys, wrong types and values that cannot work are one sentence each; nothing starts.
+It is TOML, `site.toml` at the checkout's root or the file that ORRERY_SITE names. Without a file
+there is this machine alone.
 """
 
 import os
@@ -30,54 +29,14 @@ FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 
 # sbatch options that follow from the manifest or from other keys
-OURS = {
-    *(
-        "nodes",
-        "N",
-        "ntasks",
-        "n",
-        "ntasks-per-node",
-        "gres",
-        "gpus-per-node",
-        "gpus",
-        "G",
-        "cpus-per-task",
-        "c",
-        "mem",
-        "time",
-        "t",
-    ),
-    *(
-        "partition",
-        "p",
-        "account",
-        "A",
-        "job-name",
-        "J",
-        "output",
-        "o",
-        "error",
-        "e",
-        "comment",
-        "signal",
-        "requeue",
-        "no-requeue",
-    ),
-    *(
-        "wrap",
-        "parsable",
-        "array",
-        "a",
-        "dependency",
-        "d",
-        "mem-per-cpu",
-        "mem-per-gpu",
-        "gpus-per-task",
-        "gpus-per-socket",
-        "cpus-per-gpu",
-    ),
-    *("export", "chdir", "D", "het-group", "hold", "H", "begin", "b"),
-}
+RESERVED = set(
+    """
+    nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
+    partition p account A job-name J output o error e comment signal requeue no-requeue
+    wrap parsable array a dependency d mem-per-cpu mem-per-gpu gpus-per-task gpus-per-socket
+    cpus-per-gpu export chdir D het-group hold H begin b
+    """.split()  # noqa: SIM905
+)
 
 
 def _word(text: str) -> str:
@@ -91,10 +50,8 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 
 class Slurm(Record):
-    """How this site's Slurm is asked for nodes. Times in the unit of their name."""
-
     partition: Word
-    cpu_partition: NoWord = ""  # of jobs without GPUs, where the other takes none
+    cpu_partition: NoWord = ""  # of jobs without GPUs; "": the same partition
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -108,38 +65,38 @@ class Slurm(Record):
     def extra_leaves_ours_alone(self) -> "Slurm":
         for option in self.extra:
             name = re.match(r"--?([A-Za-z][\w-]*)", option)
-            if name is not None and name[1] in OURS:
+            if name is not None and name[1] in RESERVED:
                 raise ValueError(
-                    f"extra: {option!r} is set from the manifest or from another key of [slurm]; take it out"
+                    f"extra: {option!r} is set from the manifest or from another key of [slurm]; "
+                    "take it out"
                 )
             if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[^\s'\"\\]+)?", option):
                 raise ValueError(
-                    f"extra: {option!r} is not one sbatch option; write it as '--name' or '--name=value'"
+                    f"extra: {option!r} is not one sbatch option; "
+                    "write it as '--name' or '--name=value'"
                 )
         return self
 
     @model_validator(mode="after")
     def warning_is_before_the_limit(self) -> "Slurm":
-        if self.warning_s >= 60 * self.time_limit_min:
+        limit_s = 60 * self.time_limit_min
+        if self.warning_s >= limit_s:
             raise ValueError(
-                f"warning_s {self.warning_s} is not below the time limit of {60 * self.time_limit_min} s; lower it"
+                f"warning_s {self.warning_s} is not below the time limit of {limit_s} s; lower it"
             )
         return self
 
 
 def _mount(text: str) -> str:
     parts = text.split(":")
-    if (
-        not all(part.startswith("/") for part in parts[:2])
-        or parts[2:] not in ([], ["ro"], ["rw"])
-        or "," in text
-    ):
+    is_absolute = all(part.startswith("/") for part in parts[:2])
+    if not is_absolute or parts[2:] not in ([], ["ro"], ["rw"]) or "," in text:
         raise ValueError(f"{text!r} is not 'SRC', 'SRC:DST' or 'SRC:DST:ro' with absolute folders")
     return text
 
 
 class Containers(Record):
-    """Apptainer images and what of the host they see."""
+    """Apptainer images, and the host's folders that containers see."""
 
     images: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()))]
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
@@ -150,20 +107,18 @@ class Containers(Record):
 
 
 class Network(Record):
-    """The interface that roles of several nodes listen on; roles of one node stay on loopback."""
+    """The interface for roles of several nodes. Roles of one node listen on loopback."""
 
     interface: Word
 
 
 class Roles(Record):
-    """`deadline_scale` multiplies every deadline that is a constant of the code: above 1 where disks or starts are slow."""
+    """`deadline_scale` multiplies the deadlines in the code."""
 
     deadline_scale: PositiveFloat = 1.0
 
 
 class Site(Record):
-    """One cluster, or one machine."""
-
     slurm: Slurm | None = None
     containers: Containers | None = None
     network: Network | None = None
@@ -179,13 +134,13 @@ class Site(Record):
                 raise ValueError(f"environment: {name} is set by the launcher; take it out")
             if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
                 raise ValueError(
-                    f"environment: {name} looks like a secret, which a site file is no place for; export it in your shell"
+                    f"environment: {name} looks like a secret, which a site file is no place for; "
+                    "export it in your shell"
                 )
         return self
 
 
 def site_path(workspace: Workspace) -> Path | None:
-    """The file that is in force, or None."""
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser()
     path = workspace.root / FILE
@@ -193,7 +148,7 @@ def site_path(workspace: Workspace) -> Path | None:
 
 
 def load_site(workspace: Workspace) -> Site:
-    """The site in force; raises `OrreryError` with one sentence that names file and field."""
+    """Return the site. Raise OrreryError with the file and the field."""
     path = site_path(workspace)
     if path is None:
         return Site()
@@ -207,20 +162,22 @@ def load_site(workspace: Workspace) -> Site:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise OrreryError(
-            f'{workspace.shown(path)}: not TOML: {error}; texts need quotes, as in partition = "gpu"'
+            f"{workspace.shown(path)}: not TOML: {error}; "
+            'texts need quotes, as in partition = "gpu"'
         ) from None
     except ValidationError as error:
         raise OrreryError(f"{workspace.shown(path)}: {_sentence(error)}") from None
 
 
 def cluster(workspace: Workspace) -> Slurm:
-    """The site's Slurm; raises `OrreryError` where it has none."""
+    """Return the site's Slurm. Raise OrreryError if it has none."""
     site = load_site(workspace)
     if site.slurm is None:
         where = site_path(workspace)
         if where is None:
             raise OrreryError(
-                f"{FILE}: there is no site file, which says how to reach Slurm; type `cp {EXAMPLE} {FILE}` and edit it"
+                f"{FILE}: there is no site file, which says how to reach Slurm; "
+                f"type `cp {EXAMPLE} {FILE}` and edit it"
             )
         raise OrreryError(
             f"{workspace.shown(where)}: there is no [slurm] in it; {EXAMPLE} shows what to write"
@@ -229,7 +186,6 @@ def cluster(workspace: Workspace) -> Slurm:
 
 
 def check_network(site: Site, num_nodes: int, what: str) -> None:
-    """Raises `OrreryError` where roles of several nodes would have nothing but loopback to listen on."""
     if num_nodes > 1 and site.network is None:
         raise OrreryError(
             f"network.interface: {what} has {num_nodes} nodes, and the site file has no [network]; "
@@ -238,22 +194,16 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    first = min(
-        error.errors(), key=lambda one: one["type"] != "extra_forbidden"
-    )  # a misspelt key says more than the one it leaves missing
+    # A misspelt key comes before the key that it leaves missing.
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        tables: dict[str, type[Record]] = {
-            "slurm": Slurm,
-            "containers": Containers,
-            "network": Network,
-            "roles": Roles,
-        }
+        tables: dict[str, type[Record]]
+        tables = {"slurm": Slurm, "containers": Containers, "network": Network, "roles": Roles}
         model = tables.get(str(first["loc"][0]), Site) if len(first["loc"]) > 1 else Site
         near = nearest(str(first["loc"][-1]), list(model.model_fields))
-        return f"{field}: there is no such key; " + (
-            f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}"
-        )
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(model.model_fields)}"
+        return f"{field}: there is no such key; {hint}"
     if first["type"] == "missing":
         return f"{field}: is missing; {EXAMPLE} shows what to write"
     if first["type"] == "value_error":

@@ -1,6 +1,6 @@
-"""`status.json`: what the launcher last knew of a run, replaced atomically; and what it means now that one reads it.
+"""`status.json`, `DONE` and checkpoints: the state of a run in its folder.
 
-A status that says `running` while nobody holds the run's lock is a launcher that died: nothing it says of its processes holds any more.
+If `status.json` says `running` and no process holds the run's lock, the launcher died.
 """
 
 import json
@@ -15,16 +15,14 @@ from orrery.launcher.slurm import queue
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import write_atomic
+from orrery.runtime.run_directory import whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
 
 
 @dataclass
 class RoleStatus:
-    """One process: `exit` is None while it runs, else how it ended ("exit code 1", "SIGKILL"). `pid` 0: a step of a Slurm job.
-
-    `restarts`: how often it was started again within the attempt.
-    """
+    """`pid` is 0 in a step of a Slurm job. `exit` is None while the process runs."""
 
     name: str
     node: str
@@ -38,7 +36,7 @@ class RoleStatus:
 
 @dataclass
 class Status:
-    """The newest attempt of the newest stage; `attempt` counts every start of any stage of this run."""
+    """The newest attempt. `attempt` counts every start of any stage of this run."""
 
     stage: str
     attempt: int
@@ -56,7 +54,7 @@ class Status:
 
 
 def read(run_dir: Path) -> Status | None:
-    """None where no launcher has run yet; raises `OrreryError` where the file is not one that a launcher wrote."""
+    """Return the status, None before the first attempt."""
     path = run_dir / "status.json"
     if not os.path.lexists(path):
         return None
@@ -64,13 +62,24 @@ def read(run_dir: Path) -> Status | None:
 
 
 def launcher_died(run_dir: Path, status: Status) -> bool:
-    """Whether nobody works on a run that says somebody does. A launcher that Slurm runs on another host is asked for at Slurm."""
+    """Return whether the status says that a launcher works, and none does."""
     if status.state not in ("running", "stopping"):
         return False
     if status.slurm_job is None or status.host == socket.gethostname():
         return lock.holder(run_dir) is None
     try:
-        word = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
-        return word is None or queue.state_of(word, status.slurm_job) != "running"
+        state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
+        return state is None or queue.state_of(state, status.slurm_job) != "running"
     except OrreryError:
-        return False  # no Slurm to ask from here; its silence is not the launcher's death
+        return False  # no answer from Slurm does not mean that the launcher died
+
+
+def done_path(run_dir: Path, stage: str) -> Path:
+    return run_dir / "stages" / stage / "DONE"
+
+
+def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
+    """Return the step of the stage's newest complete checkpoint."""
+    if stage not in ("sft", "rl"):
+        return None
+    return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)

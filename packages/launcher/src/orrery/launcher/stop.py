@@ -1,4 +1,4 @@
-"""Stop: end a run's launcher, or its Slurm jobs, also those that have not started."""
+"""Stop a run: end its launcher, or cancel its Slurm jobs."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from orrery.launcher import lock
 from orrery.launcher import status as statuses
+from orrery.launcher.preemption import no_requeue_path
 from orrery.launcher.slurm import queue
-from orrery.launcher.supervisor import stay_path
 from orrery.manifest.errors import OrreryError
 
 WITHIN_S = 30.0
@@ -17,66 +17,65 @@ WITHIN_S = 30.0
 def stop_run(
     run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = WITHIN_S
 ) -> str:
-    """End the run; the last message. With `checkpoint` it is only asked to write one first, and ends by itself.
+    """End the run and return its last message.
 
-    Raises `OrreryError` when nobody runs it.
+    With `checkpoint`, only ask the run to write a checkpoint and end. Raise OrreryError if it does
+    not run.
     """
+    name = run_dir.name
     holder = lock.holder(run_dir)
     if holder is not None and holder.is_here and not _is_a_job(run_dir):
-        return (
-            _wind_down_launcher(run_dir, holder.pid)
-            if checkpoint
-            else _end_launcher(run_dir, holder.pid, within_s)
-        )
+        if checkpoint:
+            return _preempt_launcher(run_dir, holder.pid)
+        return _end_launcher(run_dir, holder.pid, within_s)
     jobs = queue.run_jobs(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
-            raise OrreryError(
-                f"{run_dir.name}: its launcher is {holder}; type `orrery stop {run_dir.name}` there"
-            )
+            raise OrreryError(f"{name}: its launcher is {holder}; type `orrery stop {name}` there")
         raise OrreryError(
-            f"{run_dir.name}: no launcher runs it; type `orrery status {run_dir.name}` to see where it stands"
+            f"{name}: no launcher runs it; type `orrery status {name}` to see where it stands"
         )
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
-    return (
-        _wind_down_jobs(run_dir, jobs, told)
-        if checkpoint
-        else _cancel_jobs(run_dir, jobs, told, within_s)
-    )
+    if checkpoint:
+        return _preempt_jobs(run_dir, jobs, told)
+    return _cancel_jobs(run_dir, jobs, told, within_s)
 
 
-def _wind_down_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
-    _stay(run_dir)
-    running = [job for job in jobs if job.state == "running"]
+def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
+    _forbid_requeue(run_dir)
+    name = run_dir.name
+    running = [job.id for job in jobs if job.state == "running"]
     if not running:
         raise OrreryError(
-            f"{run_dir.name}: none of its jobs runs ({told}); type `orrery stop {run_dir.name}` to cancel them"
+            f"{name}: none of its jobs runs ({told}); type `orrery stop {name}` to cancel them"
         )
-    queue.call("scancel", "--batch", "--signal=USR1", *(job.id for job in running))
-    return f"{run_dir.name}: asked job {told} for a checkpoint; it ends when that is written"
+    queue.call("scancel", "--batch", "--signal=USR1", *running)
+    return f"{name}: asked job {told} for a checkpoint; it ends when that is written"
 
 
 def _cancel_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str, within_s: float) -> str:
-    queue.cancel([job.id for job in jobs])
+    ids = [job.id for job in jobs]
+    queue.cancel(ids)
     limit_s = time.monotonic() + within_s
-    while left := {job.id for job in queue.run_jobs(run_dir)} & {job.id for job in jobs}:
+    while left := {job.id for job in queue.run_jobs(run_dir)} & {*ids}:
         if time.monotonic() > limit_s:
             raise OrreryError(
-                f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not ended after {within_s:.0f} s"
+                f"{run_dir.name}: cancelled job {told}, but {', '.join(sorted(left))} has not "
+                f"ended after {within_s:.0f} s"
             )
         time.sleep(0.2)
     return f"{run_dir.name}: cancelled job {told}"
 
 
-def _stay(run_dir: Path) -> None:
-    """A stage that winds down now does not come back by itself; raises `OrreryError` for a stage without checkpoints."""
+def _forbid_requeue(run_dir: Path) -> None:
     status = statuses.read(run_dir)
     if status is None or status.state != "running" or status.stage != "rl":
         stage = status.stage if status else "nothing"
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; type `orrery stop {run_dir.name}`"
+            f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; "
+            f"type `orrery stop {run_dir.name}`"
         )
-    stay_path(run_dir, "rl").touch()
+    no_requeue_path(run_dir, "rl").touch()
 
 
 def _is_a_job(run_dir: Path) -> bool:
@@ -84,10 +83,11 @@ def _is_a_job(run_dir: Path) -> bool:
     return status is not None and status.slurm_job is not None
 
 
-def _wind_down_launcher(run_dir: Path, pid: int) -> str:
-    _stay(run_dir)
+def _preempt_launcher(run_dir: Path, pid: int) -> str:
+    _forbid_requeue(run_dir)
     _signal(run_dir, pid, signal.SIGUSR1)
-    return f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint; it ends when that is written"
+    asked = f"{run_dir.name}: asked its launcher (pid {pid}) for a checkpoint"
+    return f"{asked}; it ends when that is written"
 
 
 def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
@@ -105,7 +105,8 @@ def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:
     while (holder := lock.holder(run_dir)) is not None and holder.pid == pid:
         if time.monotonic() > limit_s:
             raise OrreryError(
-                f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s; see {run_dir}/logs/launcher.0.log"
+                f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s; "
+                f"see {run_dir}/logs/launcher.0.log"
             )
         time.sleep(0.05)
     status = statuses.read(run_dir)

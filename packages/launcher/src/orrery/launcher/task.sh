@@ -1,6 +1,6 @@
-# One task of a Slurm step: bash task.sh ROLE FIRST_INDEX DEVICES LOGS SCRATCH HEADER COMMAND...
-# Its index is the step's first one and its rank. DEVICES is FIRST,COUNT: of the node's devices it sees COUNT, from FIRST on. Its log opens
-# with what is run.
+# Run one task of a Slurm step: bash task.sh ROLE FIRST_INDEX DEVICES LOGS SCRATCH HEADER COMMAND...
+# The index is FIRST_INDEX plus the rank. DEVICES is FIRST,COUNT: the devices of the node that the
+# task sees. The log opens with HEADER and the command.
 role=$1 first=$2 devices=$3 logs=$4 scratch=$5 header=$6
 shift 6
 index=$((first + SLURM_PROCID))

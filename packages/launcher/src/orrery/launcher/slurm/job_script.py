@@ -1,27 +1,28 @@
-"""Submission: from a stage's plan and the site to what Slurm is asked for. Pure.
+"""The Slurm job of a stage: its components, and the `sbatch` command that submits it.
 
-- A node group is a component: one component is a plain job, several are one heterogeneous job, started together or not at all.
-- A component takes as many nodes as its group has; of a node that it does not fill it takes the share of processors and memory that goes
-  with its devices. On a machine without accelerators a device is a core.
-- Component 0 leads: the launcher runs on its first node.
+A node group is a component. Several are one heterogeneous job. Of a node that it does not fill, a
+component takes processors and memory in proportion to its devices (on CPUs, cores). The launcher
+runs on the first node of component 0.
 """
 
 import math
 import shlex
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from orrery.launcher.site import Slurm
+from orrery.launcher.site import Site, Slurm
+from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.plan import NodeGroup, StagePlan
 from orrery.manifest.schema import Hardware
 
-MEMORY_MB = 6000  # of a node that a stage only needs a corner of; an engine starts in 2000, and every container costs some
-LAUNCHER_CPUS = 2  # the launcher, orchestrator and router beside the roles that compute
+IN_JOB = "ORRERY_SLURM"  # set in the jobs that we submit; in a user's own allocation it is not set
+MEMORY_MB = 6000  # at least, for a stage that needs a small part of a node
+LAUNCHER_CPUS = 2  # for launcher, orchestrator and router
 
 
 @dataclass(frozen=True)
 class Component:
-    """What one node of a component has, and how many there are."""
-
     group: NodeGroup
     gpus: int
     cpus: int
@@ -29,24 +30,23 @@ class Component:
 
 
 def components(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> list[Component]:
-    """The job's components in order."""
     return [_component(hardware, plan, group, slurm) for group in plan.groups]
 
 
 def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slurm) -> Component:
-    devices = max(
-        sum(process.num_devices for process in plan.by_node.get(node, ())) for node in nodes(group)
-    )
+    devices = devices_per_node(plan, group)
     if hardware.accelerator == "cpu":
         gpus, cpus = 0, max(hardware.devices_per_node, devices)
     else:
         gpus, cpus = devices, math.ceil(slurm.cpus_per_node * devices / hardware.devices_per_node)
     cpus = min(slurm.cpus_per_node, max(cpus, LAUNCHER_CPUS))
-    memory_mb = min(
-        slurm.memory_per_node_mb,
-        max(MEMORY_MB, slurm.memory_per_node_mb * cpus // slurm.cpus_per_node),
-    )
-    return Component(group, gpus, cpus, memory_mb)
+    share_mb = slurm.memory_per_node_mb * cpus // slurm.cpus_per_node
+    return Component(group, gpus, cpus, min(slurm.memory_per_node_mb, max(MEMORY_MB, share_mb)))
+
+
+def devices_per_node(plan: StagePlan, group: NodeGroup) -> int:
+    processes = (plan.by_node.get(node, ()) for node in nodes(group))
+    return max(sum(process.num_devices for process in each) for each in processes)
 
 
 def nodes(group: NodeGroup) -> range:
@@ -58,11 +58,12 @@ def gres(slurm: Slurm, count: int) -> str:
 
 
 def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
-    """The options of every component, ` : ` between them. The first has what holds for the whole job."""
+    """Return every component's options, joined by ` : `."""
     parts = []
     for number, one in enumerate(components(hardware, plan, slurm)):
+        partition = slurm.partition if one.gpus else slurm.cpu_partition or slurm.partition
         options = [
-            f"--partition={slurm.partition if one.gpus else slurm.cpu_partition or slurm.partition}",
+            f"--partition={partition}",
             *([f"--account={slurm.account}"] if slurm.account else []),
             f"--time={slurm.time_limit_min}",
             f"--nodes={one.group.num_nodes}",
@@ -75,3 +76,20 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
         ]
         parts.append(shlex.join(options))
     return " : ".join(parts)
+
+
+def batch_command(
+    run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
+) -> list[str]:
+    """Return the `sbatch` command that submits `shell_command` as a job of the stage."""
+    path = shlex.quote(str(Path(sys.executable).parent))
+    modules = site.containers.modules if site.containers else ()
+    load = f"module load {shlex.join(modules)} && " if modules else ""
+    inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
+    # USR1 is for the launcher and must not end the shell before the launcher starts
+    script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
+    return [
+        *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
+        *(f"--output={run_dir.resolve()}/logs/slurm.%j.log", "--open-mode=append"),
+        *(f"--chdir={root}", *shlex.split(options), f"--wrap={script}"),
+    ]

@@ -1,10 +1,9 @@
-"""Slurm as this project sees it: jobs and their states, asked for with its own commands. Pure parsing, thin calls.
+"""Slurm's queue: a user's jobs and their states, read with Slurm's own commands.
 
-- `squeue` first, which needs no accounting and is never late; `sacct` for jobs that the controller has forgotten.
-- Every state of Slurm's documentation is mapped to one of ours; one that is not is an `OrreryError`, never a guess.
-- A heterogeneous job is its leader: the leader's id cancels, requeues and reports all of its components.
-- A job's name tells the run, where it is, and the stage: the same run in two checkouts follows, or cancels, no job of the other. Sites may
-  write over a comment, and a working folder may be spelled in several ways.
+- `sacct` is asked only about jobs that `squeue` has forgotten.
+- Every documented state of Slurm maps to a `JobState`. An unknown one raises OrreryError.
+- A heterogeneous job is known by the id of its leader.
+- A job's name holds run, place and stage, so that a run in two checkouts has two names.
 """
 
 import os
@@ -24,15 +23,17 @@ JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
     # not started, or to be started again
-    "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting",
-    "RESV_DEL_HOLD": "waiting", "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
-    "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running", "RESIZING": "running",
-    "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
+    "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
+    "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
+    "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
+    "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
+    "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # ended by the cluster: with requeue Slurm puts the job back by itself, a moment later
+    # ended by the cluster: Slurm requeues the job by itself, a moment later
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
-    "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed", "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed",
-    "REVOKED": "failed", "LAUNCH_FAILED": "failed", "RECONFIG_FAIL": "failed", "EXPEDITING": "waiting",
+    "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
+    "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
+    "RECONFIG_FAIL": "failed",
 }  # fmt: skip
 
 COMMAND_S = 60.0
@@ -41,8 +42,6 @@ REQUEUE_PAUSES_S = (2.0,) * 4
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One job (of a heterogeneous one, its leader). `word` is Slurm's own state; `name` is `job_name` of its stage."""
-
     id: str
     name: str
     slurm_state: str
@@ -60,12 +59,13 @@ class SlurmJob:
         return self.name.rpartition(".")[2]
 
 
-def state_of(word: str, job: str) -> JobState:
-    """Our word for Slurm's (`CANCELLED by 1000` is CANCELLED); raises `OrreryError` for one that Slurm's documentation does not have."""
-    first = word.split()[0].rstrip("+") if word.split() else ""
+def state_of(slurm_state: str, job: str) -> JobState:
+    """Return our state for Slurm's (`CANCELLED by 1000` is CANCELLED)."""
+    first = slurm_state.split()[0].rstrip("+") if slurm_state.split() else ""
     if first not in STATES:
         raise OrreryError(
-            f"Slurm says that job {job} is {word!r}, a state unknown here; add it to orrery/launcher/slurm.py"
+            f"Slurm says that job {job} is {slurm_state!r}, a state unknown here; "
+            "add it to orrery/launcher/slurm/queue.py"
         )
     return STATES[first]
 
@@ -74,44 +74,42 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Without what Slurm's commands would read as options: those of a job that we happen to be in (a shell of `salloc`), or of our own.
+    """Return `env` without the variables that Slurm's commands read as options.
 
-    `inside` keeps what says which job we are in, for its steps.
+    `inside` keeps the variables that name the job, for its steps.
     """
-    ours = {
-        name
-        for name in env
-        if re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name) and not (inside and KEPT.fullmatch(name))
-    }
-    return {name: value for name, value in env.items() if name not in ours or name == "SLURM_CONF"}
+
+    def is_kept(name: str) -> bool:
+        if name == "SLURM_CONF" or not re.match(r"SLURM_|SBATCH_|SRUN_|SALLOC_", name):
+            return True
+        return inside and KEPT.fullmatch(name) is not None
+
+    return {name: value for name, value in env.items() if is_kept(name)}
 
 
 def call(*command: str) -> str:
-    """Standard output of one of Slurm's commands, which Ctrl-C does not reach; raises `OrreryError` with what it said."""
-    env = clean_environment(os.environ)
+    """Return the output of one of Slurm's commands, which Ctrl-C does not reach."""
+    program = command[0]
     try:
         done = subprocess.run(
-            command,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_S,
-            start_new_session=True,
-        )
+            command, env=clean_environment(os.environ), capture_output=True, text=True,
+            timeout=COMMAND_S, start_new_session=True,
+        )  # fmt: skip
     except FileNotFoundError:
         raise OrreryError(
-            f"{command[0]}: there is no such command; Slurm's client tools must be on PATH (see `orrery doctor`)"
+            f"{program}: there is no such command; Slurm's client tools must be on PATH "
+            "(see `orrery doctor`)"
         ) from None
     except subprocess.TimeoutExpired:
         raise OrreryError(
-            f"{command[0]}: no answer within {COMMAND_S:.0f} s; is the controller up (`scontrol ping`)?"
+            f"{program}: no answer within {COMMAND_S:.0f} s; "
+            "is the controller up (`scontrol ping`)?"
         ) from None
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
-            f"exit code {done.returncode}"
-        ]
-        said = re.sub(rf"^({command[0]}: )?((error|fatal): )?", "", lines[-1])
-        raise OrreryError(f"{command[0]}: {said} (`orrery doctor` looks at Slurm)")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        said = re.sub(rf"^({program}: )?((error|fatal): )?", "", last)
+        raise OrreryError(f"{program}: {said} (`orrery doctor` looks at Slurm)")
     return done.stdout
 
 
@@ -119,57 +117,41 @@ _FORMAT = "%i|%j|%T|%r|%N|%M|%L"
 
 
 def parse_queue(text: str) -> list[SlurmJob]:
-    """Leaders only: `12` and `12+0` are one, `12+1` belongs to it."""
-    jobs = []
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != 7:
-            continue
-        if leader := _leader(fields[0]):
-            jobs.append(SlurmJob(leader, *fields[1:]))
-    return jobs
+    rows = (line.split("|") for line in text.splitlines())
+    return [
+        SlurmJob(leader, *row[1:]) for row in rows if len(row) == 7 and (leader := _leader(row[0]))
+    ]
 
 
 def _leader(job: str) -> str:
-    """The id of a plain job or of a heterogeneous one's first component; empty for its others."""
     leader, _, component = job.partition("+")
     return leader if component in ("", "0") else ""
 
 
 def user_jobs() -> list[SlurmJob]:
-    """This user's jobs that wait or run."""
     return parse_queue(call("squeue", "--me", "--noheader", f"--format={_FORMAT}"))
 
 
 def job_name(run_dir: Path, stage: str) -> str:
-    """`<run folder>.<place>.<stage>`."""
     return f"{run_dir.name}.{place(run_dir)}.{stage}"
 
 
 def run_jobs(run_dir: Path) -> list[SlurmJob]:
-    """This user's jobs of the run in this folder that wait or run."""
     return [job for job in user_jobs() if job.name == job_name(run_dir, job.stage)]
 
 
 def slurm_states(ids: Iterable[str]) -> dict[str, str]:
-    """Slurm's own state of each job that Slurm still knows."""
+    """Return Slurm's own state of each job that Slurm still knows."""
     ids = list(ids)
     if not ids:
         return {}
+    options = ("--states=all", "--noheader", f"--format={_FORMAT}", f"--jobs={','.join(ids)}")
     try:
-        listed = parse_queue(
-            call(
-                "squeue",
-                "--states=all",
-                "--noheader",
-                f"--format={_FORMAT}",
-                f"--jobs={','.join(ids)}",
-            )
-        )
+        listed = parse_queue(call("squeue", *options))
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # of several ids squeue leaves out those it forgot; a single one it calls invalid
+        listed = []  # a single forgotten id is invalid; of several, squeue leaves it out
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -179,57 +161,37 @@ def _accounted(ids: Sequence[str]) -> dict[str, str]:
     try:
         rows = call("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(ids))
     except OrreryError:
-        return {}  # a site without accounting: what squeue has forgotten stays unknown
+        return {}  # a site without accounting
     return parse_accounting(rows)
 
 
 def parse_accounting(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        job, _, word = line.partition("|")
-        if word and (leader := _leader(job)):
-            found[leader] = word
-    return found
+    rows = (line.partition("|") for line in text.splitlines())
+    return {leader: state for job, _, state in rows if state and (leader := _leader(job))}
 
 
 def lost_nodes(job: str) -> list[str]:
-    """Nodes that made an earlier start of this job fail, as accounting has it; empty where it does not say."""
+    """Return the nodes that failed in earlier starts of this job."""
     try:
         text = call("sacct", "-X", "-D", "-n", "-P", "-o", "FailedNode", "-j", job)
     except OrreryError:
         return []
-    names = {
-        name
-        for line in text.splitlines()
-        for name in hostnames(line.strip())
-        if line.strip() not in ("", "None", "None assigned")
-    }
-    return sorted(names)
+    lines = {line.strip() for line in text.splitlines()} - {"", "None", "None assigned"}
+    return sorted({name for line in lines for name in hostnames(line)})
 
 
 def unusable_nodes(names: Sequence[str]) -> list[str]:
-    """Those of `names` that Slurm calls down, drained, failing or silent."""
     if not names:
         return []
+    states = "down,drain,draining,fail,no_respond"
     try:
-        text = call(
-            "sinfo",
-            "-h",
-            "-N",
-            "-n",
-            ",".join(names),
-            "-t",
-            "down,drain,draining,fail,no_respond",
-            "-o",
-            "%N",
-        )
+        text = call("sinfo", "-h", "-N", "-n", ",".join(names), "-t", states, "-o", "%N")
     except OrreryError:
         return []
     return sorted(set(text.split()))
 
 
 def hostnames(listed: str) -> list[str]:
-    """`node[1-3],x` as names, in order; Slurm's own expansion where there are brackets."""
     if "[" not in listed:
         return [name for name in listed.split(",") if name]
     return call("scontrol", "show", "hostnames", listed).split()
@@ -241,34 +203,32 @@ def cancel(ids: Sequence[str]) -> None:
 
 
 def requeue(job: str) -> None:
-    """Back into the queue with a job, which ends what runs of it. Tried several times: a controller that is busy must not cost a run."""
     retry(lambda: call("scontrol", "requeue", job), REQUEUE_PAUSES_S)
 
 
 def retry(
-    ask: Callable[[], T],
+    attempt: Callable[[], T],
     pauses_s: Iterable[float],
-    worth: Callable[[OrreryError], object] = lambda error: True,
+    is_worth: Callable[[OrreryError], object] = lambda error: True,
 ) -> T:
-    """What `ask` gives, asked again after each pause where its error is `worth` that; the last error is raised."""
+    """Return the result of `attempt`, called again after a pause while its error `is_worth` it."""
     for pause_s in pauses_s:
         try:
-            return ask()
+            return attempt()
         except OrreryError as error:
-            if not worth(error):
+            if not is_worth(error):
                 raise
         time.sleep(pause_s)
-    return ask()
+    return attempt()
 
 
 def is_preempted(job: str) -> bool:
-    """Whether Slurm takes this running job's nodes away; it says so when the grace time begins."""
     found = re.search(r"PreemptTime=(\S+)", call("scontrol", "show", "job", "--oneliner", job))
     return found is not None and found[1] not in ("None", "Unknown")
 
 
 def seconds(left: str) -> float | None:
-    """`1-02:03:04`, `2:03:04`, `03:04` in seconds; None for UNLIMITED, INVALID, NOT_SET."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. None for UNLIMITED, INVALID and NOT_SET."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

@@ -1,0 +1,168 @@
+"""The state of a running stage, shared by supervisor, failure, preemption, restarts and cleanup."""
+
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from orrery.launcher.process import Process
+from orrery.launcher.site import Site
+from orrery.launcher.slurm.allocation import Allocation
+from orrery.launcher.slurm.steps import Task
+from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
+from orrery.manifest.plan import StagePlan
+from orrery.manifest.workspace import Workspace
+from orrery.observe.hang_detector import HealthView
+from orrery.runtime.health import FAILED, Health, read_health
+from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.preemption import EXIT_PREEMPTED
+
+# Exit codes of a rank that ends by SIGTERM. Slurm ends the other ranks of a step with its first.
+TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The stage to run.
+
+    - `num_devices`: None on CPUs.
+    - `resume`: the command that resumes the run.
+    - `allocation`: None if the processes are local.
+    - `max_restarts`: of engines within a day.
+    """
+
+    run_dir: Path
+    plan: StagePlan
+    stages: tuple[str, ...]
+    num_devices: int | None
+    num_steps: int | None
+    resume: str
+    site: Site
+    workspace: Workspace
+    allocation: Allocation | None = None
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended.
+
+    `requeue` "ask": the launcher asks Slurm to requeue the job. "wait": Slurm does so by itself.
+    """
+
+    state: State
+    message: str
+    exit_code: int
+    requeue: Literal["ask", "wait"] | None = None
+
+
+class Interrupts:
+    """A signal handler. The first signal ends the stage, a second one skips the grace period."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self.preemption_requested = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.preemption_requested = True
+        else:
+            self.received.append(signal.Signals(number))
+
+
+class RunningStage:
+    metrics: MetricsFile
+
+    def __init__(self, job: Job, interrupts: Interrupts, attempt: int):
+        self.job, self.interrupts, self.attempt = job, interrupts, attempt
+        self.run_dir, self.name = job.run_dir, job.plan.name
+        self.processes: Sequence[Process | Task] = []
+        self.health: dict[str, Health] = {}  # with the times of its writers, for people
+        self.health_view = HealthView()
+        self.fenced: dict[str, str] = {}  # process → the reason for which the launcher ends it
+        self.engine_restarts: Counter[str] = Counter()  # by process
+        self.is_preempted = False
+        slurm_job = job.allocation.job if job.allocation else None
+        self.status = Status(
+            *(self.name, attempt, "running", "", os.getpid(), socket.gethostname()),
+            *(slurm_job, time.time()),
+        )
+
+    @property
+    def endpoints(self) -> Path:
+        return self.run_dir / "stages" / self.name / "endpoints"
+
+    @property
+    def deadline_scale(self) -> float:
+        return self.job.site.roles.deadline_scale
+
+    def read_health(self) -> dict[str, Health]:
+        """Read all health files. Return them with the times at which this process saw changes."""
+        self.health = read_health(self.run_dir, self.name, self.attempt)
+        return self.health_view.look(self.health, time.monotonic())
+
+    def changed_s(self, process: Process | Task) -> float:
+        health = self.health.get(process.name)
+        is_failed = health is not None and health.doing == FAILED
+        return self.health_view.changed_s(process.name) if is_failed else math.inf
+
+    def has_failed(self, process: Process | Task) -> bool:
+        """Return whether the process ended although the stage still needs it."""
+        code = process.poll()
+        ends_itself = process.plan.ends == "itself"
+        if code is None or (self.is_preempted and ends_itself and self.was_preempted(process)):
+            return False
+        return code != 0 or not ends_itself
+
+    def was_preempted(self, process: Process | Task) -> bool:
+        code = process.poll()
+        if code != -signal.SIGKILL:
+            return code in (EXIT_PREEMPTED, *TERMINATED)
+        # Slurm kills ranks that are slower to leave than the first one of their step.
+        same_role = (one for one in self.processes if one.plan.role == process.plan.role)
+        return any(one.poll() == EXIT_PREEMPTED for one in same_role)
+
+    def stopped(self) -> Outcome:
+        number = self.interrupts.received[0]
+        message = f"{self.name}: stopped by {number.name}; {self.resume_hint()}"
+        return Outcome("stopped", message, 128 + number)
+
+    def resume_hint(self) -> str:
+        step = newest_checkpoint(self.run_dir, self.name)
+        if step is None:
+            return f"type `{self.job.resume}` to start {self.name} again"
+        return f"type `{self.job.resume}` to go on from step {step}"
+
+    def resume_point(self) -> str:
+        step = newest_checkpoint(self.run_dir, self.name)
+        return f"it begins {self.name} anew" if step is None else f"it goes on from step {step}"
+
+    def write_status(self, state: State, message: str) -> None:
+        self.status.state, self.status.message = state, message
+        self.status.roles = [
+            RoleStatus(
+                *(one.name, one.node, one.pid, one.port, sorted(one.cores) if one.cores else None),
+                "running" if one.ending is None else "ended",
+                *(one.ending, self.engine_restarts[one.name]),
+            )
+            for one in self.processes
+        ]
+        self.status.write(self.run_dir)
+
+    def tell(self, text: str) -> None:
+        """Write a line to the launcher's log and to stderr."""
+        self.log(text)
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def log(self, text: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
+            log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")
