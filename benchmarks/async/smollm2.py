@@ -88,7 +88,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def _read_once() -> None:
-    """Cache what transformers reads for config, weights, tokenizer and each module: half the time."""
+    """Cache files that transformers reads for config, weights, tokenizer and modules alike."""
     import gguf
 
     for name in ("GGUFReader", "get_tensor_name_map"):

@@ -1,9 +1,10 @@
-"""What adapters cost experts whose weights are frozen, on one GPU: rank 16, forward and backward, beside the products alone.
+"""Time that adapters of rank 16 add to frozen experts on one GPU, forward and backward.
 
-128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, 16,384 tokens; routing balanced, and skewed (expert popularity ∝ 1/rank).
-First the numbers: both forms against the float32 referee, with the host forbidden to wait for the device. Then the times of the two
-projections: frozen alone, and with adapters as a sum of products and as one operator. The bound of what adapters add, at 4.2 TB/s: x read,
-the result read and written forward; backward the arriving gradient read twice, x read, and x's gradient read and written.
+128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, 16,384 tokens. Routing is balanced
+or skewed (popularity ∝ 1/rank). Results are checked against float32 first, without host syncs.
+Timed are both projections: frozen alone, with adapters as a sum of products, and as one operator.
+The bound is memory traffic at 4.2 TB/s. Forward: x read, result read and written. Backward:
+incoming gradient read twice, x read, x's gradient read and written.
 
     python benchmarks/kernels/adapters.py
 """
@@ -30,8 +31,8 @@ from orrery.kernels.grouped_matmul import (
 from record import record
 
 RANK = 16
-GOAL = 0.7  # of the bound of what adapters add, both projections forward and backward, balanced
-TOLERANCE = 1e-2  # results are rounded to bfloat16, and what is between them: 2⁻⁹ each at most
+GOAL = 0.7  # of the bound, both projections forward and backward, balanced routing
+TOLERANCE = 1e-2  # results and intermediates round to bfloat16: at most 2⁻⁹ each
 PROJECTIONS = {"gate_up": (HIDDEN, 2 * INTERMEDIATE), "down": (INTERMEDIATE, HIDDEN)}
 
 
@@ -56,7 +57,7 @@ BACKENDS = {"a sum of products": summed(grouped_matmul), "one operator": one}
 def tensors(
     rows: int, experts: int, num_in: int, num_out: int, rank: int, device: str
 ) -> tuple[list[Tensor], Tensor]:
-    """x [M, K], a [E, R, K], b [E, N, R]; and the frozen weight [E, N, K]."""
+    """Return x [M, K], a [E, R, K], b [E, N, R], and the frozen weight [E, N, K]."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -71,33 +72,23 @@ def tensors(
 
 
 def bound_ms(rows: int, num_in: int, num_out: int) -> tuple[float, float]:
-    """Of what adapters add, forward and backward."""
-    return 2e3 * rows * (num_in + 2 * num_out) / BYTES, 2e3 * rows * (
-        2 * num_out + 3 * num_in
-    ) / BYTES
+    """Return the bound of the adapters' part, forward and backward."""
+    forward, backward = num_in + 2 * num_out, 3 * num_in + 2 * num_out
+    return 2e3 * rows * forward / BYTES, 2e3 * rows * backward / BYTES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="tiny sizes on whatever device is here; nothing is recorded",
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        raise SystemExit(
-            "adapters: there is no GPU here; run it on a host with one, or with --smoke"
-        )
+        sys.exit("adapters: there is no GPU here; run it on a host with one, or with --smoke")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     experts, slots, tokens = (8, 2, 32) if args.smoke else (EXPERTS, SLOTS, TOKENS[0])
     projections = {"gate_up": (16, 16), "down": (8, 16)} if args.smoke else PROJECTIONS
-    rank, rows = (
-        8 if args.smoke else RANK,
-        tokens * slots,
-    )  # narrower ranks are looped over, which waits for the device
+    rank, rows = 8 if args.smoke else RANK, tokens * slots
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
         ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
@@ -112,7 +103,7 @@ def main() -> None:
             best += sum(bound)
             found = {"frozen alone": alone}
             for backend, op in BACKENDS.items():
-                outcome(op, leaves, weight, ends)  # what compiles may wait
+                outcome(op, leaves, weight, ends)  # compilation may sync
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 actual = outcome(op, leaves, weight, ends)
@@ -149,7 +140,8 @@ def main() -> None:
     path = Path(__file__).with_suffix(".json")
     record(
         path,
-        figure="Adapters of rank 16 beside a mixture's frozen experts, forward and backward, 16,384 tokens: share of the bound",
+        figure="Adapters of rank 16 beside a mixture's frozen experts, forward and backward, "
+        "16,384 tokens: share of the bound",
         value=shares["balanced"]["one operator"]["of_the_bound"],
         unit="of the bound",
         goal=GOAL,

@@ -1,12 +1,12 @@
-"""Causal attention over packed documents on one GPU: every form's error against a float32 referee, and its speed.
+"""Errors and speed of all attention backends on one GPU.
 
-Packs of 16,384 to 65,536 tokens as one document and as several of unequal lengths, for the head shapes of Qwen3-30B-A3B (32 query
-and 4 key heads of 128), Qwen3-8B (32, 8) and Qwen3-0.6B (16, 8), in bfloat16. Beside the forms of `orrery.kernels.attention.forms`
-stand torch's `varlen_attn` and torch's own packed cuDNN operator. `chosen` is what a model calls: the operator, its form chosen by the
-rule, with autograd around it.
-
-FLOPs count the causal half: 2·Σ L²·H·D forward (two products of L²/2·D each), 2.5 times that backward. An error is the Frobenius norm
-of the difference over that of the referee; 1e-2 is some five roundings to bfloat16's 8 bits, and NaN is never below it.
+- Packs of 16,384 to 65,536 tokens, as one document or several of unequal lengths, in bfloat16. Head
+  shapes of Qwen3-30B-A3B (32 query and 4 key heads of 128), Qwen3-8B (32, 8), Qwen3-0.6B (16, 8).
+- Also torch's `varlen_attn` and torch's packed cuDNN operator. `chosen` is what a model calls: the
+  operator with automatic choice of backend, and autograd.
+- FLOPs count the causal half: 2·Σ L²·H·D forward (two products of L²/2·D), 2.5 times that backward.
+- An error is the Frobenius norm of the difference over that of the float32 reference. The limit
+  1e-2 is some five roundings to bfloat16.
 
     python benchmarks/kernels/attention.py [--seconds 75]
 """
@@ -54,7 +54,7 @@ class Pack(NamedTuple):
 
 
 def unequal(tokens: int, documents: int, seed: int = 0) -> list[int]:
-    """Lengths of one pack: log-normal shares, as answers of a model have, at least 32 tokens each."""
+    """Return lengths of one pack: log-normal, as a model's answers, at least 32 tokens each."""
     shares = torch.randn(documents, generator=torch.Generator().manual_seed(seed)).mul(0.7).exp()
     lengths = (shares / shares.sum() * (tokens - 32 * documents)).long() + 32
     lengths[0] += tokens - lengths.sum()
@@ -75,16 +75,19 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Contender(NamedTuple):
-    """`forward(q, k, v, layout)` gives (out, state); `backward(dout, q, k, v, out, state, layout)` the gradients."""
+    """`forward(q, k, v, layout)` returns (out, state).
+
+    `backward(dout, q, k, v, out, state, layout)` returns the gradients.
+    """
 
     forward: Callable[..., tuple[Tensor, Any]]
     backward: Callable[..., tuple[Tensor, ...]]
     supports: Callable[[Tensor, Tensor, Layout], bool] = lambda q, k, layout: True
-    calls: int = 5  # timed; fewer where each one is known to be slow
+    calls: int = 5  # timed
 
 
 def differentiable(attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]) -> Contender:
-    """A contender made of one that autograd goes through."""
+    """Return a contender whose backward is autograd."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Any]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -100,7 +103,7 @@ def differentiable(attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]) -
 
 
 def torch_packed_cudnn() -> Contender:
-    """Torch's own operator on packed documents, which builds its plan in every call."""
+    """Return torch's operator on packed documents, which builds its plan in every call."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Any]:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
@@ -119,7 +122,7 @@ def torch_packed_cudnn() -> Contender:
 
 
 def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
-    """What can run here, and why the rest cannot."""
+    """Return the contenders, and the reasons why others are absent."""
     found, absent = {}, {}
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
         backend = backends.BACKENDS[name]
@@ -141,25 +144,15 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
         from torch.nn.attention.varlen import varlen_attn
 
         parameters = inspect.signature(varlen_attn).parameters
-        options: dict[str, Any] = (
-            {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-        )
+        options: dict[str, Any] = {"is_causal": True}
+        if "window_size" in parameters:
+            options = {"window_size": (-1, 0)}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
             grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in parameters else {}
             if not grouped:
                 k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            return varlen_attn(
-                q,
-                k,
-                v,
-                layout.cu_seqlens_q,
-                layout.cu_seqlens_k,
-                layout.max_q,
-                layout.max_k,
-                **options,
-                **grouped,
-            )
+            return varlen_attn(q, k, v, *layout[:4], **options, **grouped)
 
         found["torch varlen_attn"] = differentiable(attend)
     except ImportError as error:
@@ -171,14 +164,13 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
 def inputs(
     lengths: list[int], heads: tuple[int, int, int], seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:
-    """dout, q, k, v in bfloat16 and their layout."""
+    """Return dout, q, k, v in bfloat16 and their layout."""
     num_heads, num_groups, head_dim = heads
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def random(count: int) -> Tensor:
-        return torch.randn(
-            sum(lengths), count, head_dim, generator=generator, device=DEVICE, dtype=torch.bfloat16
-        )
+        options = {"generator": generator, "device": DEVICE, "dtype": torch.bfloat16}
+        return torch.randn(sum(lengths), count, head_dim, **options)
 
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, head_dim**-0.5)
@@ -186,7 +178,7 @@ def inputs(
 
 
 def poison(*like: Tensor) -> None:
-    """Leaves NaN in the memory that the next tensors of these sizes are likely to get, so that what is not written shows."""
+    """Fill memory that the next tensors of these sizes will likely get with NaN."""
     blocks = [torch.full_like(x, math.nan) for x in like]
     torch.cuda.synchronize()
     del blocks
@@ -205,7 +197,7 @@ def errors(
     v: Tensor,
     layout: Layout,
 ) -> list[float]:
-    """Of out, dq, dk, dv; `expected` may hold a group's heads only, the first ones."""
+    """Return errors of out, dq, dk, dv. `expected` may hold only the first group's heads."""
     poison(q, k, v, q)
     out, state = contender.forward(q, k, v, layout)
     poison(q, k, v, q)
@@ -213,16 +205,16 @@ def errors(
     return [error(a[:, : e.shape[1]], e) for a, e in zip(found, expected, strict=True)]
 
 
-def referee(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+def reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out = reference_varlen_attention(*leaves, layout.cu_seqlens_q)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.float())
 
 
-def referee_of_a_group(
+def reference_of_a_group(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """The first group's heads in float32, block by block: what fits in memory at 65,536 tokens."""
+    """Compute the first group's heads in float32, which fits in memory at 65,536 tokens."""
     per_group = q.shape[1] // k.shape[1]
     q, dout = (x[:, :per_group].float() for x in (q, dout))
     k, v = (x[:, :1].float() for x in (k, v))
@@ -235,7 +227,7 @@ def passes(found: list[float]) -> bool:
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
-    """Median milliseconds of a call."""
+    """Return the median device milliseconds of a call."""
     times = []
     for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -248,7 +240,7 @@ def timed(call: Callable[[], Any], calls: int) -> float:
 
 
 def clocked(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call as a process sees them, its host side included."""
+    """Return the wall-clock milliseconds of one call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -257,12 +249,12 @@ def clocked(call: Callable[[], Any]) -> float:
 
 
 def small_sizes(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
-    """Every form against autograd through the referee's softmax in full, on packs with empty and one-token documents."""
+    """Check all contenders on small packs with empty and one-token documents."""
     rows = []
     for heads in HEADS[:2]:
         for lengths in ([700, 1, 0, 257, 64, 1026], [1024], [512, 512], [130, 3]):
             dout, q, k, v, layout = inputs(lengths, heads)
-            expected = referee(dout, q, k, v, layout)
+            expected = reference(dout, q, k, v, layout)
             for name, contender in entrants.items():
                 row: dict[str, Any] = {
                     "variant": f"{name}, {lengths}, {heads}",
@@ -285,7 +277,7 @@ def small_sizes(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
 
 
 def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
-    """What ring attention asks: queries and keys of different tokens, no mask, documents without keys or without queries."""
+    """Check ring attention's inputs: different keys, no mask, documents without keys or queries."""
     rows = []
     lengths_q, lengths_k = [300, 0, 513, 40], [129, 64, 0, 700]
     dout, q, _, _, of_q = inputs(lengths_q, HEADS[0])
@@ -309,10 +301,8 @@ def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
             found = errors(contender, expected, dout, q, k, v, layout)
             found_lse = contender.forward(q, k, v, layout)[1]
             sees = lse > -torch.inf
-            same_lse = (
-                bool((found_lse[~sees] == -torch.inf).all())
-                and error(found_lse[sees], lse[sees]) <= LIMIT
-            )
+            same_lse = bool((found_lse[~sees] == -torch.inf).all())
+            same_lse &= error(found_lse[sees], lse[sees]) <= LIMIT
             row |= {
                 "value": finite(max(found)),
                 "passes": passes(found) and same_lse,
@@ -358,9 +348,7 @@ def speed(
         if len(pack.lengths) > 1:
             other = inputs(unequal(pack.tokens, len(pack.lengths), seed=1), heads)
             row["new_layout_ms"] = clocked(
-                lambda: contender.backward(
-                    other[0], *other[1:4], *contender.forward(*other[1:]), other[4]
-                )
+                lambda: contender.backward(*other[:4], *contender.forward(*other[1:]), other[4])
             )
             del other
         found = errors(contender, expected, dout, q, k, v, layout)
@@ -386,11 +374,9 @@ def finite(x: float) -> float | str:
 
 
 def compiled() -> dict[str, Any]:
-    """The operator inside a compiled graph: the same numbers, and one graph for packs of different documents."""
+    """Compare the operator in one compiled graph with the operator alone, on several packs."""
     attend = torch.compile(
-        lambda q, k, v, documents: varlen_attention(q, k, v, documents),
-        fullgraph=True,
-        backend="aot_eager",
+        lambda *arguments: varlen_attention(*arguments), fullgraph=True, backend="aot_eager"
     )
     worst = 0.0
     for lengths in ([300, 212], [100, 200, 212], [64, 448]):
@@ -404,7 +390,7 @@ def compiled() -> dict[str, Any]:
             (worst, *(error(a, e) for a, e in zip(*results, strict=True))),
             key=lambda one: (one != one, one),
         )  # NaN is the worst
-    # Backward kernels add up in an order of their own: a rounding to bfloat16 may differ from run to run.
+    # Backward kernels sum in varying order, so results may differ by a rounding to bfloat16.
     return {"worst_difference": worst, "passes": worst <= LIMIT}
 
 
@@ -420,7 +406,8 @@ def versions() -> dict[str, str]:
 
 def heading() -> None:
     print(
-        f"{'backend, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}{'first ms':>10}{'new ms':>9}  error"
+        f"{'backend, pack, heads':<52}{'fwd ms':>9}{'f+b ms':>9}{'fwd TF':>8}{'f+b TF':>8}"
+        f"{'first ms':>10}{'new ms':>9}  error"
     )
 
 
@@ -430,7 +417,8 @@ def table(rows: list[dict[str, Any]]) -> None:
             print(f"{row['variant']:<52}  {row.get('raised') or row.get('left_out')}")
             continue
         print(
-            f"{row['variant']:<52}{row['forward_ms']:9.3f}{row['both_ms']:9.3f}{row['forward_tflops']:8.0f}{row['value']:8.0f}"
+            f"{row['variant']:<52}{row['forward_ms']:9.3f}{row['both_ms']:9.3f}"
+            f"{row['forward_tflops']:8.0f}{row['value']:8.0f}"
             f"{row['first_call_ms']:10.1f}{row.get('new_layout_ms', math.nan):9.1f}"
             f"  {'ok' if row['passes'] else 'WRONG'} {row['errors']} {row.get('chosen', '')}",
             flush=True,
@@ -439,17 +427,10 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=75,
-        help="rows that would begin later than this are left out, and said so",
-    )
+    parser.add_argument("--seconds", type=float, default=75, help="start no row after this time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(
-            "benchmarks/kernels/attention.py: no GPU is visible; run it on a host that has one"
-        )
+        sys.exit("attention: no GPU is visible; run it on a host that has one")
     entrants, absent = contenders()
     for name, why in absent.items():
         print(f"{name} is left out: {why}")
@@ -458,43 +439,36 @@ def main() -> None:
         if not row["passes"]:
             print("WRONG" if "raised" not in row else "RAISED", json.dumps(row))
     print(
-        f"small sizes: {sum(r['passes'] for r in small)} of {len(small)} right; ring: {ring}; compiled: {graph}",
+        f"small sizes: {sum(r['passes'] for r in small)} of {len(small)} right; "
+        f"ring: {ring}; compiled: {graph}",
         flush=True,
     )
-    # A form that the small sizes made fail inside `chosen` would be left out of what follows; each is judged by its own rows.
+    # `chosen` no longer uses backends that failed on the small packs.
     left_out = sorted(backends._failed)
     rows: list[dict[str, Any]] = []
     heading()
     for heads in HEADS:
         for pack in PACKS:
             if time.monotonic() - STARTED > options.seconds:
-                rows.append(
-                    {
-                        "form": "all",
-                        "variant": f"{pack.name}, {heads}",
-                        "unit": "TFLOP/s",
-                        "value": None,
-                        "left_out": "out of time",
-                    }
-                )
+                left = {"form": "all", "variant": f"{pack.name}, {heads}", "unit": "TFLOP/s"}
+                rows.append(left | {"value": None, "left_out": "out of time"})
                 continue
             data = inputs(pack.lengths, heads)
-            expected = referee_of_a_group(*data)
-            found = [
-                speed(name, contender, pack, heads, data, expected)
-                for name, contender in entrants.items()
-            ]
+            expected = reference_of_a_group(*data)
+            given = (pack, heads, data, expected)
+            found = [speed(name, contender, *given) for name, contender in entrants.items()]
             table(found)
             rows += found
             del data, expected
     measured = {row["variant"]: row for row in rows}
     chosen = measured["chosen, 32768x1, 32/4x128"]
     if chosen["value"] is None:
-        sys.exit(f"the chosen form did not run: {chosen}")
+        sys.exit(f"the chosen backend did not run: {chosen}")
     path = Path(__file__).with_suffix(".json")
     record(
         path,
-        figure="attention forward and backward, one document of 32,768 tokens, 32 query and 4 key heads of 128, the chosen form",
+        figure="attention forward and backward, one document of 32,768 tokens, "
+        "32 query and 4 key heads of 128, the chosen form",
         value=chosen["value"],
         unit="TFLOP/s",
         goal=520,
@@ -508,19 +482,14 @@ def main() -> None:
             "compiled": graph,
             "seconds": round(time.monotonic() - STARTED, 1),
         },
-        rows=[
-            row if row is chosen else row | {"goal": None} for row in rows
-        ],  # other forms and shapes have none
+        rows=[row if row is chosen else row | {"goal": None} for row in rows],
     )
     if os.environ.get("OUT"):
         shutil.copy(path, Path(os.environ["OUT"]) / "attention.json")
-    wrong = [
-        row["variant"]
-        for row in (*small, *rows)
-        if row["form"] == "chosen" and not row.get("passes")
-    ]
+    chosen_rows = [row for row in (*small, *rows) if row["form"] == "chosen"]
+    wrong = [row["variant"] for row in chosen_rows if not row.get("passes")]
     if wrong or not graph["passes"]:
-        sys.exit(f"the chosen form is wrong: {wrong or graph}")
+        sys.exit(f"the chosen backend is wrong: {wrong or graph}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What a mixture of experts does to its tokens, step by step, on one GPU: plan, gather, gate-up product, activation, down product, combine.
+"""Time the steps of a mixture of experts on one GPU, and the whole layer.
 
-128 experts, 8 a token, hidden 2,048, intermediate 768, bfloat16, at 16,384 and 65,536 tokens; routing balanced, and skewed (expert
-popularity ∝ 1/rank). First the numbers: every form of the whole layer against the float32 referee on 16,384 tokens, with the host forbidden
-to wait for the device. Then the times of each step in plain aten, compiled (at 16,384 tokens) and Triton form, and of the whole layer. A
-step's bound is the greater of its FLOPs at 650 TFLOP/s and its bytes, each tensor once, at 4.2 TB/s.
+Steps: plan, gather, gate-up product, activation, down product, combine. 128 experts, 8 a token,
+hidden 2,048, intermediate 768, bfloat16, 16,384 and 65,536 tokens. Routing is balanced or skewed
+(popularity ∝ 1/rank). Each backend's layer is checked against float32 on 16,384 tokens first,
+without host syncs. Backends: aten, compiled (at 16,384 tokens), Triton. A step's bound is the
+greater of its FLOPs at 650 TFLOP/s and its bytes, each tensor once, at 4.2 TB/s.
 
     python benchmarks/kernels/experts.py
 """
@@ -33,14 +34,17 @@ from orrery.kernels.expert_rows import (
 from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
 from record import record
 
-TOKENS = (16_384, 65_536)  # the referee and what is compiled see the first
+TOKENS = (16_384, 65_536)  # the reference and compiled code use the first
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 128, 8, 2_048, 768
 GOAL = 0.8  # of the bound, the whole layer forward and backward, 16,384 tokens, balanced
-TOLERANCE = 1e-2  # four intermediate results are rounded to bfloat16 forward and as many backward: 2⁻⁹ each at most
+TOLERANCE = 1e-2  # four intermediates a pass round to bfloat16: at most 2⁻⁹ each
 
 
 def routes(tokens: int, experts: int, slots: int, skewed: bool, device: str) -> Tensor:
-    """Expert ids [T, K], different within a token: every expert equally often, or by popularity 1/rank without replacement."""
+    """Return expert ids [T, K], distinct within a token.
+
+    Each expert is equally frequent, or if `skewed` drawn by popularity 1/rank without replacement.
+    """
     generator = torch.Generator(device).manual_seed(0)
     if skewed:
         uniform = torch.rand(tokens, experts, generator=generator, device=device).clamp_min(1e-9)
@@ -53,7 +57,7 @@ def routes(tokens: int, experts: int, slots: int, skewed: bool, device: str) -> 
 def tensors(
     tokens: int, experts: int, slots: int, hidden: int, intermediate: int, device: str
 ) -> list[Tensor]:
-    """x [T, D], scores [T, K] (float32, summing to one), gate and up [E, 2·I, D], down [E, D, I]."""
+    """Return x [T, D], float32 scores [T, K], gate and up [E, 2·I, D], down [E, D, I]."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -81,7 +85,9 @@ def layer(backend: Any) -> Callable[..., Tensor]:
     return experts
 
 
-def referee(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor) -> Tensor:
+def reference_layer(
+    x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor
+) -> Tensor:
     rows = plan(expert, gate_up.shape[0])
     gathered = reference_grouped_matmul(reference.gather_rows(x, rows), gate_up, rows.ends_E)
     act = reference.swiglu_rows(gathered, reference.order_slots(score, rows))
@@ -91,7 +97,7 @@ def referee(x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Ten
 def outcome(
     op: Callable[..., Tensor], inputs: list[Tensor], *others: Any, arriving: Tensor | None = None
 ) -> list[Tensor]:
-    """Output and gradients; the gradient that arrives is random where none is given."""
+    """Return output and gradients. The incoming gradient is random unless given."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = op(*leaves, *others)
     if arriving is None:
@@ -108,22 +114,21 @@ def check_numbers(
     inputs = tensors(tokens, *sizes, device)
     for routing in ("balanced", "skewed"):
         expert = routes(tokens, *sizes[:2], routing == "skewed", device)
-        expected = outcome(referee, [x.float() for x in inputs], expert)
+        expected = outcome(reference_layer, [x.float() for x in inputs], expert)
         for name, op in backends.items():
-            outcome(op, inputs, expert)  # what compiles may wait
+            outcome(op, inputs, expert)  # compilation may sync
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             actual = outcome(op, inputs, expert)
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-            found[f"{name}, {routing}"] = require(
-                f"{name}, {routing}", actual, expected, [TOLERANCE] * 5
-            )
+            what = f"{name}, {routing}"
+            found[what] = require(what, actual, expected, [TOLERANCE] * 5)
     return found
 
 
 def timed(op: Callable[..., Tensor], inputs: list[Tensor], *others: Any) -> tuple[float, float]:
-    """Milliseconds forward, and backward (the difference to both)."""
+    """Return milliseconds forward, and backward (both minus forward)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     arriving = torch.randn_like(op(*leaves, *others).detach())
     forward_ms = milliseconds(lambda: op(*leaves, *others))
@@ -132,7 +137,7 @@ def timed(op: Callable[..., Tensor], inputs: list[Tensor], *others: Any) -> tupl
 
 
 def bounds(tokens: int, sizes: tuple[int, ...]) -> dict[str, tuple[float, float]]:
-    """Milliseconds at best, forward and backward, of each step and of the whole layer."""
+    """Return bounds in ms, forward and backward, of each step and the whole layer."""
     experts, slots, hidden, intermediate = sizes
     m = tokens * slots
 
@@ -157,7 +162,7 @@ def bounds(tokens: int, sizes: tuple[int, ...]) -> dict[str, tuple[float, float]
 def steps(
     inputs: list[Tensor], expert: Tensor, compiled: bool, triton: bool
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """(step, form) → milliseconds forward and backward, each step alone."""
+    """Map (step, backend) to milliseconds forward and backward, each step alone."""
     x, score, gate_up, down = inputs
     rows = plan(expert, gate_up.shape[0])
     found = {("plan", "aten"): (milliseconds(lambda: plan(expert, gate_up.shape[0])), 0.0)}
@@ -184,7 +189,7 @@ _COMPILED: dict[Any, Callable[..., Tensor]] = {}
 
 
 def _compiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One compilation an op, whatever the routing."""
+    """Compile each op once for all routings."""
     if op not in _COMPILED:
         _COMPILED[op] = torch.compile(op, fullgraph=True, dynamic=False)
     return _COMPILED[op]
@@ -194,16 +199,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="tiny sizes on whatever device is here; nothing is recorded",
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
     smoke = parser.parse_args().smoke
     if not smoke and not torch.cuda.is_available():
-        raise SystemExit(
-            "experts: there is no GPU here; run it on a host with one, or with --smoke"
-        )
+        sys.exit("experts: there is no GPU here; run it on a host with one, or with --smoke")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
     all_tokens = (32,) if smoke else TOKENS
@@ -242,24 +241,20 @@ def main() -> None:
                     }
                 )
                 print(
-                    f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, {rows[-1]['value']:.0%} of the bound",
+                    f"{rows[-1]['variant']}: {forward_ms:.3f} + {backward_ms:.3f} ms, "
+                    f"{rows[-1]['value']:.0%} of the bound",
                     flush=True,
                 )
     if not smoke:
         path = Path(__file__).with_suffix(".json")
-        chosen = max(
-            (
-                row
-                for row in rows
-                if row["variant"].startswith("layer")
-                and row["variant"].endswith("16384 tokens, balanced")
-            ),
-            key=lambda row: row["value"],
-        )
+        layers = [row for row in rows if row["variant"].startswith("layer")]
+        layers = [row for row in layers if row["variant"].endswith("16384 tokens, balanced")]
+        chosen = max(layers, key=lambda row: row["value"])
         chosen["goal"] = GOAL
         record(
             path,
-            figure=f"Experts of a mixture forward and backward, share of the bound: {chosen['variant']}",
+            figure="Experts of a mixture forward and backward, share of the bound: "
+            f"{chosen['variant']}",
             value=chosen["value"],
             unit="of the bound",
             goal=GOAL,

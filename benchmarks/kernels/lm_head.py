@@ -1,10 +1,12 @@
-"""The fused LM head on one GPU: log-probs and entropies of 16,384 tokens over 151,936 words, forward and backward, against its bound.
+"""Time the chunked LM head on one GPU against its bound: 16,384 tokens over 151,936 words.
 
-First the numbers: both forms against the float32 referee with all logits, on 2,048 tokens. Then the times, at hidden sizes 1,024, 2,048 and
-4,096, of the Triton and the plain form, with chunk "auto" and 4,096, with kept logits, and with a frozen weight; and of the parts of the
-first. The bound:
-    products: 2·T·D·V FLOPs forward, 6·T·D·V backward (4 with a frozen weight, 4 with kept logits; else they are made again), at 650 TFLOP/s
-    bytes:    a float32 logit written and read forward; written unless kept, read, and its bfloat16 gradient written backward, at 4.2 TB/s
+Both backends are checked against float32 with all logits on 2,048 tokens first. Timed at hidden
+1,024, 2,048 and 4,096: both backends, chunk "auto" and 4,096, kept logits, a frozen weight, and the
+parts of the first. The bound is the sum of
+- products at 650 TFLOP/s: 2·T·D·V FLOPs forward, 6·T·D·V backward, of which a frozen weight saves
+  2·T·D·V and kept logits 2·T·D·V;
+- bytes at 4.2 TB/s: a float32 logit written and read forward; backward, written unless kept, read,
+  and its bfloat16 gradient written.
 
     python benchmarks/kernels/lm_head.py
 """
@@ -25,15 +27,15 @@ from orrery.kernels.token_logprob import chunked, reference_token_logprob, token
 from record import record
 
 VOCAB = 151_936
-TOKENS, REFEREE_TOKENS = 16_384, 2_048
+TOKENS, REFERENCE_TOKENS = 16_384, 2_048
 HIDDEN = (1_024, 2_048, 4_096)
 GOAL = 0.9  # of the bound, forward and backward at hidden 2,048
-# Rounded to bfloat16 are the logits' gradient and the two results: 2⁻⁹ each at most.
+# The logits' gradient and both results round to bfloat16: at most 2⁻⁹ each.
 TOLERANCES = [1e-5, 1e-5, 5e-3, 5e-3]
 
 
 def example(tokens: int, hidden: int, vocab: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Hidden, weight, target, temperature; and the gradients that arrive. Logits have a standard deviation of 2."""
+    """Return [hidden, weight, target, temperature] and incoming gradients. Logits have std 2."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -59,7 +61,7 @@ def outcome(
     ]
 
 
-def referee(inputs: list[Tensor], arriving: list[Tensor]) -> list[Tensor]:
+def reference(inputs: list[Tensor], arriving: list[Tensor]) -> list[Tensor]:
     return outcome(
         reference_token_logprob,
         [x.float() if x.is_floating_point() else x for x in inputs],
@@ -76,7 +78,7 @@ def measure(
     trained: bool = True,
     keep_logits: bool = False,
 ) -> dict[str, Any]:
-    """One row: times, bounds and peak memory above the inputs."""
+    """Return one row: times, bounds and peak memory above the inputs."""
     hidden, weight = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(trained)
     wanted = [x for x in (hidden, weight) if x.requires_grad]
 
@@ -102,8 +104,9 @@ def measure(
     forward_bound_ms = product_ms + 8e3 * num_tokens * vocab / BYTES
     products, logit_bytes = 4 - (not trained) - keep_logits, 14 if keep_logits else 18
     both_bound_ms = product_ms * products + logit_bytes * 1e3 * num_tokens * vocab / BYTES
+    options = f"{', kept logits' * keep_logits}{', frozen weight' * (not trained)}"
     return {
-        "variant": f"hidden {width}, {backend}, chunk {chunk}{', kept logits' * keep_logits}{', frozen weight' * (not trained)}",
+        "variant": f"hidden {width}, {backend}, chunk {chunk}{options}",
         "value": both_bound_ms / both_ms,
         "goal": None,  # the first row at hidden 2,048 has one
         "forward_ms": forward_ms,
@@ -116,18 +119,13 @@ def measure(
 
 
 def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[str, Any]:
-    """Each step over one tile of "auto", with what it reaches: TFLOP/s of products, TB/s of passes."""
+    """Time each step over one tile of "auto": products in TFLOP/s, passes in TB/s."""
     hidden, weight, target, temperature = inputs
     num_tokens, width, vocab = *hidden.shape, weight.shape[0]
-    tokens, block = chunked.tiles(
-        num_tokens, vocab, chunked.auto_chunk_tokens(hidden.device, vocab), backend
-    )[0]
-    hidden, target, temperature, arriving = (
-        hidden[tokens],
-        target[tokens],
-        temperature[tokens],
-        [x[tokens] for x in arriving],
-    )
+    chunk = chunked.auto_chunk_tokens(hidden.device, vocab)
+    tokens, block = chunked.tiles(num_tokens, vocab, chunk, backend)[0]
+    hidden, target, temperature = hidden[tokens], target[tokens], temperature[tokens]
+    arriving = [x[tokens] for x in arriving]
     num_tokens = tokens.stop
     passes = chunked._passes(backend)
     found: dict[str, Any] = {"tokens": num_tokens, "words": block.stop}
@@ -143,20 +141,12 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[st
     flops = 2 * num_tokens * width * block.stop
     product("logits", flops, lambda: chunked.wide_matmul(hidden, weight[block].T))
     logits = chunked.wide_matmul(hidden, weight[block].T)
-    state, zeros = (
-        chunked.plain.initial_state(num_tokens, torch.float32, hidden.device),
-        torch.zeros_like(temperature),
-    )
-    one_pass(
-        "softmax",
-        4 * logits.numel(),
-        lambda: passes.update_state(state, logits, target, temperature, 0),
-    )
+    state = chunked.plain.initial_state(num_tokens, torch.float32, hidden.device)
+    zeros, given = torch.zeros_like(temperature), (logits, target, temperature, 0)
+    one_pass("softmax", 4 * logits.numel(), lambda: passes.update_state(state, *given))
     rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
     one_pass("gradient", 6 * logits.numel(), lambda: passes.gradient(logits, *rows))
-    gradient = passes.gradient(
-        logits.normal_(), *rows
-    )  # random again: the plain form writes over its logits
+    gradient = passes.gradient(logits.normal_(), *rows)  # the plain backend overwrote the logits
     total, out = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight[block])
     product("hidden_gradient", flops, lambda: chunked._add_matmul(total, gradient, weight[block]))
     product("weight_gradient", flops, lambda: chunked._write_matmul(out, gradient.T, hidden))
@@ -167,19 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="tiny sizes on whatever device is here; nothing is recorded",
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
     smoke = parser.parse_args().smoke
     if not smoke and not torch.cuda.is_available():
-        raise SystemExit(
-            "lm_head: there is no GPU here; run it on a host with one, or with --smoke"
-        )
+        sys.exit("lm_head: there is no GPU here; run it on a host with one, or with --smoke")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocab, tokens, referee_tokens, sizes = (
-        (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFEREE_TOKENS, HIDDEN)
+    vocab, tokens, reference_tokens, sizes = (
+        (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFERENCE_TOKENS, HIDDEN)
     )
     backends = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
     rows: list[dict[str, Any]] = []
@@ -191,12 +175,12 @@ def main() -> None:
     }
     details["triton"] = version("triton") if chunked._HAS_TRITON else None
     for hidden in sizes:
-        inputs, arriving = example(referee_tokens, hidden, vocab, device)
-        expected = referee(inputs, arriving)
+        inputs, arriving = example(reference_tokens, hidden, vocab, device)
+        expected = reference(inputs, arriving)
         for backend in backends:
             for chunk in (
-                referee_tokens,
-                referee_tokens // 4 + 8,
+                reference_tokens,
+                reference_tokens // 4 + 8,
             ):  # one block, and several of uneven length
                 what = f"hidden {hidden}, {backend}, chunk {chunk}"
                 errors = require(
@@ -216,15 +200,13 @@ def main() -> None:
         details["parts"][f"hidden {hidden}, {backends[0]}"] = parts(inputs, arriving, backends[0])
         for row in rows[-len(backends) - 3 :]:
             print(
-                f"{row['variant']}: {row['forward_ms']:.2f}, {row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound"
+                f"{row['variant']}: {row['forward_ms']:.2f}, "
+                f"{row['forward_and_backward_ms']:.2f} ms, {row['value']:.0%} of bound"
             )
         print(details["parts"][f"hidden {hidden}, {backends[0]}"])
         del inputs, arriving
-    chosen = next(
-        row
-        for row in rows
-        if row["variant"].startswith(f"hidden {sizes[len(sizes) // 2]}, {backends[0]}, chunk auto")
-    )
+    start = f"hidden {sizes[len(sizes) // 2]}, {backends[0]}, chunk auto"
+    chosen = next(row for row in rows if row["variant"].startswith(start))
     chosen["goal"] = GOAL
     if not smoke:
         path = Path(__file__).with_suffix(".json")

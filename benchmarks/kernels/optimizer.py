@@ -1,11 +1,11 @@
-"""What an optimizer step costs on one device: fused AdamW with and without clipping, with state in host memory, and Muon on expert stacks.
+"""Time an optimizer step on one device: AdamW, AdamW with state in host memory, Muon on experts.
 
-- AdamW: 2 billion float32 weights, of the shapes of a dense model of that size. Against the memory's speed: the step reads weight, gradient
-  and two states and writes all but the gradient, 28 bytes a weight.
-- Offloaded state: the whole step, until everything is back on the host, against what it cannot be faster than: the longest of fetching all
-  state alone, sending all back alone, and the update alone. Both directions at once, without any update, stand beside it.
-- Muon: one layer of Qwen3-30B-A3B's experts (128 × [2·768, 2048] and 128 × [2048, 768]), against the multiplications of five iterations.
-- Before anything is timed, offloaded steps must give the bits of steps that are not, and Muon's direction that of torch's own.
+- AdamW: 2 billion float32 weights in a dense model's shapes, with and without clipping. The step
+  moves 28 bytes a weight: it reads weight, gradient and two states and writes all but the gradient.
+- Offloaded state: the whole step until all state is back on the host. The bound is the longest of
+  fetching all state, sending it back, and the update, each alone.
+- Muon: one layer of Qwen3-30B-A3B's experts (128 × [2·768, 2048] and 128 × [2048, 768]).
+- Checked first: offloaded steps equal the others bitwise, Muon's direction equals torch's.
 
     python benchmarks/kernels/optimizer.py [--device cpu --scale 0.002]
 """
@@ -47,7 +47,7 @@ MUON = Muon(
 
 
 def dense(num_weights: float, device: torch.device) -> nn.Module:
-    """Blocks until there are `num_weights`, with random gradients."""
+    """Return blocks with at least `num_weights` weights and random gradients."""
     policy, count = nn.Module(), 0
     shapes = [VOCABULARY] if num_weights > 1e9 else []
     while count + sum(map(numel, shapes)) < num_weights:
@@ -64,7 +64,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Median seconds of `run`, all of the device's work included; once before, unmeasured."""
+    """Return the median seconds of `run` until the device is idle, after one warm-up run."""
     found = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def adamw(policy: nn.Module, device: torch.device) -> tuple[list[dict[str, Any]], float]:
-    """Rows of the step without offload, and its seconds."""
+    """Return the rows of the step without offload, and its seconds."""
     weights, world = list(policy.parameters()), World(0, 1, device, None)
     num_bytes = BYTES_A_WEIGHT * sum(weight.numel() for weight in weights)
     optimizer = make_optimizer(policy, ADAMW)
@@ -111,7 +111,7 @@ def row(variant: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def check_bits(num_weights: float, device: torch.device) -> None:
-    """Offloaded or not, three steps give the same bits."""
+    """Exit unless three offloaded steps equal three others bitwise."""
     torch.manual_seed(1)
     plain = dense(num_weights, device)
     other = nn.Module()
@@ -127,7 +127,8 @@ def check_bits(num_weights: float, device: torch.device) -> None:
     for (name, a), b in zip(plain.named_parameters(), other.parameters(), strict=True):
         if not torch.equal(a, b):
             raise SystemExit(
-                f"{name}: three steps with offloaded state differ from three without by up to {(a - b).abs().max():.2e}"
+                f"{name}: three steps with offloaded state differ from three without "
+                f"by up to {(a - b).abs().max():.2e}"
             )
         for key, state in one.state[a].items():
             if not torch.equal(state.cpu(), two.state[b][key].cpu()):
@@ -137,7 +138,7 @@ def check_bits(num_weights: float, device: torch.device) -> None:
 def offloaded(
     policy: nn.Module, update_s: float, device: torch.device
 ) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
-    """Rows of the offloaded step, its time over its bound, and what the bound is made of."""
+    """Return the rows of the offloaded step, its time over its bound, and the bound's parts."""
     begin = time.perf_counter()
     optimizer: Optimizer = make_optimizer(policy, ADAMW, offload=True)
     pin_s = time.perf_counter() - begin
@@ -162,32 +163,21 @@ def offloaded(
         "state_on_device_peak_bytes": peak,
         "pinning_s": pin_s,
     }
+    over_bound, both = step_s / bound_s, "fetch and send back at once, no update"
+    speed = num_bytes / step_s
     rows = [
-        row(
-            "adamw, offloaded state",
-            step_s,
-            bytes_per_s_each_way=num_bytes / step_s,
-            over_bound=step_s / bound_s,
-        )
+        row("adamw, offloaded state", step_s, bytes_per_s_each_way=speed, over_bound=over_bound),
+        row(both, both_s, bytes_per_s_each_way=num_bytes / both_s),
     ]
-    rows += [
-        row(
-            "fetch and send back at once, no update",
-            both_s,
-            bytes_per_s_each_way=num_bytes / both_s,
-        )
-    ]
-    return rows, step_s / bound_s, details
+    return rows, over_bound, details
 
 
 def transfers(hosts: list[torch.Tensor], device: torch.device) -> tuple[float, float, float]:
-    """Seconds to copy all of `hosts` in, out, and both ways at once, through buffers on the device."""
+    """Return seconds to copy `hosts` to the device, back, and both ways at once."""
     largest = max(block.numel() for block in hosts)
     into, out_of = torch.empty(largest, device=device), torch.empty(largest, device=device)
     cuda = device.type == "cuda"
-    inward, outward = (
-        (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
-    )
+    inward, outward = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
 
     def fetch() -> None:
         with torch.cuda.stream(inward):
@@ -199,15 +189,13 @@ def transfers(hosts: list[torch.Tensor], device: torch.device) -> tuple[float, f
             for block in hosts:
                 block.view(-1).copy_(out_of[: block.numel()], non_blocking=True)
 
-    return (
-        timed(fetch, device, 2),
-        timed(send, device, 2),
-        timed(lambda: (fetch(), send()), device, 2),
-    )
+    runs = (fetch, send, lambda: (fetch(), send()))
+    in_s, out_s, both_s = (timed(run, device, 2) for run in runs)
+    return in_s, out_s, both_s
 
 
 def muon(scale: float, device: torch.device) -> tuple[list[dict[str, Any]], float]:
-    """Rows of a step on expert stacks, and how far its direction is from torch's own Muon."""
+    """Return the rows of a step on expert stacks, and the difference from torch's Muon."""
     policy = nn.Module()
     policy.layers = nn.ModuleList([nn.Module()])
     experts = nn.Module()
@@ -220,9 +208,8 @@ def muon(scale: float, device: torch.device) -> tuple[list[dict[str, Any]], floa
         experts.register_parameter(name, weight)
         parts = 2 if name == "gate_up_proj" else 1
         short, long = sorted((rows // parts, columns))
-        flop += (
-            num * parts * MUON.num_newton_schulz_steps * (4 * short * short * long + 2 * short**3)
-        )
+        flop_a_step = 4 * short * short * long + 2 * short**3
+        flop += num * parts * MUON.num_newton_schulz_steps * flop_a_step
 
     torchs_weight = nn.Parameter(experts.down_proj.detach()[0].clone())
     torchs_weight.grad = experts.down_proj.grad[0].clone()
@@ -233,12 +220,11 @@ def muon(scale: float, device: torch.device) -> tuple[list[dict[str, Any]], floa
         [torchs_weight], lr=1e-4, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     ).step()
     off = (experts.down_proj.detach()[0] - torchs_weight).norm() / (torchs_weight - before).norm()
-    if off > 0.05:  # bfloat16 rounds each product to 0.4 %, and five iterations amplify that
+    if off > 0.05:  # five iterations amplify the rounding of products to bfloat16 (0.4 %)
         raise SystemExit(f"Muon's step differs from torch's by {off:.1%} of its length")
     seconds = timed(optimizer.step, device, repeats=3)
-    return [
-        row("muon, a layer's experts of Qwen3-30B-A3B", seconds, flop_per_s=flop / seconds)
-    ], off.item()
+    variant = "muon, a layer's experts of Qwen3-30B-A3B"
+    return [row(variant, seconds, flop_per_s=flop / seconds)], off.item()
 
 
 def release(device: torch.device) -> None:
@@ -270,7 +256,8 @@ def main() -> None:
     rows += more
     record(
         args.output,
-        figure="an AdamW step with state in host memory, over the longest of fetching, sending back and updating",
+        figure="an AdamW step with state in host memory, over the longest of fetching, "
+        "sending back and updating",
         value=over_bound,
         unit="×",
         goal=1.15,
@@ -285,12 +272,7 @@ def main() -> None:
     )
     copy_out(args.output)
     for each in rows:
-        print(
-            {
-                key: round(value, 5) if isinstance(value, float) else value
-                for key, value in each.items()
-            }
-        )
+        print({key: round(x, 5) if isinstance(x, float) else x for key, x in each.items()})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How a kernel is judged and timed: first its numbers against float32, then CUDA events, then the share of what the machine could do.
+"""Check a kernel against float32, time it with CUDA events, and compare with the hardware's bound.
 
-The bounds are those of one H200: what its large bfloat16 products and its memory were measured to reach, not what is printed on it.
+The bounds are of one H200, as measured with large bfloat16 products and copies.
 """
 
 import os
@@ -19,7 +19,7 @@ BYTES = 4.2e12  # a second, device memory
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Median time on the device; two calls before warm it up. Without a GPU, wall-clock time."""
+    """Return the median device time after two warm-up calls; wall-clock time without a GPU."""
     for _ in range(2):
         call()
     if not torch.cuda.is_available():
@@ -39,24 +39,25 @@ def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of the expected."""
+    """Return the Frobenius norm of the difference over that of `expected`."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def require(
     what: str, actual: list[Tensor], expected: list[Tensor], tolerances: list[float]
 ) -> dict[str, float]:
-    """Errors of each; ends the program where one is over its tolerance, or no number."""
+    """Return each result's error. Exit if one exceeds its tolerance or is NaN."""
     errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
     for index, (error, tolerance) in enumerate(zip(errors, tolerances, strict=True)):
         if not error <= tolerance:
             raise SystemExit(
-                f"{what}: result {index} is off by {error:.3g} of its norm; at most {tolerance:g} is rounding"
+                f"{what}: result {index} is off by {error:.3g} of its norm; "
+                f"at most {tolerance:g} is rounding"
             )
     return {str(index): error for index, error in enumerate(errors)}
 
 
 def copy_out(path: Path) -> None:
-    """A second copy of a result in the folder $OUT, where one is named."""
+    """Copy a result to the folder $OUT, if that is set."""
     if os.environ.get("OUT"):
         shutil.copy(path, os.environ["OUT"])

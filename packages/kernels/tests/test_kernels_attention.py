@@ -1,4 +1,4 @@
-"""Packed attention against its referee."""
+"""Packed attention against its reference."""
 
 import collections
 import contextlib
@@ -69,7 +69,7 @@ def outcome(op, q, k, v, documents):
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_values_and_gradients_equal_the_referee(lengths, num_kv_heads):
+def test_values_and_gradients_equal_the_reference(lengths, num_kv_heads):
     q, k, v, cu_seqlens = pack(lengths, num_kv_heads=num_kv_heads)
     for actual, expected in zip(
         outcome(varlen_attention, q, k, v, cu_seqlens),
@@ -115,7 +115,7 @@ def offsets(*lengths):
 
 
 def dense_scores(q, k, cu_seqlens_q, cu_seqlens_k, causal):
-    """[H, T, S] with −∞ wherever a query does not see a key, from the definition, one pair of documents at a time."""
+    """Return [H, T, S] scores by definition, with −∞ where a query does not see a key."""
     scores = torch.full((q.shape[1], q.shape[0], k.shape[0]), -torch.inf, dtype=torch.float64)
     pairs = zip(
         itertools.pairwise(cu_seqlens_q.tolist()),
@@ -207,7 +207,7 @@ def test_blocks_of_queries_do_not_show(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forms_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
+def test_backends_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     q, k, v, cu = pack([9, 7, 20])
     q, k, v = (x.to(dtype) for x in (q, k, v))
     layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
@@ -242,7 +242,7 @@ def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_
 
 
 @pytest.mark.parametrize("module", ["builtins", "cudnn", "cutlass.base_dsl.common"])
-def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypatch, caplog):
+def test_a_backend_that_fails_is_left_out_and_the_next_one_answers(module, monkeypatch, caplog):
     q, k, v, cu = pack([5, 8])
     expected = varlen_attention(q, k, v, cu)
     asked = []
@@ -270,16 +270,16 @@ def test_a_form_that_fails_is_left_out_and_the_next_one_answers(module, monkeypa
 
 
 @pytest.mark.parametrize("kind", [AssertionError, OSError, ValueError])
-def test_what_flash_attention_4_refuses_another_form_computes(kind):
+def test_what_flash_attention_4_refuses_another_backend_computes(kind):
     with (
         pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught,
         flash4._as_runtime_error(),
     ):
         raise kind("no")
-    assert type(caught.value) is RuntimeError  # what `backends` takes for a form that cannot
+    assert type(caught.value) is RuntimeError  # `backends` then runs the next one
 
 
-def test_running_out_of_memory_is_not_taken_for_a_form_that_cannot(monkeypatch):
+def test_running_out_of_memory_is_not_taken_for_a_backend_that_cannot(monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -325,7 +325,7 @@ def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog)
 
 
 @pytest.mark.parametrize("backend", [padded, flash, cudnn_dense])
-def test_private_operators_of_this_torch_are_those_that_the_forms_were_written_for(backend):
+def test_private_operators_of_this_torch_are_those_that_the_backends_were_written_for(backend):
     assert layout_module.has_signatures(backend._SIGNATURES)
 
 
@@ -426,7 +426,7 @@ def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_t
 
 
 class Described:
-    """A tensor as cuDNN's graph is told of it."""
+    """A tensor of cuDNN's graph."""
 
     def __init__(self, dim=None, stride=None, **_):
         self.dim, self.stride, self.ragged_offset = dim, stride, None
@@ -450,7 +450,7 @@ class Described:
 
 
 class FakeGraph:
-    """Attention computed from nothing but what cuDNN would be told: dims, strides, ragged offsets and lengths of each document."""
+    """Compute attention only from cuDNN's inputs: dims, strides, ragged offsets and lengths."""
 
     built = 0
 
@@ -545,7 +545,7 @@ FAKE_CUDNN = types.SimpleNamespace(
 
 @pytest.fixture
 def fake_cudnn(monkeypatch):
-    """cuDNN's packed form on a CPU, its library played by `FakeGraph` and memory that is not written full of NaN."""
+    """Run the packed backend on a CPU with `FakeGraph`. Unwritten memory is NaN."""
     monkeypatch.setattr(cudnn_packed, "load_library", lambda: FAKE_CUDNN)
     monkeypatch.setattr(cudnn_packed, "_ready", contextlib.nullcontext)
     monkeypatch.setattr(FakeGraph, "built", 0)
@@ -607,9 +607,11 @@ def test_counts_are_rounded_up_by_less_than_a_half():
     assert all(x <= cudnn_packed.round_up(x) < 1.5 * x for x in range(128, 5000))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="float32 has a form of its own on a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="float32 has a backend of its own on a GPU"
+)
 @pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
+def test_float32_on_a_gpu_agrees_with_the_reference(lengths):
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
     assert backends.candidates(q.float(), k.float(), layout) == ["batched", "plain"]
@@ -622,11 +624,11 @@ def test_float32_on_a_gpu_agrees_with_the_referee(lengths):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+    not torch.cuda.is_available(), reason="half precision has backends of its own on a GPU"
 )
 @pytest.mark.parametrize("backend", ["chosen", "cudnn_dense", "cudnn_packed", "flash4", "flash"])
 @pytest.mark.parametrize("lengths", [*PACKS.values(), [256, 256]], ids=[*PACKS, "chosen lengths"])
-def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, backend, monkeypatch):
+def test_backends_of_a_gpu_agree_with_the_reference_within_bfloat16(lengths, backend, monkeypatch):
     head_dim = 128 if backend == "flash4" else 64
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=head_dim))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, head_dim**-0.5)
@@ -643,11 +645,11 @@ def test_forms_of_a_gpu_agree_with_the_referee_within_bfloat16(lengths, backend,
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+    not torch.cuda.is_available(), reason="half precision has backends of its own on a GPU"
 )
 @pytest.mark.parametrize("backend", ["cudnn_packed", "flash"])
-def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, monkeypatch):
-    """What ring attention asks: no mask, documents without keys or without queries."""
+def test_backends_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, monkeypatch):
+    """As in ring attention: no mask, documents without keys or without queries."""
     q, _, _, cu_q = pack([300, 0, 513, 40], head_dim=64)
     _, k, v, cu_k = pack([129, 64, 0, 700], head_dim=64, seed=1)
     q, k, v = (x.cuda().bfloat16() for x in (q, k, v))
@@ -667,7 +669,7 @@ def test_forms_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, monke
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="half precision has forms of its own on a GPU"
+    not torch.cuda.is_available(), reason="half precision has backends of its own on a GPU"
 )
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(16, 8), (32, 4)])
 def test_a_gpu_that_is_asked_for_the_same_bits_gives_them(num_heads, num_kv_heads):

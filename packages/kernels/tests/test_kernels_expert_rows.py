@@ -1,6 +1,6 @@
-"""Rows to expert order and back, and the activation between, against the referee.
+"""Rows to expert order and back, and the activation between, against the reference.
 
-The Triton form runs on a GPU, or, with TRITON_INTERPRET=1 in the environment, on a CPU under its interpreter.
+The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
 """
 
 import os
@@ -46,7 +46,7 @@ def random(*shape, dtype=torch.float32, seed=1):
 
 
 def outcome(op, *inputs):
-    """Output and gradients under a random linear loss, whose weights every dtype here holds exactly."""
+    """Output and gradients of a random linear loss, with weights exact in every dtype here."""
     inputs = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
     out = op(*inputs)
     out.backward(random(*out.shape, dtype=torch.bfloat16, seed=7).to(out.dtype))
@@ -107,7 +107,7 @@ def test_slots_that_go_nowhere_may_share_the_last_row(backend):
     )
 
 
-# One rounding of a float32 sum whose order differs at most: bfloat16's half unit in the last place is 2⁻⁹.
+# One rounding of float32 sums in another order: bfloat16's half unit in the last place is 2⁻⁹.
 DTYPES = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
 )
@@ -116,22 +116,22 @@ DTYPES = pytest.mark.parametrize(
 @BACKENDS
 @DTYPES
 @pytest.mark.parametrize("width", [16, 20, 4100])
-def test_gathered_and_combined_rows_and_their_gradients_equal_the_referee(
+def test_gathered_and_combined_rows_and_their_gradients_equal_the_reference(
     backend, dtype, tolerance, width
 ):
     rows = plan(routes(), 5)
     x, y = random(13, width, dtype=dtype), random(39, width, dtype=dtype)
-    for op, referee, value in (
+    for op, expected_op, value in (
         (gather_rows, reference.gather_rows, x),
         (combine_rows, reference.combine_rows, y),
     ):
-        expected = outcome(lambda value, referee=referee: referee(value, rows), value.double())
+        expected = outcome(lambda value, op=expected_op: op(value, rows), value.double())
         actual = outcome(lambda value, op=op: op(value, rows, backend), value)
         assert actual[0].dtype == dtype
         assert_all_close(actual, expected, tolerance)
 
 
-def test_ordered_slots_and_their_gradients_equal_the_referee():
+def test_ordered_slots_and_their_gradients_equal_the_reference():
     rows, score = plan(routes(), 5), random(13, 3)
     expected = outcome(lambda score: reference.order_slots(score, rows), score)
     assert_all_close(outcome(lambda score: order_slots(score, rows), score), expected, 0)
@@ -140,7 +140,7 @@ def test_ordered_slots_and_their_gradients_equal_the_referee():
 @BACKENDS
 @DTYPES
 @pytest.mark.parametrize("width", [16, 20, 2052])
-def test_the_scored_activation_and_its_gradients_equal_the_referee(
+def test_the_scored_activation_and_its_gradients_equal_the_reference(
     backend, dtype, tolerance, width
 ):
     gate_up, score = random(9, 2 * width, dtype=dtype), random(9, seed=2)

@@ -137,10 +137,10 @@ def test_shapes_that_do_not_go_together_are_refused():
             grouped_matmul(*wrong)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused backend needs a GPU")
 @pytest.mark.parametrize("rest", [0, 5])
 @pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [7]])
-def test_the_fused_form_on_a_gpu_agrees_within_bfloat16(counts, rest):
+def test_the_fused_backend_on_a_gpu_agrees_within_bfloat16(counts, rest):
     outputs = []
     for x, weight, ends in (
         example(counts, torch.bfloat16, "cuda", rest=rest),
@@ -153,8 +153,8 @@ def test_the_fused_form_on_a_gpu_agrees_within_bfloat16(counts, rest):
         assert (a.cpu().double() - e).abs().max() <= 3e-2 * e.abs().max()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form needs a GPU")
-def test_the_fused_form_never_waits_for_the_device():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused backend needs a GPU")
+def test_the_fused_backend_never_waits_for_the_device():
     x, weight, ends = example([3, 5, 2], torch.bfloat16, "cuda")
     outcome(grouped_matmul, x, weight, ends)
     torch.cuda.set_sync_debug_mode("error")

@@ -1,6 +1,6 @@
-"""The chunked LM head against its referee.
+"""The chunked LM head against its reference.
 
-The Triton form runs on a GPU, or, with TRITON_INTERPRET=1 in the environment, on a CPU under its interpreter.
+The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
 """
 
 import os
@@ -45,7 +45,9 @@ def assert_close(actual, expected, tolerance):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_values_and_gradients_equal_the_referee_at_any_chunk_length(chunk_tokens, dtype, tolerance):
+def test_values_and_gradients_equal_the_reference_at_any_chunk_length(
+    chunk_tokens, dtype, tolerance
+):
     expected = outcome(reference_token_logprob, *example())
     assert_close(outcome(token_logprob, *example(dtype=dtype), chunk_tokens), expected, tolerance)
 
@@ -58,7 +60,7 @@ def test_gradients_pass_gradcheck_through_both_outputs():
     )
 
 
-def test_gradient_of_one_output_alone_equals_the_referee():
+def test_gradient_of_one_output_alone_equals_the_reference():
     hidden, weight, target, temperature, *_ = example()
     for output in (0, 1):
         gradients = []
@@ -190,7 +192,10 @@ def softmax_of(update_state, block, target, temperature, edges=()):
 
 
 def rows_of(num_rows, vocab, seed=3):
-    """A block of logits as wide as the vocabulary; and target, temperature, log-normalizer, entropy and two gradients of its rows."""
+    """Return a block of all logits, and its rows' other inputs.
+
+    These are target, temperature, log-normalizer, entropy and two gradients.
+    """
     generator = torch.Generator().manual_seed(seed)
     block = 4 * torch.randn(num_rows, vocab, generator=generator)
     target = torch.randint(0, vocab, (num_rows,), generator=generator)
@@ -239,14 +244,14 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
 @pytest.mark.parametrize(
     ("vocab", "first_column", "width"), [(7, 0, 7), (9000, 100, 4096), (9000, 3000, 6000)]
 )
-def test_the_one_pass_gradient_of_triton_equals_the_plain_form_in_any_block(
+def test_the_one_pass_gradient_of_triton_equals_the_plain_backend_in_any_block(
     vocab, first_column, width
 ):
     from orrery.kernels.token_logprob import triton
 
     block, rows = rows_of(5, vocab)
     part = block[:, first_column : first_column + width].contiguous()
-    # Rounding to bfloat16 costs at most 2⁻⁹; Triton's interpreter cuts off instead, which costs at most 2⁻⁷.
+    # Rounding to bfloat16 costs at most 2⁻⁹. Triton's interpreter truncates: at most 2⁻⁷.
     for dtype, tolerance in (
         (torch.float32, 2e-6),
         (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7),
@@ -271,7 +276,7 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
 
 @needs_triton
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
-def test_the_whole_op_with_triton_equals_the_referee(chunk_tokens):
+def test_the_whole_op_with_triton_equals_the_reference(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
     inputs = [x.to(DEVICE) for x in example(dtype=torch.float32)]
     assert_close(

@@ -22,12 +22,12 @@ def test_half_precision_operands_give_the_result_and_gradients_of_converted_ones
     )
     y.backward(grad)
     for found, wanted in zip((x.grad, weight.grad), (exact[0].grad, exact[1].grad), strict=True):
-        # One rounding to bfloat16's 8 bits of something as exact as 16 bits of the gradient make it.
+        # One rounding to bfloat16's 8 bits; the gradient has 16 bits.
         error = (found.double() - wanted).abs()
         assert (error <= wanted.abs() * 2**-8 + wanted.abs().max() * 2**-15).all()
 
 
-def test_on_a_cpu_it_is_the_referee():
+def test_on_a_cpu_it_is_the_reference():
     x, weight = torch.randn(5, 8), torch.randn(3, 8)
     assert torch.equal(wide_linear(x, weight), reference_wide_linear(x, weight))
 

@@ -19,7 +19,7 @@ def _with(trainer, checkpointing, **fields):
     )
 
 
-# GFLOP a token of this project's goals: products with the LM head; attention of one document of 16384 and 65536 tokens
+# GFLOP a token: products with the LM head, attention of one document of 16384 and 65536 tokens
 @pytest.mark.parametrize(
     ("name", "length", "whole"),
     [("qwen3_30b_a3b_16k", 16384, 37.6), ("qwen3_30b_a3b_64k", 65536, 18.3 + 77.3)],

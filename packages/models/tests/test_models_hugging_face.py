@@ -175,7 +175,7 @@ def test_a_head_of_bfloat16_has_float32_logits(name, keep_logits, make_network):
     logprob.sum().backward()
     reference.sum().backward()
     for found, of in zip((hidden.grad, head.head_weight().grad), wide, strict=True):
-        # Roundings to bfloat16: of the logits' gradient, of the result, and of the weight's sum over three chunks.
+        # bfloat16 rounds the logits' gradient, the result, and the weight's sum over three chunks.
         assert torch.linalg.vector_norm(found.float() - of.grad) < 2**-7 * torch.linalg.vector_norm(
             of.grad
         )
@@ -272,9 +272,11 @@ REFUSED = {
     "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
     "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of it",
     "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of it",
-    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts; .* of its text model, of type 'gemma3_text'",
+    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts; "
+    r".* of its text model, of type 'gemma3_text'",
     "xlnet": "'xlnet': its tokens look ahead; choose a causal language model",
-    "electra": "a 'electra' like this is no decoder, and its tokens look ahead; set is_decoder to true",
+    "electra": "a 'electra' like this is no decoder, and its tokens look ahead; "
+    "set is_decoder to true",
 }
 
 
@@ -300,7 +302,10 @@ def test_files_that_hold_experts_in_any_other_way_are_refused_in_a_sentence(
         }
 
     monkeypatch.setattr(model_module, "revert_weight_conversion", revert)
-    told = r"'mixtral': its files hold in parts what its network has in model\.layers\.0\.mlp\.experts\.gate_up_proj, and not expert by"
+    told = (
+        r"'mixtral': its files hold in parts what its network has in "
+        r"model\.layers\.0\.mlp\.experts\.gate_up_proj, and not expert by"
+    )
     with pytest.raises(OrreryError, match=told):
         make_network(ARCHITECTURES["mixtral: experts one by one in files"])
 
@@ -386,7 +391,10 @@ def test_a_rotation_of_the_longest_row_is_refused_beyond_the_length_up_to_which_
 ):
     content, (field, most) = ROTATIONS[kind]
     before = copy.deepcopy(content)
-    told = rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, beyond which rope_type '{kind}' rotates"
+    told = (
+        rf"model\.max_positions {most + 1}: model\.hf_config\.{field} is {most}, "
+        rf"beyond which rope_type '{kind}' rotates"
+    )
     with pytest.raises(OrreryError, match=told):
         make_network(content, max_positions=most + 1)
     model, module = make_network(content, max_positions=most)

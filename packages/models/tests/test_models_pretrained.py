@@ -21,12 +21,17 @@ LLAMA3 = {
     "original_max_positions": 16,
 }
 THEIR_LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA = {
-    "model_type": "gemma2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "sliding_window": 6,
+    "model_type": "gemma2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 56,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "sliding_window": 6,
     "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -44,25 +49,45 @@ def refusal(model, directory):
 
 
 DIFFERENT = [  # family, key of config.json, value there, the sentence
-    ("qwen3", "rope_theta", 1e7, "model.rope_theta 50000.0: config.json says rope_theta 10000000.0; write model.rope_theta: 10000000.0"),
-    ("qwen3", "rope_parameters", {"rope_theta": 1e7, "rope_type": "default"}, "model.rope_theta 50000.0: config.json says rope_theta 1000"),
-    ("qwen3", "rms_norm_eps", 0.001, "model.rms_norm_eps 1e-06: config.json says rms_norm_eps 0.001; write model.rms_norm_eps: 0.001"),
+    ("qwen3", "rope_theta", 1e7,
+     "model.rope_theta 50000.0: config.json says rope_theta 10000000.0; "
+     "write model.rope_theta: 10000000.0"),
+    ("qwen3", "rope_parameters", {"rope_theta": 1e7, "rope_type": "default"},
+     "model.rope_theta 50000.0: config.json says rope_theta 1000"),
+    ("qwen3", "rms_norm_eps", 0.001,
+     "model.rms_norm_eps 1e-06: config.json says rms_norm_eps 0.001; "
+     "write model.rms_norm_eps: 0.001"),
     ("qwen3", "head_dim", 8, "model.head_dim 16: config.json says head_dim 8; write"),
-    ("qwen3", "tie_word_embeddings", False, "model.tie_embeddings true: config.json says tie_word_embeddings false; write"),
-    ("qwen3", "use_sliding_window", True, "family \"qwen3\": config.json says use_sliding_window true"),
-    ("qwen3", "hidden_act", "gelu", 'config.json says hidden_act "gelu", and this family computes with "silu" only; choose'),
-    ("qwen3", "model_type", "qwen2", 'model.family "qwen3": config.json says model_type "qwen2", which is not its "qwen3"; choose'),
-    ("qwen3", "max_position_embeddings", 128, "model.max_positions 256: config.json says max_position_embeddings 128; write 128, or"),
-    ("qwen3", "rope_scaling", YARN, 'model.rope_scaling null: config.json says rope_scaling {"rope_type": "yarn", "factor": 4.0, '),
-    ("qwen3", "rope_scaling", {"type": "linear", "factor": 2.0}, "family \"qwen3\" does not compute that: choose 'hugging_face'"),
+    ("qwen3", "tie_word_embeddings", False,
+     "model.tie_embeddings true: config.json says tie_word_embeddings false; write"),
+    ("qwen3", "use_sliding_window", True,
+     "family \"qwen3\": config.json says use_sliding_window true"),
+    ("qwen3", "hidden_act", "gelu",
+     'config.json says hidden_act "gelu", and this family computes with "silu" only; choose'),
+    ("qwen3", "model_type", "qwen2",
+     'model.family "qwen3": config.json says model_type "qwen2", which is not its "qwen3"; choose'),
+    ("qwen3", "max_position_embeddings", 128,
+     "model.max_positions 256: config.json says max_position_embeddings 128; write 128, or"),
+    ("qwen3", "rope_scaling", YARN,
+     'model.rope_scaling null: config.json says rope_scaling {"rope_type": "yarn", '
+     '"factor": 4.0, '),
+    ("qwen3", "rope_scaling", {"type": "linear", "factor": 2.0},
+     "family \"qwen3\" does not compute that: choose 'hugging_face'"),
     ("llama", "rope_scaling", THEIR_LLAMA3, f"write model.rope_scaling: {json.dumps(LLAMA3)}"),
-    ("llama", "mlp_bias", True, "config.json says mlp_bias true, and this family computes with false only"),
-    ("qwen3_moe", "norm_topk_prob", False, "model.moe.normalize_top_k true: config.json says norm_topk_prob false; write"),
-    ("qwen3_moe", "num_experts_per_tok", 3, "model.moe.num_experts_per_token 2: config.json says num_experts_per_tok 3; write"),
-    ("qwen3_moe", "decoder_sparse_step", 2, "config.json says decoder_sparse_step 2, and this family computes with 1 only"),
-    ("glm4_moe", "partial_rotary_factor", 1.0, "model.rotary_fraction 0.5: config.json says partial_rotary_factor 1.0; write"),
-    ("glm4_moe", "routed_scaling_factor", 1.0, "model.moe.routed_scale 1.5: config.json says routed_scaling_factor 1.0; write"),
-    ("glm4_moe", "use_qk_norm", False, "model.qk_norm true: config.json says use_qk_norm false; write"),
+    ("llama", "mlp_bias", True,
+     "config.json says mlp_bias true, and this family computes with false only"),
+    ("qwen3_moe", "norm_topk_prob", False,
+     "model.moe.normalize_top_k true: config.json says norm_topk_prob false; write"),
+    ("qwen3_moe", "num_experts_per_tok", 3,
+     "model.moe.num_experts_per_token 2: config.json says num_experts_per_tok 3; write"),
+    ("qwen3_moe", "decoder_sparse_step", 2,
+     "config.json says decoder_sparse_step 2, and this family computes with 1 only"),
+    ("glm4_moe", "partial_rotary_factor", 1.0,
+     "model.rotary_fraction 0.5: config.json says partial_rotary_factor 1.0; write"),
+    ("glm4_moe", "routed_scaling_factor", 1.0,
+     "model.moe.routed_scale 1.5: config.json says routed_scaling_factor 1.0; write"),
+    ("glm4_moe", "use_qk_norm", False,
+     "model.qk_norm true: config.json says use_qk_norm false; write"),
     ("glm4_moe", "n_group", 2, "config.json says n_group 2, and this family computes with 1 only"),
 ]  # fmt: skip
 
@@ -97,7 +122,8 @@ def test_a_model_of_transformers_has_the_folder_s_config(make_model, tmp_path):
         model, written(tmp_path, model, hidden_dropout=0.1, eos_token_id=7, dtype="bfloat16")
     )
     assert refusal(model, written(tmp_path, model, sliding_window=7)) == (
-        "model.hf_config.sliding_window 6: config.json says sliding_window 7; write model.hf_config.sliding_window: 7"
+        "model.hf_config.sliding_window 6: config.json says sliding_window 7; "
+        "write model.hf_config.sliding_window: 7"
     )
     assert "model.hf_config.attn_logit_softcapping 50.0: " in refusal(
         model, written(tmp_path, model, attn_logit_softcapping=30.0)
@@ -114,8 +140,10 @@ def test_a_model_of_transformers_has_the_folder_s_config(make_model, tmp_path):
 def test_what_is_not_computed_with_and_what_one_side_leaves_out_may_differ(make_model, tmp_path):
     model = make_model(head_dim=128, rms_norm_eps=1e-6, tie_embeddings=False)
     config = hf_config(model) | {
-        "torch_dtype": "bfloat16", "eos_token_id": [1, 2], "use_cache": False, "max_position_embeddings": 512, "initializer_range": 0.1,
-        "attention_dropout": 0.1, "_name_or_path": "there", "transformers_version": "4.51.0", "max_window_layers": 1, "a_key_of_nobody": 3,
+        "torch_dtype": "bfloat16", "eos_token_id": [1, 2], "use_cache": False,
+        "max_position_embeddings": 512, "initializer_range": 0.1, "attention_dropout": 0.1,
+        "_name_or_path": "there", "transformers_version": "4.51.0", "max_window_layers": 1,
+        "an_unknown_key": 3,
     }  # fmt: skip
     for default in (
         "head_dim",

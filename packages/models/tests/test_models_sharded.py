@@ -1,6 +1,6 @@
-"""Sharded over four processes (FSDP2 on gloo), a model is the model that one process has.
+"""A model sharded over four processes (FSDP2 on gloo) equals the model of one process.
 
-One run of this file as four ranks, `python test_models_sharded.py <rank> <directory>`, works through all `CASES`; `main` below is a rank.
+Four ranks, `python test_models_sharded.py <rank> <directory>`, run all `CASES` in turn.
 """
 
 import gc
@@ -36,7 +36,8 @@ GEMMA2 = {
     "sliding_window": 6,
     "tie_word_embeddings": True,
 }
-# 61 words and 5 experts: neither divides by four ranks. The third: on which dimension FSDP cuts experts that are spread over a mesh axis.
+# Four ranks divide neither 61 words nor 5 experts.
+# Third: the dimension on which FSDP splits experts that are spread over a mesh axis.
 CASES = {
     "tied": ("qwen3", {}, None),
     "untied": ("qwen3", {"tie_embeddings": False, "num_layers": 1}, None),
@@ -85,9 +86,6 @@ def gradients(module):
     }
 
 
-# A rank ------------------------------------------------------------------------------------------------------------------
-
-
 def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -98,7 +96,7 @@ def main(rank: int, directory: Path) -> None:
     )
     for case, (_, _, cut) in CASES.items():
         compute(rank, directory / case, cut)
-    gc.collect()  # the modules hold the process group, whose threads must not outlive the interpreter
+    gc.collect()  # frees the process group, whose threads must not outlive the interpreter
     dist.destroy_process_group()
 
 
@@ -160,12 +158,9 @@ def compute(rank: int, directory: Path, cut: int | None) -> None:
         )
 
 
-# The test that starts them -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def ranks(make_model, make_pack, tmp_path_factory):
-    """(folder of a case, its model, the whole module), after four ranks have been through all cases."""
+    """Run four ranks. Return each case's folder, model and whole module."""
     root, wholes, pack = tmp_path_factory.mktemp("ranks"), {}, make_pack([7, 9, 4])
     for case, (family, fields, _) in CASES.items():
         model = make_model(family, **{"tie_embeddings": True, **fields})
@@ -263,7 +258,7 @@ def test_boxes_divide_a_dimension_as_torch_chunk_does(size, num_parts):
 
 
 def test_a_strided_axis_divides_what_the_axes_to_its_right_have_left():
-    # mesh (fsdp 2, expert parallel 4) over 16 experts: expert parallel cut first, so fsdp rank 1 of ep rank 2 holds 10 and 11
+    # fsdp 2 × expert parallel 4 over 16 experts: EP splits first. fsdp rank 1, ep rank 2: 10, 11.
     assert box_of((16,), [(True, 0, 2, 1), (False, 0, 4, 2)]) == ((10, 12),)
     assert box_of((16,), [(False, 0, 2, 1), (False, 0, 4, 2)]) == ((12, 14),)
 

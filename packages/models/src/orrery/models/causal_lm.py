@@ -3,8 +3,8 @@
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
 - This code knows one device. `families.py` names the FSDP units; `trainer/parallel` applies them.
-- The embedding and the LM head (`log_probs`) use the vocabulary. FSDP gathers a weight only in the
-  forward pass of the module it wraps: elsewhere, `lm_head_weight` may be a shard.
+- FSDP gathers a weight only in the forward pass of the module it wraps: elsewhere, `lm_head_weight`
+  may be a shard.
 - Parameters are NaN after construction: `orrery.models.weights` initialises or loads them.
 """
 
@@ -77,9 +77,8 @@ class CausalLm(nn.Module):
         """Return final-norm hidden states [T, D] of packed documents, each seeing only itself.
 
         token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`,
-        integers [T, L, K], replays an engine's routes; where it holds no expert's id, the router
-        chooses. `max_seqlen`, the longest document, avoids a device-to-host copy on a GPU.
-        `documents` replaces `cu_seqlens` and `max_seqlen` on a context-parallel rank.
+        integers [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a
+        device-to-host copy. `documents` replaces both on a context-parallel rank.
         """
         raise NotImplementedError
 

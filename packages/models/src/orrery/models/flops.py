@@ -7,8 +7,7 @@ L layers · H query heads · K head size · D hidden · V vocabulary
 - A frozen weight (LoRA) costs 4: forward and input gradient. Adapters, a thousandth, are left out.
 - `hardware_flops` adds recomputation: blocks under checkpointing, logits in the LM head's backward,
   and scores inside attention's backward (5 products instead of 4).
-- Not counted (`is_counted`): networks of transformers, which may have windows, scans or experts
-  that the manifest does not describe.
+- Networks of transformers are not counted: the manifest does not describe their windows or scans.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 - Each file is written under a temporary name, flushed and renamed. `config.json` is removed first
   and written last: a folder without it is not finished.
-- Reading is lazy, by tensor or box. Missing, unexpected and misshapen tensors are refused by name
-  before any is read.
+- Reading is lazy, by tensor or box, after all names and shapes have been checked.
 """
 
 import json

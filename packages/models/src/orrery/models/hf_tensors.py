@@ -129,9 +129,8 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT name, tensor in `dtype`) of every projection's adapter.
 
-    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, as if alpha were the rank. If a
-    checkpoint splits the parameter, each part gets its rows of B and all of A. One adapter is
-    gathered at a time. Not for stacked experts.
+    `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, as if alpha were the rank.
+    Parts of a parameter get their rows of B and all of A. A collective if sharded. Not for experts.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}

@@ -1,10 +1,8 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
 - An adapter is the module `lora` of its projection. Stacked experts have a pair of factors each.
-- Adapters have no checkpoint names. Weights leave the trainer merged: in float32, rounded once to
-  the weight's dtype (`hf_tensors.named_hf_tensors` whole, `merged_shard` for one rank's shards).
-- A is uniform in ±1/√(inputs), B is zero. The draw depends only on the seed and the adapter's name,
-  not on ranks or sharding.
+- Weights leave the trainer merged: in float32, rounded once to the weight's dtype.
+- A is uniform in ±1/√(inputs), B is zero. Draws depend only on the seed and the adapter's name.
 """
 
 import hashlib

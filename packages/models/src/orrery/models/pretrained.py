@@ -1,10 +1,9 @@
 """Compare a pretrained folder's `config.json` with the manifest's model.
 
-- Names and shapes of tensors do not show rotations, epsilons or how experts are chosen. If they
-  differed, network and engine would compute wrongly alike: the engine's `config.json` is made from
-  the manifest.
+- Tensors do not show rotations, epsilons or how experts are chosen. If these differed, network and
+  engine would compute wrongly alike: the engine's `config.json` is made from the manifest.
 - The fields of `hf_config(model)` must be equal; of `hugging_face` also those of the file.
-  transformers' config classes fill in defaults and unify both spellings of rotations.
+  transformers' config classes fill in defaults.
 - A manifest may have fewer positions than the folder.
 """
 

@@ -1,13 +1,9 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
 - `load` and `initialize` read or draw only tensors of which this rank holds a part.
-- `save` gathers one parameter at a time and assigns files to ranks in turn. A rank holds at most
-  one file of tensors in host memory.
-- `write_initial` writes the folder that a run starts from, one file at a time, without a network.
-- On a sharded module `save` and `named_hf_tensors` are collectives: all ranks call them and iterate
-  to the end.
+- `save` assigns files to ranks in turn. A rank holds at most one file in host memory.
+- On a sharded module `save` and `named_hf_tensors` are collectives: all ranks iterate to the end.
 - Each drawn HF tensor has its own generator, seeded by the manifest's seed and the tensor's name.
-  World size and order do not matter.
 """
 
 import hashlib

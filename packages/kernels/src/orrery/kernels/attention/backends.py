@@ -1,9 +1,8 @@
 """Choose the attention backend, and go on with the next one if it fails.
 
-- `BACKENDS` is in order of preference, from the fastest (benchmarks/kernels/attention.json).
-- A backend is a module with `supports`, `forward` and `backward`.
-- All share one format: out [T, H, D], and log-sum-exp [H, T] in natural logarithms. Hence the
-  backward pass may run on another backend than the forward pass.
+- A backend is a module with `supports`, `forward` and `backward`. `BACKENDS` has the fastest first.
+- All use out [T, H, D] and log-sum-exp [H, T] in natural logarithms, so the two passes may run on
+  different backends.
 - A backend that fails is not tried again in this process.
 """
 
@@ -91,10 +90,9 @@ def _run_first_that_succeeds(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether another backend can help: a library lacks a plan, or cannot compile one.
+    """Return whether a library lacks a plan or cannot compile one: another backend can help.
 
-    Libraries then raise RuntimeError itself or a type of their own. Out of memory and device
-    faults are subclasses of RuntimeError and would fail on every backend.
+    Out of memory and device faults are subclasses of RuntimeError and would recur.
     """
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 

@@ -1,8 +1,7 @@
 """cuDNN attention on equally long documents, commonly one, through torch's operator.
 
-Torch builds a plan per shape (documents, length, heads, head size), which takes some 100 ms, and
-keeps it for the life of the thread. Hence only multiples of 256 are supported: configured lengths,
-which recur in every step. The other backends compute lengths that depend on the data.
+Torch builds a plan per shape in some 100 ms and keeps it for the life of the thread. Hence only
+multiples of 256 are supported: configured lengths, which recur in every step.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """cuDNN attention on packed documents of any lengths, through NVIDIA's `cudnn` package.
 
-Torch's own operator supports packed documents, but up to torch 2.13 it builds a cuDNN plan in every
-call, which takes some 40 ms. This backend caches plans. To need few, it rounds up the number of
-documents, the longest length and the number of tokens; the added documents are empty.
+Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend caches
+plans. To need few, it rounds up the numbers of documents and tokens and the longest length.
 Optional: `pip install nvidia-cudnn-frontend`.
 """
 

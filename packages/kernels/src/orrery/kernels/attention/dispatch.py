@@ -1,10 +1,9 @@
 """Public attention functions, and the two custom operators behind them.
 
-- `torch.compile(fullgraph=True)` traces through `orrery::varlen_attention_forward` and
-  `orrery::varlen_attention_backward`. Lengths are symbolic: a new packing does not recompile.
-- The forward operator's outputs are all that the backward needs. Attention is recomputed only if
-  a checkpoint policy does not save `torch.ops.orrery.varlen_attention_forward.default`.
-- The operators choose the backend at run time.
+- `torch.compile(fullgraph=True)` traces through the operators. Lengths are symbolic: a new packing
+  does not recompile. The operators choose the backend at run time.
+- Attention is recomputed only if a checkpoint policy does not save
+  `torch.ops.orrery.varlen_attention_forward.default`.
 """
 
 import torch
@@ -57,20 +56,8 @@ def varlen_attention_with_lse(
     return out_THD, lse_HT.t()
 
 
-@torch.no_grad()
-def attention_forward(
-    q_THD: Tensor,
-    k_SGD: Tensor,
-    v_SGD: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """`varlen_attention_with_lse` without a graph, for callers of `attention_backward`."""
-    sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
-    return varlen_attention_with_lse(q_THD, k_SGD, v_SGD, *sides)
+# Without a graph, for callers of `attention_backward`.
+attention_forward = torch.no_grad()(varlen_attention_with_lse)
 
 
 @torch.no_grad()

@@ -1,11 +1,9 @@
 """FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
-- CuTe DSL compiles a kernel per pass and head shape, which takes seconds, and caches it in a folder
-  that only this user can write.
+- CuTe DSL compiles a kernel per pass and head shape, which takes seconds, and caches it on disk.
 - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-- Limited to the measured cases (benchmarks/kernels/attention.json): bfloat16, causal
-  self-attention, head size 128, 2, 4 or 8 query heads a key head. Packs with only short documents,
-  or with more than 256, would compile further kernels.
+- Limited to the cases of benchmarks/kernels/attention.json. Packs with only short documents, or
+  with more than 256, would compile further kernels.
 """
 
 import contextlib
@@ -113,10 +111,7 @@ def backward(
 
 @contextlib.contextmanager
 def _as_runtime_error() -> Iterator[None]:
-    """Raise the package's refusals as RuntimeError, after which another backend runs.
-
-    It refuses arguments that it does not support, and cache folders that it cannot write.
-    """
+    """Raise the package's refusals as RuntimeError, after which another backend runs."""
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:

@@ -14,11 +14,9 @@ log = logging.getLogger("orrery.kernels.attention")
 class Documents:
     """Packed documents: document i owns tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    A model builds it once a forward pass; its layers share it, also inside compiled code.
-    `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens.
-    `max_seqlen` is at least the longest document's length. Without it the constructor reads
-    `cu_seqlens`, which copies from the device and cannot run in compiled code.
-    Both may change between steps without a recompilation.
+    A model builds it once a forward pass, for all layers. `cu_seqlens` i32 [n + 1] rises from 0 to
+    the number of tokens. `max_seqlen` is at least the longest length; without it the constructor
+    copies `cu_seqlens` from the device, which compiled code cannot.
     """
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
@@ -77,8 +75,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 def has_signatures(signatures: dict[str, str]) -> bool:
     """Return whether `torch.ops.aten` has these private operators with these leading parameters.
 
-    A missing or changed operator is logged once. Further parameters do not matter: they have
-    defaults, or the call fails loudly.
+    A missing or changed operator is logged once. Further parameters may exist.
     """
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 

@@ -1,7 +1,6 @@
 """Causal attention on a CPU: documents of similar lengths as padded batches in torch's CPU kernel.
 
-Padding follows each document, so the causal mask hides it from every real query. Outputs in padding
-are never read, and their incoming gradient is zero.
+Padding follows each document, so the causal mask hides it from every real query.
 """
 
 from functools import lru_cache
@@ -82,8 +81,7 @@ class Grids:
     """Documents of similar lengths as rows of padded grids, longest first, without empty ones.
 
     `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
-    `place` i64 [T]: each packed token's cell, counted over all grids in turn. None if a single
-    grid without padding holds the tokens in their order.
+    `place` i64 [T]: each token's cell, over all grids in turn. None if one grid has them in order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:

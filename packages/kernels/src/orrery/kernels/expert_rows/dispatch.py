@@ -1,10 +1,9 @@
 """Public functions of expert rows, with hand-written backward passes that torch.compile traces.
 
-- Each gradient is again a gather or a sum in fixed order, never an accumulating scatter.
-- Two backends agree within rounding: `aten`, plain operations that Inductor fuses, and `triton`,
-  kernels behind custom operators. A GPU uses `triton`, also in compiled graphs; a CPU `aten`.
+- Each gradient is a gather or a sum in fixed order, never an accumulating scatter.
+- Backends: `aten`, plain operations that Inductor fuses, on a CPU; `triton`, kernels behind custom
+  operators, on a GPU.
 - Sums run in float32 (float64 for float64 inputs) and are rounded once.
-- `swiglu_rows` keeps only its two inputs and recomputes silu in the backward pass.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -61,9 +60,8 @@ def order_slots(value_TK: Tensor, plan: Plan) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns; score [M] is floating, commonly float32.
-    With the score here, the backward pass does not need the down projection's output.
-    Raise ValueError if the shapes do not match.
+    gate_up [M, 2·I] has gate in its first I columns; score [M] is floating. Scored here, the
+    backward pass does not need the down projection's output. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(

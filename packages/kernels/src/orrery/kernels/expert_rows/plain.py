@@ -1,7 +1,7 @@
 """The `aten` backend: plain operations without autograd. The operators also run it on a CPU.
 
-No result is `x.to(x.dtype)`. torch 2.11's compiler returns intermediates of an `autograd.Function`
-as further outputs. If an output aliases one, its gradient is silently zero (fixed in torch 2.13).
+No result is `x.to(x.dtype)`: torch 2.11's compiler returns intermediates of an `autograd.Function`
+as outputs, and the gradient of an aliased one is silently zero (fixed in torch 2.13).
 """
 
 import torch
@@ -36,7 +36,7 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score; silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
+    """Return the gradients of both inputs; silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
     dtype = wide(gate_up_M2I.dtype)
     gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
     grad_MI = grad_MI.to(dtype)

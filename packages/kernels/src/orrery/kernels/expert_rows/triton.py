@@ -1,8 +1,6 @@
 """Triton kernels of expert rows: one program a token or row, float32 inside, rounded at the store.
 
-- `spread_rows` reads each token once and writes its K rows. `sum_rows` reads a token's K rows and
-  writes it once. Neither needs atomics.
-- Tensors are contiguous. Offsets are 64-bit: M·D exceeds 2³¹ at 64 thousand tokens.
+Tensors are contiguous. Offsets are 64-bit: M·D exceeds 2³¹ at 64 thousand tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"

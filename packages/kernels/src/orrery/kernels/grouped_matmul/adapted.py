@@ -1,10 +1,8 @@
 """A grouped product with adapters, as one operator: x weight[e]ᵀ + (x a[e]ᵀ) b[e]ᵀ.
 
 - x's gradient is the same operator with transposed weights and a and b exchanged.
-- The second output is the narrow product x a[e]ᵀ, which b's gradient needs. The first is kept once;
-  a sum of two products would keep both terms.
-- In bfloat16 on a GPU with Triton, ranks up to 64 run in `low_rank.py`. All others run in grouped
-  products.
+- The second output is the narrow product x a[e]ᵀ, for b's gradient.
+- In bfloat16 on a GPU with Triton, ranks up to 64 run in `low_rank.py`, others in grouped products.
 """
 
 from importlib.util import find_spec
@@ -23,9 +21,8 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends i32 [E], rising, at
-    most M. Groups may be empty. Rows from ends[-1] on are undefined, in the output and in x's
-    gradient. Raise ValueError if shapes or dtypes do not match.
+    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends as in
+    `grouped_matmul`. Raise ValueError if shapes or dtypes do not match.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
     wide = weight_ENK.shape == (num_groups, b_ENR.shape[1], width) and a_ERK.shape[2] == width

@@ -1,11 +1,11 @@
 """The grouped product and its two gradients as custom operators, which torch.compile keeps whole.
 
-- x's gradient is `orrery::grouped_matmul` with transposed weights; the weight's gradient is
-  `orrery::grouped_matmul_weight_gradient`. Each runs, and keeps its inputs, only if wanted.
-- bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped
-  GEMM and leaves the ends on the device. Everything else loops over the groups and waits for them.
-- Rows from `ends[-1]` on belong to no group and do not reach the weight's gradient. They are
-  undefined in the output and in x's gradient. The loop fills them with NaN to expose readers.
+- x's gradient is `orrery::grouped_matmul` with transposed weights. Gradients are computed, and
+  their inputs kept, only if wanted.
+- bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped GEMM
+  without a host sync. Everything else loops over the groups.
+- Rows from `ends[-1]` on belong to no group. They do not reach the weight's gradient, and are
+  undefined in the output and x's gradient. The loop fills them with NaN to expose readers.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ _num_reserved = 0
 
 
 def reserve_multiprocessors(count: int) -> None:
-    """Leave `count` of the GPU's multiprocessors free in all later grouped products.
+    """Leave `count` multiprocessors to collectives in all later grouped products.
 
-    torch's grouped GEMM launches one long-lived block a multiprocessor. If a collective holds some
-    of them, their blocks run after all others, and the product takes up to twice as long.
+    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied ones run
+    last, which can double the product's time.
     """
     global _num_reserved
     _num_reserved = count
@@ -50,8 +50,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times weight[e] transposed: [M, N] in x's dtype.
 
     x [M, K] and weight [E, N, K] of one dtype; ends i32 [E], rising, at most M. Groups may be
-    empty, M may be 0. Rows from ends[-1] on are undefined, in the output and in x's gradient.
-    Raise ValueError if shapes or dtypes do not match.
+    empty, M may be 0. Raise ValueError if shapes or dtypes do not match.
     """
     num_groups, _, width = weight_ENK.shape
     fits = x_MK.shape[1] == width and ends_E.shape == (num_groups,)

@@ -1,10 +1,7 @@
 """The adapters' part of a grouped product as Triton kernels, for small ranks r.
 
-- `add_low_rank` adds (x a[e]ᵀ) b[e]ᵀ to the product. It reads x once, reads and writes the result
-  once, and keeps the narrow product in registers. `thin_gradient` reads each factor once.
-- Memory traffic bounds the time: 2·M·(K + 2N) bytes for the product, 2·M·(N + K) for both
-  gradients. A grouped GEMM of width r would leave its tiles nearly empty, and adding its result
-  would take three more passes over M·N.
+- Memory traffic bounds the time: 2·M·(K + 2N) bytes for `add_low_rank`, 2·M·(N + K) for both
+  gradients. A grouped GEMM would leave its tiles nearly empty and pass over M·N three more times.
 - Sums are float32. The narrow product is rounded to x's dtype before the product with b.
 - Each program finds its group from the ends on the device. Rows from ends[-1] on are not written.
 """

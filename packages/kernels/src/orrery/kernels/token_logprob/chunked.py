@@ -1,13 +1,10 @@
 """Chunked LM head: at most `chunk_tokens` × V logits at a time, or one a token if that is more.
 
-- Both passes visit the same tiles. The backward recomputes each tile by the same product, so its
-  logits are bitwise those of the forward; with `keep_logits` they are kept instead.
-- Triton tiles span all tokens and a part of the vocabulary. The weight's gradient is one product a
-  tile, rounded once; the hidden gradient [T, D] is summed over tiles in float32.
-- Plain tiles span `chunk_tokens` tokens and the whole vocabulary. The weight's gradient is summed
-  over tiles in float32. Hence chunk length changes only the order of float32 sums.
-- Logits are float32 (float64 for float64). bfloat16 operands are multiplied directly on a GPU and
-  converted first on a CPU. Logit gradients are rounded to the inputs' dtype.
+- The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
+- Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed over
+  tiles. Plain tiles span `chunk_tokens` tokens and all words: the weight's gradient is. Both sums
+  are float32.
+- Logits are float32 (float64 for float64), their gradients have the inputs' dtype.
 - Not twice differentiable; target and temperature get no gradient. No host syncs.
 """
 
@@ -42,11 +39,10 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
 
-    Both are float32 [T]. hidden [T, D] and weight [V, D] have one floating dtype; target i64 [T] in
+    Both float32 [T]. hidden [T, D] and weight [V, D] of one floating dtype; target i64 [T] in
     [0, V); temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
-    `chunk_tokens`: see `auto_chunk_tokens` for "auto".
-    `keep_logits` keeps 4 · T · V bytes and saves the backward a quarter of its products.
-    `backend` is for tests and benchmarks. Default: Triton on a GPU if installed, else plain.
+    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products.
+    `backend` is for tests and benchmarks: the default is Triton on a GPU if installed, else plain.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -71,10 +67,9 @@ def token_logprob(
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Return the tokens of an "auto" chunk: 256 on a CPU, a multiple of 128 on a GPU.
+    """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit.
 
-    On a GPU, a logit and its gradient take 6 bytes, and a chunk a sixteenth of the total memory.
-    Total, not free memory: ranks with equal devices then compute equal tiles.
+    Total, not free memory, so that ranks with equal devices compute equal tiles.
     """
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
@@ -85,10 +80,7 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def tiles(
     num_tokens: int, vocab_size: int, chunk_tokens: int, backend: Backend
 ) -> list[tuple[slice, slice]]:
-    """Return (tokens, words) slices that cover all logits.
-
-    A tile has at most `chunk_tokens` × V logits, but at least one word for every token.
-    """
+    """Return (tokens, words) slices of at most `chunk_tokens` × V logits that cover them all."""
     if backend == "plain":
         starts = range(0, num_tokens, chunk_tokens)
         every_word = slice(0, vocab_size)
@@ -98,10 +90,7 @@ def tiles(
 
 
 def blocks(length: int, longest: int) -> list[slice]:
-    """Cover `length` with as few slices of at most `longest` (at least 1) as possible.
-
-    Sizes are nearly equal, and multiples of 128 if that fits.
-    """
+    """Cover `length` with the fewest slices of at most `longest`, multiples of 128 if they fit."""
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
     aligned = -(-size // ALIGNMENT) * ALIGNMENT
@@ -124,7 +113,7 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a @ b in total's dtype, inside the product if this torch can."""
+    """Compute total += a @ b in total's dtype, fused if this torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):

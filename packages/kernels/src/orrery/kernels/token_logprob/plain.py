@@ -1,7 +1,7 @@
-"""The plain backend: softmax and gradient of a block of logits. The Triton kernels must agree.
+"""The plain backend: softmax and gradient of a block of logits.
 
-A block [T, B] holds some columns of all logits, before the division by temperature, in float32
-(float64 in tests). The functions may overwrite it.
+A block [T, B] holds some columns of all logits, before the division by temperature. It is float32
+(float64 in tests) and may be overwritten.
 
 Forward, an online softmax. The state holds m = max z, s = Σ exp d and w = Σ d exp d with d = z − m,
 and the target's z. When m rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s. At the

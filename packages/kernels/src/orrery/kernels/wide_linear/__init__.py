@@ -2,9 +2,8 @@
 
     y_TN = x_TD · w_NDᵀ, accumulated in float32 and not rounded (float64 for float64 operands)
 
-- `reference.py` converts the operands first. It also runs on a CPU. On a GPU it would not use
-  tensor cores: some ten times slower, and different only in the order of sums.
-- `dispatch.py` multiplies half-precision operands directly.
+`reference.py` converts the operands and runs on a CPU. `dispatch.py` multiplies half-precision
+operands directly, on a GPU's tensor cores.
 """
 
 from orrery.kernels.wide_linear.dispatch import wide_linear

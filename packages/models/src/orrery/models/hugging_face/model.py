@@ -2,13 +2,10 @@
 
 T tokens · D hidden · N documents · L longest document · E experts
 
-- A pack becomes a padded batch [N, L] and back: N · L tokens of compute and activations instead of
-  T. Padding follows its document, so this is exact on causal models. Others are refused.
-- transformers chooses the attention. No context or expert parallelism, no router replay, and no
-  kernel of ours but the LM head's.
-- Files have transformers' names. Experts that the network stacks may be separate in files
-  (`_expert_names`). Other differences between files and network are refused.
-- transformers' own initialisation computes buffers that no file holds (`compute_buffers`).
+- A pack becomes a padded batch [N, L] and back: N · L tokens of compute instead of T. Padding
+  follows its document, so this is exact on causal models. Others are refused.
+- No context or expert parallelism, no router replay, and no kernel of ours but the LM head's.
+- Stacked experts may be separate in files. Other differences from the files are refused.
 """
 
 import copy
