@@ -27,7 +27,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.models import causal_lm
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
-from orrery.trainer.parallel.activation_offload import Offload
+from orrery.trainer.parallel.activation_offload import ActivationOffload
 
 GEMMA = {
     "num_layers": 3,
@@ -198,12 +198,12 @@ def pools(monkeypatch):
     """Of host buffers, one a learner that offloads, which here takes tensors of 64 bytes too."""
     made = []
 
-    class Watched(Offload):
+    class Watched(ActivationOffload):
         def __init__(self, device, min_bytes):
             super().__init__(device, min_bytes=64)
             made.append(self.pool)
 
-    monkeypatch.setattr(activation_offload, "Offload", Watched)
+    monkeypatch.setattr(activation_offload, "ActivationOffload", Watched)
     return made
 
 
@@ -300,7 +300,7 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
         )
         assert spec.trainer.kept == keep
         run = partial(
-            activation_checkpointing._on_no_views, torch.compile(block, backend="aot_eager")
+            activation_checkpointing._call_without_views, torch.compile(block, backend="aot_eager")
         )
         context = activation_checkpointing.contexts(spec.trainer, spec.model)
         y = checkpoint(run, torch.randn(16, 8, requires_grad=True), use_reentrant=False, **context)
@@ -326,7 +326,7 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
 
 
 def test_host_buffers_are_used_again():
-    offload = Offload(torch.device("cpu"), min_bytes=64)
+    offload = ActivationOffload(torch.device("cpu"), min_bytes=64)
     layers = [torch.nn.Linear(32, 32) for _ in range(3)]
     sizes = []
     for _ in range(4):
@@ -340,7 +340,7 @@ def test_host_buffers_are_used_again():
 
 
 def test_micro_batches_of_many_lengths_share_host_buffers():
-    offload = Offload(torch.device("cpu"), min_bytes=64)
+    offload = ActivationOffload(torch.device("cpu"), min_bytes=64)
     layer = torch.nn.Linear(32, 32)
     for length in (64, *range(33, 64)):  # the longest first: all others fit into what it needs
         x = torch.randn(length, 32, requires_grad=True)
@@ -354,7 +354,7 @@ def test_micro_batches_of_many_lengths_share_host_buffers():
 
 
 def test_weights_and_what_blocks_share_stay_on_the_device():
-    offload = Offload(torch.device("cpu"), min_bytes=1)
+    offload = ActivationOffload(torch.device("cpu"), min_bytes=1)
     layer, shared = torch.nn.Linear(8, 8), torch.randn(4, 8)
     packed = []
     pack = offload._pack

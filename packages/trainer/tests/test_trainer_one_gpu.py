@@ -16,8 +16,8 @@ from trainer_cases import MOE, manifest
 from orrery.kernels.attention import Documents, backends, reference_varlen_attention
 from orrery.models.layers import Attention, rotary_angles
 from orrery.models.mixture import Experts, MixtureOfExperts
-from orrery.trainer.parallel.context_parallel.cut import zigzag
 from orrery.trainer.parallel.context_parallel.ring import RingCore
+from orrery.trainer.parallel.context_parallel.sharding import zigzag
 from orrery.trainer.parallel.expert_parallel import make_exchange
 
 HEAD_DIM = 128

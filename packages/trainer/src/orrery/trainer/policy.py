@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.micro_batch import MicroBatch
 
-if TYPE_CHECKING:  # `copies` imports this module
-    from orrery.trainer.parallel.copies import Copies
+if TYPE_CHECKING:  # `fsdp` imports this module
+    from orrery.trainer.parallel.fsdp import ComputeCopies
 
 
 class Policy(nn.Module):
@@ -27,7 +27,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: Copies | None = None  # of the weights, in the compute dtype, on a single rank
+        self.copies: ComputeCopies | None = None  # on a single rank only
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) of the scored tokens, at their temperature."""

@@ -1,14 +1,14 @@
-"""Parallelism from outside: model code is for one device; this file applies everything else, in the one order that works.
+"""Parallelism from outside: model code is written for one device, and this package wraps it.
 
-0. adapters (LoRA)           freeze weights and stand beside them
-1. context parallel          replaces the core of attention
-2. expert parallel           replaces the exchange of tokens, and shards experts
-3. activation checkpointing  inside of what is compiled, where a block is one graph; around it where ranks exchange inside a block
-4. compile                   a block at a time, inside what is sharded
-5. activation offload        around both: it sends away what they leave for the backward pass
-6. FSDP2                     last: its hooks must wrap all of the above
+The order is fixed:
 
-Each entry is `(policy, world, trainer) -> None` and changes the policy in place.
+0. adapters (LoRA): freeze the weights and add adapters.
+1. context parallel: replaces the core of attention.
+2. expert parallel: replaces the token exchange and shards the experts.
+3. activation checkpointing and 4. compile: checkpointing goes first where a block is one graph.
+   Where ranks exchange inside a block, the compiled block goes inside the checkpoint.
+5. activation offload: wraps both, because it moves the activations that they save.
+6. FSDP2: last, because its hooks must wrap everything above.
 """
 
 import torch
@@ -29,40 +29,39 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """The manifest's policy with unset weights, parallel from outside.
+    """Return the manifest's parallelized policy with unset weights.
 
-    Without storage where it is sharded, so no rank ever holds it whole.
+    A sharded policy is built on "meta", so no rank ever holds it whole.
     """
     network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
-    policy = Policy(
-        network, trainer.memory.lm_head_chunk_tokens, trainer.memory.lm_head_keeps_logits
-    )
+    memory = trainer.memory
+    policy = Policy(network, memory.lm_head_chunk_tokens, memory.lm_head_keeps_logits)
     parallelize(policy, world, trainer)
     return policy
 
 
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
-    """What is trained, in the trainer's dtypes and with its adapters, for one device; without storage on "meta".
+    """Return the network for one device, in the trainer's dtypes and with its adapters.
 
-    Frozen weights are held in the dtype that computes: nothing is added up in them.
+    Frozen weights are held in the compute dtype, because no updates accumulate in them.
     """
-    param_dtype, compute_dtype = (
-        getattr(torch, trainer.param_dtype),
-        getattr(torch, trainer.compute_dtype),
-    )
-    network = build(model, param_dtype if trainer.lora is None else compute_dtype, device)
-    if trainer.lora is not None:
-        lora.adapt(network, trainer.lora, param_dtype)
+    param_dtype = getattr(torch, trainer.param_dtype)
+    if trainer.lora is None:
+        return build(model, param_dtype, device)
+    network = build(model, getattr(torch, trainer.compute_dtype), device)
+    lora.adapt(network, trainer.lora, param_dtype)
     return network
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
+    """Apply every step above to the policy, in place."""
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
-    recompute = (
-        (activation_checkpointing, compiled)
-        if compiled.is_whole(trainer.mesh)
-        else (compiled, activation_checkpointing)
-    )
-    for step in (*recompute, activation_offload, fsdp):
-        step.apply(policy, world, trainer)
+    if compiled.is_without_exchange(trainer.mesh):
+        activation_checkpointing.apply(policy, world, trainer)
+        compiled.apply(policy, world, trainer)
+    else:
+        compiled.apply(policy, world, trainer)
+        activation_checkpointing.apply(policy, world, trainer)
+    activation_offload.apply(policy, world, trainer)
+    fsdp.apply(policy, world, trainer)

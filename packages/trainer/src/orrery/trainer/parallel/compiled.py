@@ -1,11 +1,11 @@
-"""torch.compile, one block at a time: blocks are alike, so one compilation serves all of a kind.
+"""torch.compile, one block at a time: equal blocks share one compilation.
 
-- A block is one graph without a break (`fullgraph`); its attention and its grouped products are operators of `orrery.kernels`.
-- So is a block of transformers, or it is refused when it is first compiled (`told`): torch would run one that it cannot compile as it is.
-- Where ranks exchange tokens or keys inside a block, the exchange stays outside of the graph, and a block is what stands around it.
-- The first length of a micro-batch is compiled as it is, the second for every length to come.
-- A graph each for blocks of other kinds, with and without gradients, with and without routes to replay, for a micro-batch without samples:
-  more than the eight that torch allows, beyond which a whole block would end the run, and any other be slow without a word.
+- A block compiles as one graph without a break (`fullgraph`). Attention and grouped products are
+  operators of `orrery.kernels`.
+- A transformers block must compile as one graph too; `explain_compile_error` reports one that
+  does not.
+- Where ranks exchange tokens or keys inside a block, the exchange stays outside of the graph.
+- The first micro-batch length is compiled as a constant, the second as a symbol for all lengths.
 """
 
 import textwrap
@@ -19,47 +19,44 @@ from orrery.manifest.schema import Mesh, Model, Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
-GRAPHS = 64  # of one kind of function at most; each is compiled once, and found by its guards
+# torch allows 8 graphs a function. Kinds of block, gradients and replayed routes multiply to more.
+MAX_GRAPHS = 64
 
 
-def is_whole(mesh: Mesh) -> bool:
-    """Whether a block computes all by itself, so that it can be one graph."""
+def is_without_exchange(mesh: Mesh) -> bool:
+    """Return whether a block runs without communication, so that it can be one graph."""
     return mesh.cp == mesh.ep == 1
 
 
 def is_one_graph(trainer: Trainer, model: Model) -> bool:
-    """Whether a block is one graph of our own code, of which is known what it keeps."""
-    return trainer.compile and is_whole(trainer.mesh) and model.family != "hugging_face"
+    """Return whether a block is one graph of our own code, whose saved tensors are known."""
+    return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    if trainer.compile:
-        from torch._dynamo import (
-            config,
-        )  # here: to import it takes a while, and runs on CPUs hardly ever need it
+    if not trainer.compile:
+        return
+    from torch._dynamo import config  # slow to import, and rarely needed on a CPU
 
-        config.recompile_limit = max(config.recompile_limit, GRAPHS)
-        for block in policy.network.layers:
-            block.forward = torch.compile(block.forward, fullgraph=is_whole(trainer.mesh))
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    for block in policy.network.layers:
+        block.forward = torch.compile(block.forward, fullgraph=is_without_exchange(trainer.mesh))
 
 
 @contextmanager
 def explain_compile_error(model: Model) -> Iterator[None]:
-    """Around forward and backward passes: what torch's compiler raises of a network of transformers becomes OrreryError, a sentence."""
+    """Raise OrreryError if torch cannot compile a transformers block in this context."""
     try:
         yield
     except Exception as error:
-        from torch._dynamo.exc import (
-            FailOnRecompileLimitHit,
-            TorchDynamoException,
-        )  # here: as above
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        is_compilers = isinstance(
-            error, TorchDynamoException | FailOnRecompileLimitHit
-        ) and "out of memory" not in str(error)
-        if model.hf_config is None or not is_compilers:
+        is_from_compiler = isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
+        if model.hf_config is None or not is_from_compiler or "out of memory" in str(error):
             raise
+        kind = model.hf_config["model_type"]
         raise OrreryError(
-            f"trainer.compile true: torch does not compile blocks of model.hf_config.model_type {model.hf_config['model_type']!r} whole "
+            "trainer.compile true: torch does not compile blocks of "
+            f"model.hf_config.model_type {kind!r} whole "
             f"({textwrap.shorten(str(error), 240)}); set trainer.compile to false"
         ) from error

@@ -1,17 +1,17 @@
-"""FSDP2: weights sharded over dp_shard · cp, repeated over dp_replicate (HSDP when that is more than one).
+"""FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
-- The units are the model's own (`models/<arch>/sharding.py`); what they leave over is the root's. Where experts are spread over ranks, a
-  layer's experts are a unit of their own, sharded over the ranks that hold the same experts.
-- Gradients are *summed* over ranks: the loss already divides by global counts, so FSDP's averaging is switched off.
-- Gradients travel once a step (`reduce_gradients: step`): micro-steps before the last accumulate whole gradients on every rank. Where those
-  do not fit, they travel after each micro-batch, beside its backward pass, and only HSDP's all-reduce waits for the last.
-- The last unit stays whole between forward and backward: it is the first that the backward pass reads.
-- One rank is left unwrapped (`is_needed`): there is nothing to shard or reduce, no process group to form, and a step is a few percent
-  faster without the hooks. What computes in another dtype has `Copies`. FSDP is there too where only a unit's copies are to be held
-  at a time.
+- The model names the units (`models/<arch>/sharding.py`); the root takes the rest. With expert
+  parallel a layer's experts are their own unit, sharded over the ranks with the same experts.
+- Gradients are *summed* over ranks: the loss already divides by global counts.
+- `reduce_gradients: step` accumulates whole gradients and reduces them once a step. With
+  `micro_batch` they are reduced after each micro-batch; only HSDP's all-reduce waits for the last.
+- The last unit stays gathered between forward and backward, which reads it first.
+- One rank is left unwrapped (`is_needed`): it has nothing to shard, and the hooks cost time. If it
+  computes in another dtype it uses `ComputeCopies`, unless one unit at a time must be converted.
 """
 
 import itertools
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,25 +25,24 @@ from torch.distributed.fsdp import (
 
 from orrery.manifest.schema import Fsdp, Trainer
 from orrery.models import expert_modules, fsdp_units
-from orrery.trainer.parallel.copies import Copies
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
 def is_needed(trainer: Trainer) -> bool:
-    """Whether weights must be wrapped, and so whether a process group is needed."""
+    """Return whether weights are wrapped, and so whether a process group is needed."""
     by_unit = trainer.param_dtype != trainer.compute_dtype and trainer.fsdp.reshard_after_forward
     return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
 
 
 def has_copies(trainer: Trainer) -> bool:
-    """Whether one rank, left unwrapped, computes on copies of its weights."""
+    """Return whether a single unwrapped rank computes on copies of its weights."""
     return not is_needed(trainer) and trainer.param_dtype != trainer.compute_dtype
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if has_copies(trainer):
-        policy.copies = Copies(policy, getattr(torch, trainer.compute_dtype))
+        policy.copies = ComputeCopies(policy, getattr(torch, trainer.compute_dtype))
     if not is_needed(trainer):
         return
     precision = MixedPrecisionPolicy(
@@ -51,67 +50,53 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         reduce_dtype=getattr(torch, trainer.reduce_dtype),
         cast_forward_inputs=False,
     )
-    offload = (
-        CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        if trainer.fsdp.cpu_offload
-        else OffloadPolicy()
-    )
+    offload = OffloadPolicy()
+    if trainer.fsdp.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload)
     reshard = trainer.fsdp.reshard_after_forward
-
-    def shard(unit: nn.Module | list[nn.Module], mesh: object, reshard: bool) -> None:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=precision,
-            offload_policy=offload,
-        )
-
-    mesh = world.fsdp_mesh
     if world.expert_mesh is not None:
         for experts in expert_modules(policy.network):
-            shard(experts, world.expert_fsdp_mesh, reshard)
+            shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        shard(unit, mesh, reshard and unit is not units[-1])
-    shard(policy, mesh, False)
+        is_last = unit is units[-1]
+        shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
+    shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # a factor alone becomes PREMUL_SUM, which gloo does not have
+            # A factor alone selects PREMUL_SUM, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
     if trainer.fsdp.cpu_offload:
-        _give_storage(policy, world.device)
+        _allocate_on_host(policy, world.device)
 
 
-def _give_storage(policy: Policy, device: torch.device) -> None:
-    """Host memory for weights, which FSDP wants there from the start; buffers go where they are read."""
+def _allocate_on_host(policy: Policy, device: torch.device) -> None:
+    """Allocate weights on the host, as FSDP requires, and buffers on the device."""
     policy.to_empty(device="cpu")
     for module in policy.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = (
-                None if buffer is None else torch.empty_like(buffer, device=device)
-            )
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     policy.network.compute_buffers()
 
 
 def _prefetch(policy: Policy) -> None:
-    """Gather the next layer's weights by name: an exchange of tokens stops the host, which would ask for them in time if it ran ahead."""
-    layers = [_units_of(layer) for layer in policy.network.layers]
+    """Prefetch layers explicitly, because a token exchange keeps the host from running ahead."""
+    layers = [
+        [module for module in layer.modules() if isinstance(module, FSDPModule)]
+        for layer in policy.network.layers
+    ]
     for previous, current in itertools.pairwise(layers):
         previous[0].set_modules_to_forward_prefetch(current)
         current[0].set_modules_to_backward_prefetch(list(reversed(previous)))
 
 
-def _units_of(layer: nn.Module) -> list[FSDPModule]:
-    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
-
-
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Whether the next backward pass, the `last` of its step or not, reduces gradients over ranks or keeps them local."""
+    """Set which reductions the next backward pass does; `last`: it is the last of its step."""
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -121,12 +106,71 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """After a pass: what stands whole, for a backward pass that may not come, is sharded again.
+    """Reshard weights that a pass left gathered.
 
-    Until then the policy has those weights as they were gathered, in the compute dtype, and an export would take them so.
+    Otherwise an export would read them in the compute dtype.
     """
     if policy.copies is not None:
-        policy.copies.put_back()
+        policy.copies.restore()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class ComputeCopies:
+    """One rank's weights in the compute dtype, beside the trained weights of another dtype.
+
+    - A forward pass fills all copies and puts them into the modules; `restore` undoes both.
+    - A gradient moves to the trained weight, in that weight's dtype, as soon as the backward pass
+      has it. So the sums over micro-batches have the bits of FSDP on one rank.
+    """
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype):
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # one for a tied weight
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._are_filled = False
+        for module in policy.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dtype != dtype and weight.is_floating_point():
+                    if weight not in self._copies:
+                        self._copies[weight] = _copy_of(weight, dtype)
+                    self._places.append((module, name, weight))
+        policy.register_forward_pre_hook(self._fill)
+
+    @torch.no_grad()
+    def _fill(self, *_: object) -> None:
+        if self._are_filled:
+            return
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(copy.numel() * copy.itemsize)
+        torch._foreach_copy_(list(self._copies.values()), list(self._copies))
+        for module, name, weight in self._places:
+            module._parameters[name] = self._copies[weight]
+        self._are_filled = True
+
+    def restore(self) -> None:
+        """Put the trained weights back into the modules and free the copies' memory."""
+        if not self._are_filled:
+            return
+        for module, name, weight in self._places:
+            module._parameters[name] = weight
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
+        self._are_filled = False
+
+
+def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=weight.requires_grad)
+    copy.untyped_storage().resize_(0)
+    if weight.requires_grad:
+        copy.register_post_accumulate_grad_hook(partial(_move_gradient, weight))
+    return copy
+
+
+def _move_gradient(weight: nn.Parameter, copy: torch.Tensor) -> None:
+    assert copy.grad is not None
+    gradient, copy.grad = copy.grad, None
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient

@@ -1,13 +1,12 @@
-"""What a block's forward pass keeps for when activation checkpointing runs the block again: answers to the host, results of operations.
+"""Values that a block's forward pass keeps for its recomputation: host answers and op results.
 
-- A device answers the host only once it has done all work before. A recomputation that need not ask again keeps the host from waiting:
-  `keep` and `recall`, in the order of the calls.
-- Results of named operations are kept as torch's selective checkpointing does, which insists that both runs do the very same operations;
-  here those that are not named may differ, as FSDP's hooks inside a block do.
-- Compiled code that calls a named operation writes over the result as soon as it has no more use for it, with nobody told (a router's
-  softmax stood where its logits had been). Of operations that are called there, copies are kept.
-- Autograd does not know of these results. Who wants them elsewhere meanwhile, as activation offload does, says so with `setting_aside`.
-- Outside of checkpointing nothing is kept, and nothing is recalled.
+- A host answer costs a wait for the device. The recomputation reads the kept one (`keep`,
+  `recall`, in call order), so the host does not wait again.
+- Results of named operations are kept as by torch's selective checkpointing. Unlike torch, this
+  lets the other operations differ between both runs, as FSDP's hooks inside a block make them.
+- Compiled code may overwrite the result of an operation that it calls. Such results are cloned.
+- Autograd does not see these results; `store_results_with` lets activation offload move them.
+- Outside of checkpointing nothing is kept or recalled.
 """
 
 from collections import defaultdict, deque
@@ -25,71 +24,75 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
-def _as_it_is(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 
-_now: ContextVar["_Run | None"] = ContextVar("recomputation", default=None)
-_aside: ContextVar[tuple[Pack, Unpack]] = ContextVar("aside", default=(_as_it_is, _as_it_is))
+_current: ContextVar["_Run | None"] = ContextVar("recomputation", default=None)
+_hooks: ContextVar[tuple[Pack, Unpack]] = ContextVar("hooks", default=(_identity, _identity))
 
 
 def contexts(
     operations: Collection[Any] = (), compiled: Collection[Any] = ()
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """For `context_fn` of torch's `checkpoint`: around the forward pass, and around its recomputation.
+    """Return the pair for `context_fn` of torch's `checkpoint`: forward, recomputation.
 
-    `operations` return tensors, perhaps beside numbers; `compiled` are those that compiled code calls.
+    `operations` return tensors, perhaps beside numbers. Compiled code calls those in `compiled`.
     """
     answers: list[Any] = []
+    if not operations:
+        return _Run(answers, False, None), _Run(answers, True, None)
     results: dict[Any, deque[Any]] = defaultdict(deque)
-    modes = (
-        (_Keeps(operations, results, compiled), _Recalls(operations, results))
-        if operations
-        else (None, None)
-    )
-    return _Run(answers, False, modes[0]), _Run(answers, True, modes[1])
+    keeper = _KeepResults(operations, results, compiled)
+    return _Run(answers, False, keeper), _Run(answers, True, _RecallResults(operations, results))
 
 
 @contextmanager
-def setting_aside(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """Results that are kept in here go through `pack`, and through `unpack` when they are recalled."""
-    token = _aside.set((pack, unpack))
+def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Pass kept results through `pack` here, and through `unpack` when they are recalled."""
+    token = _hooks.set((pack, unpack))
     try:
         yield
     finally:
-        _aside.reset(token)
+        _hooks.reset(token)
 
 
 def keep(answer: Any) -> Any:
-    if (now := _now.get()) is not None and not now.is_again:
-        now.answers.append(answer)
+    """Return `answer`, and keep it if this is the forward pass of a checkpointed block."""
+    run = _current.get()
+    if run is not None and not run.is_recomputation:
+        run.answers.append(answer)
     return answer
 
 
 def recall() -> Any:
-    """The answer that the forward pass kept here, or None where this is no recomputation."""
-    if (now := _now.get()) is None or not now.is_again:
+    """Return the answer that the forward pass kept here, or None outside of a recomputation."""
+    run = _current.get()
+    if run is None or not run.is_recomputation:
         return None
-    now.position += 1
-    return now.answers[now.position - 1]
+    run.position += 1
+    return run.answers[run.position - 1]
 
 
 class _Run(AbstractContextManager):
-    """One run of a block. Entered again, it recalls from the beginning."""
+    """One run of a block. Entering it again recalls from the first answer."""
 
-    def __init__(self, answers: list[Any], is_again: bool, mode: TorchDispatchMode | None) -> None:
-        self.answers, self.is_again, self.position, self._mode = answers, is_again, 0, mode
+    def __init__(
+        self, answers: list[Any], is_recomputation: bool, mode: TorchDispatchMode | None
+    ) -> None:
+        self.answers, self.is_recomputation = answers, is_recomputation
+        self.position, self._mode = 0, mode
 
     def __enter__(self) -> None:
         self.position = 0
-        self._token = _now.set(self)
+        self._token = _current.set(self)
         if self._mode is not None:
             self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._mode is not None:
             self._mode.__exit__(*error)
-        _now.reset(self._token)
+        _current.reset(self._token)
 
 
 class _Mode(TorchDispatchMode):
@@ -99,10 +102,10 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # what is compiled stays compiled, and is looked into where it calls operations by name
+        return True  # do not disable compiled code; still see the operations that it calls by name
 
 
-class _Keeps(_Mode):
+class _KeepResults(_Mode):
     def __init__(
         self, operations: Collection[Any], results: dict[Any, deque[Any]], compiled: Collection[Any]
     ) -> None:
@@ -114,17 +117,17 @@ class _Keeps(_Mode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in self._operations:
-            pack, unpack = _aside.get()
+            pack, unpack = _hooks.get()
 
-            def set_by(value: Tensor) -> partial:
-                value = value.detach()  # without its place in the forward pass's graph; the recomputation gives it one in its own
+            def store(value: Tensor) -> partial:
+                value = value.detach()  # the recomputation gives it a place in its own graph
                 return partial(unpack, pack(value.clone() if function in self._compiled else value))
 
-            self._results[function].append(tree_map_only(Tensor, set_by, result))
+            self._results[function].append(tree_map_only(Tensor, store, result))
         return result
 
 
-class _Recalls(_Mode):
+class _RecallResults(_Mode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -1,15 +1,13 @@
-"""The ranks of a trainer and the few collectives it uses by itself.
+"""The ranks of a trainer, their meshes, and the few collectives called directly.
 
-- One rank: no process group at all; every collective is the identity.
-- Several: rank 0 opens a TCPStore at `ctx.host` and publishes its address (`orrery.transport.rendezvous`); gloo on CPU, nccl on GPU,
-  both on the interface of `orrery.runtime.network`.
-- Three meshes over the same ranks, innermost axis last:
-      mesh          dp_replicate × dp_shard × cp            who has which documents, and which part of them
-      fsdp_mesh     [dp_replicate ×] fsdp                   weights are sharded over fsdp = dp_shard · cp, repeated over dp_replicate
-      expert_mesh   dp_replicate × expert_fsdp × ep         the same for experts, which live on ep ranks; expert_fsdp · ep = fsdp
-  So replicas are the same ranks whatever the weight, and the fsdp ranks of one replica hold every weight once.
-- The ranks of one cp group have the same documents; `data_rank` counts groups.
-- A collective that fails or takes longer than COLLECTIVE_DEADLINE_S (scaled) is the end of the process.
+- One rank has no process group; every collective is the identity.
+- Several ranks join a TCPStore that rank 0 serves (`open_rendezvous`): gloo on CPU, nccl on GPU.
+- Three meshes cover the same ranks, innermost axis last:
+      mesh          dp_replicate × dp_shard × cp       documents, and parts of documents (cp)
+      fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
+      expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
+- The ranks of one cp group have the same documents; `data_rank` counts these groups.
+- The process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 """
 
 import os
@@ -25,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from orrery.kernels.grouped_matmul import reserve_multiprocessors
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
-from orrery.runtime.network import name_interface
 from orrery.runtime.timing import scaled
+from orrery.runtime.network import name_interface
 
 if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # between the first rank and the last: each imports torch, some of them from a file system that all are reading
-COLLECTIVE_BLOCKS = 16  # multiprocessors that a collective of NCCL may hold; with 8 collectives are what a step waits for
+JOIN_DEADLINE_S = 600.0  # from the first rank to the last; imports from a shared disk are slow
+COLLECTIVE_BLOCKS = 16  # multiprocessors for an NCCL collective; with 8 a step waits for them
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,15 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None  # None: one rank, no process group
-    fsdp_mesh: DeviceMesh | None = None  # two axes for HSDP, one where nothing is repeated
-    expert_mesh: DeviceMesh | None = None  # None: every rank holds of all experts (ep 1)
+    fsdp_mesh: DeviceMesh | None = None  # two axes for HSDP, else one
+    expert_mesh: DeviceMesh | None = None  # None with ep 1: every rank holds all experts
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place, over all ranks."""
+        """Sum `tensor` over all ranks, in place."""
         if self.mesh is not None:
             dist.all_reduce(tensor)
         return tensor
@@ -63,42 +61,36 @@ class World:
         return tensor
 
     def all_gather(self, value: int) -> list[int]:
-        """`value` of every rank, in rank order."""
-        mine = torch.tensor([value], device=self.device)
+        """Return every rank's `value`, in rank order."""
         if self.mesh is None:
             return [value]
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine)
+        own = torch.tensor([value], device=self.device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
         return [int(one) for one in every]
 
     def barrier(self) -> None:
-        if self.mesh is not None:
-            self.sum(
-                torch.zeros(1, device=self.device)
-            )  # gloo's and nccl's barriers guess the device; a sum does not
+        if self.mesh is not None:  # a sum, because backends' own barriers guess the device
+            self.sum(torch.zeros(1, device=self.device))
 
     @property
     def replica(self) -> int:
-        """Which copy of the weights, of experts too, this rank has a part of."""
+        """The index of the replica of all weights that this rank holds a part of."""
         return self.axis_rank("dp_replicate")
 
     @property
     def data_rank(self) -> int:
-        return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank(
-            "dp_shard"
-        )
+        shards = self.axis_size("dp_shard")
+        return self.axis_rank("dp_replicate") * shards + self.axis_rank("dp_shard")
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
-        """`fsdp_mesh` of what has been spread over ep ranks already."""
+        """The mesh that shards an ep rank's experts further."""
         if self.expert_mesh is None:
             return None
-        repeated = self.axis_size("dp_replicate") > 1
-        return (
-            self.expert_mesh["dp_replicate", "expert_fsdp"]
-            if repeated
-            else self.expert_mesh["expert_fsdp"]
-        )
+        if self.axis_size("dp_replicate") > 1:
+            return self.expert_mesh["dp_replicate", "expert_fsdp"]
+        return self.expert_mesh["expert_fsdp"]
 
     def axis_size(self, axis: str) -> int:
         mesh = self._mesh_with(axis)
@@ -109,32 +101,31 @@ class World:
         return 0 if mesh is None else mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along `axis` through this one; there must be a mesh that has it."""
+        """Return this rank's process group along `axis`, which a mesh must have."""
         mesh = self._mesh_with(axis)
         assert mesh is not None, f"no mesh has an axis {axis!r}"
         return mesh.get_group(axis)
 
     def _mesh_with(self, axis: str) -> DeviceMesh | None:
-        meshes = (self.mesh, self.fsdp_mesh, self.expert_mesh)
-        return next(
-            (mesh for mesh in meshes if mesh is not None and axis in (mesh.mesh_dim_names or ())),
-            None,
-        )
+        for mesh in (self.mesh, self.fsdp_mesh, self.expert_mesh):
+            if mesh is not None and axis in (mesh.mesh_dim_names or ()):
+                return mesh
+        return None
 
 
 def device_for(accelerator: str, index: int) -> torch.device:
-    """CPU, with one thread a rank unless OMP_NUM_THREADS says otherwise; or the CUDA device of this rank."""
+    """Return rank `index`'s CUDA device, or the CPU with OMP_NUM_THREADS (default 1) threads."""
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # The launcher shows each process only its own devices (CUDA_VISIBLE_DEVICES), so ordinals start from 0 again.
+    # The launcher limits CUDA_VISIBLE_DEVICES per process, so ordinals start from 0 again.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
 
 
 def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
-    """The world of `mesh.world_size` ranks; `store` is where they meet (None with one rank that needs no process group)."""
+    """Form the process group over `store` and return its world; without one there is no group."""
     if store is None:
         return World(rank, 1, device, None)
     name_interface()
@@ -151,49 +142,53 @@ def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | 
 
 
 def _divide_multiprocessors() -> None:
-    """Collectives keep to few multiprocessors, and grouped products leave those. NCCL_MAX_CTAS, where it is set, stays as it is."""
+    """Limit collectives to a few multiprocessors, and keep grouped products off these.
+
+    An NCCL_MAX_CTAS that is already set stays.
+    """
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
         raise RunFailed(
-            f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, or set it to {COLLECTIVE_BLOCKS}"
+            f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, "
+            f"or set it to {COLLECTIVE_BLOCKS}"
         )
     reserve_multiprocessors(int(blocks))
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """The meshes of `mesh` over all ranks of the process group, which must be as many. A collective."""
+    """Build the meshes over all ranks of the process group. A collective.
+
+    Raise RunFailed if the group has another size than `mesh`.
+    """
     if (found := dist.get_world_size()) != mesh.world_size:
-        raise RunFailed(
-            f"trainer.mesh: dp_replicate·dp_shard·cp = {mesh.world_size}, but {found} ranks are here"
-        )
-    sharded = mesh.dp_shard * mesh.cp
+        size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
+        raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
+    sharded, replicas = mesh.dp_shard * mesh.cp, mesh.dp_replicate
 
     def axes(**sizes: int) -> DeviceMesh:
         return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    return World(
-        rank,
-        mesh.world_size,
-        device,
-        axes(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp),
-        axes(dp_replicate=mesh.dp_replicate, fsdp=sharded)
-        if mesh.dp_replicate > 1
-        else axes(fsdp=sharded),
-        axes(dp_replicate=mesh.dp_replicate, expert_fsdp=sharded // mesh.ep, ep=mesh.ep)
-        if mesh.ep > 1
-        else None,
-    )
+    documents = axes(dp_replicate=replicas, dp_shard=mesh.dp_shard, cp=mesh.cp)
+    repeated = {"dp_replicate": replicas} if replicas > 1 else {}
+    weights = axes(**repeated, fsdp=sharded)
+    experts = None
+    if mesh.ep > 1:
+        experts = axes(dp_replicate=replicas, expert_fsdp=sharded // mesh.ep, ep=mesh.ep)
+    return World(rank, mesh.world_size, device, documents, weights, experts)
 
 
 def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
-    """The TCPStore of this stage's trainer ranks: rank 0 serves it, the others find it by its published address."""
+    """Return the TCPStore of this stage's trainer ranks.
+
+    Rank 0 serves it and publishes its address (`orrery.transport.rendezvous`).
+    """
     from orrery.transport import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
     if ctx.index == 0:
+        # TCPStore binds all interfaces unless it is given a bound socket.
         listener = socket.create_server((ctx.host, ctx.port))
         port = listener.getsockname()[1]
-        # Handing over a bound socket is the only way to keep TCPStore off the other interfaces.
         store = dist.TCPStore(
             ctx.host,
             port,

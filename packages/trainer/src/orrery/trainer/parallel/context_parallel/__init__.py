@@ -1,12 +1,12 @@
-"""Context parallel: the cp ranks of a group share each micro-batch's tokens; attention is where they meet.
+"""Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-- Applied from outside: `Attention.core` is replaced. All else of the network sees this rank's tokens with their true positions.
-- `shard` cuts a micro-batch, which every rank of the group has whole, on the host. A scored token belongs to the rank that has the row
-  which it is predicted from; the loss is a sum over scored tokens with global counts, so no log-prob is ever gathered.
-- Kinds (`trainer.mesh.cp_style`), each a way to cut (`cut.py`) and a core that goes with it:
-      ulysses   contiguous shares of the packed stream; an all-to-all gives each rank all tokens of 1/cp of the heads, and back
-      ring      of every document pieces r and 2·cp − 1 − r; keys and values travel around
-- The cores stay out of compiled graphs.
+- `apply` replaces `Attention.core`. The rest of the network sees this rank's tokens with their
+  true positions. The cores stay outside of compiled graphs.
+- `shard` cuts a whole micro-batch on the host. A scored token goes to the rank that predicts it;
+  the loss sums scored tokens with global counts, so no log-prob is gathered.
+- Kinds (`trainer.mesh.cp_style`), each a core and its way to shard the tokens:
+      ulysses   contiguous shares; an all-to-all gives each rank all tokens of 1/cp of the heads
+      ring      pieces r and 2·cp − 1 − r of each document; keys and values pass around the ring
 """
 
 from collections.abc import Callable
@@ -18,47 +18,54 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Trainer
 from orrery.models.layers import Attention
 from orrery.trainer.micro_batch import MicroBatch
-from orrery.trainer.parallel.context_parallel import cut
 from orrery.trainer.parallel.context_parallel.ring import RingCore
+from orrery.trainer.parallel.context_parallel.sharding import (
+    TokenShard,
+    contiguous,
+    select_shard,
+    zigzag,
+)
 from orrery.trainer.parallel.context_parallel.ulysses import UlyssesCore
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
-KINDS: dict[
-    str, tuple[Callable[[dist.ProcessGroup], nn.Module], Callable[[list[int], int, int], cut.Cut]]
-] = {
-    "ulysses": (UlyssesCore, cut.contiguous),
-    "ring": (RingCore, cut.zigzag),
+MakeCore = Callable[[dist.ProcessGroup], nn.Module]
+MakeShard = Callable[[list[int], int, int], TokenShard]
+KINDS: dict[str, tuple[MakeCore, MakeShard]] = {
+    "ulysses": (UlyssesCore, contiguous),
+    "ring": (RingCore, zigzag),
 }
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
+    """Replace the attention cores. Raise OrreryError if the network has no `Attention`."""
     if trainer.mesh.cp == 1:
         return
     attentions = [module for module in policy.network.modules() if isinstance(module, Attention)]
     if not attentions:
         family = policy.network.config.family
         raise OrreryError(
-            f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; set trainer.mesh.cp to 1"
+            f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; "
+            "set trainer.mesh.cp to 1"
         )
     for attention in attentions:
         attention.core = KINDS[trainer.mesh.cp_style][0](world.group("cp"))
 
 
-def watch(policy: Policy, see: Callable[[Tensor], object]) -> None:
-    """`see` is given what leaves each core: its gradient is this rank's own, and what the core makes of it is every rank's of the group."""
+def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
+    """Call `observe` with each core's output.
+
+    Its gradient is local to this rank. The core's backward pass spreads it over the group.
+    """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore):
-            module.watch = see
+            module.watch = observe
 
 
 def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
-    """This rank's part of `batch`, which must be on the CPU; all of it where cp is 1."""
+    """Return this rank's part of `batch`, which is on the CPU."""
     if mesh.cp == 1:
         return batch
-    lengths = batch.cu_seqlens.diff().tolist()
-    return cut.take(
-        batch,
-        KINDS[mesh.cp_style][1](lengths, mesh.cp, world.axis_rank("cp")),
-        is_first=world.axis_rank("cp") == 0,
-    )
+    lengths, rank = batch.cu_seqlens.diff().tolist(), world.axis_rank("cp")
+    tokens = KINDS[mesh.cp_style][1](lengths, mesh.cp, rank)
+    return select_shard(batch, tokens, is_first=rank == 0)

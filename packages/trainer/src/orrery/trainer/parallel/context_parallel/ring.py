@@ -1,18 +1,15 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order: keys and values travel around, a block a step.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order.
 
-T tokens here · H query heads · G key and value heads · K head size · r this rank · j the rank that a block of keys comes from
+T tokens here · H query heads · G key and value heads · K head size · r this rank · j source rank
 
-Rank r has of every document pieces r and 2·cp − 1 − r of 2·cp equal ones, the early half and the late half of the document here
-(`cut.zigzag`). So a block is one of three kinds, each of equal work:
+Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Keys and
+values pass around the ring. A step is one of three cases, each of equal work:
 
     j = r   all queries, all keys, causal in the order of places here
-    j < r   all queries see all early keys, and no late one
-    j > r   late queries see all keys, early ones none
+    j < r   all queries attend to all early keys and to no late ones
+    j > r   late queries attend to all keys, early queries to none
 
-- While a block is computed the next one is on its way. Partial outputs are joined by their log-sum-exps, in float32.
-- The backward pass computes each block against the whole output and log-sum-exp. The gradient of a block's keys and values travels
-  behind it in float32, gathers what each rank adds, and is home after cp steps.
-- Every rank adds in the order of its own ring, always the same: the same bits every time.
+Each rank adds in the fixed order of its ring, so results are deterministic.
 """
 
 from collections.abc import Callable
@@ -26,11 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from orrery.kernels.attention import Documents, attention_backward, attention_forward
 
-_KEYS, _GRADIENTS = 0, 1  # tags, for a backend that tells messages apart by them
+_KEYS, _GRADIENTS = 0, 1  # tags, for backends that match messages by tag
 
 
 class Halves(NamedTuple):
-    """Where the documents' halves stand among T places, and their offsets."""
+    """The places of the documents' early and late halves among T, and their offsets."""
 
     early: Tensor  # i64 [T / 2]
     late: Tensor  # i64 [T / 2]
@@ -42,23 +39,17 @@ class Halves(NamedTuple):
     @classmethod
     def of(cls, documents: Documents, num_places: int) -> "Halves":
         cu_half = documents.cu_seqlens // 2
-        place = torch.arange(num_places // 2, device=cu_half.device)
-        # A half's place plus the halves before it: document i has i early and i late halves behind it.
-        before = cu_half[:-1].long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
-        early = place + before
-        size = cu_half.diff().long().repeat_interleave(cu_half.diff(), output_size=num_places // 2)
-        return cls(
-            early,
-            early + size,
-            documents.cu_seqlens,
-            cu_half,
-            documents.max_seqlen,
-            documents.max_seqlen // 2,
-        )
+        sizes, half = cu_half.diff(), num_places // 2
+        # Document i has i early and i late halves before its own early half.
+        before = cu_half[:-1].long().repeat_interleave(sizes, output_size=half)
+        early = torch.arange(half, device=cu_half.device) + before
+        late = early + sizes.long().repeat_interleave(sizes, output_size=half)
+        longest = documents.max_seqlen
+        return cls(early, late, documents.cu_seqlens, cu_half, longest, longest // 2)
 
 
 class RingCore(nn.Module):
-    """`documents` are the pairs of halves here; they are the same on every rank of the group."""
+    """Ring attention over `group`. `documents` are the pairs of halves, equal on every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -74,15 +65,14 @@ class RingCore(nn.Module):
         return out_THK
 
 
-_halves: WeakKeyDictionary[Documents, Halves] = (
-    WeakKeyDictionary()
-)  # layers share their forward's `Documents`
+# All layers of one forward pass share its `Documents`.
+_halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
-class Block(NamedTuple):
-    """Which queries meet which keys in one step."""
+class RingStep(NamedTuple):
+    """The queries and keys of one step, as places; None means all."""
 
-    queries: Tensor | None  # places; None: all
+    queries: Tensor | None
     keys: Tensor | None
     cu_q: Tensor
     cu_k: Tensor
@@ -91,7 +81,7 @@ class Block(NamedTuple):
     causal: bool
 
     @classmethod
-    def of(cls, halves: Halves, rank: int, source: int) -> "Block":
+    def of(cls, halves: Halves, rank: int, source: int) -> "RingStep":
         _, _, whole, half, max_whole, max_half = halves
         if source == rank:
             return cls(None, None, whole, whole, max_whole, max_whole, True)
@@ -116,7 +106,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """No place is named twice, so a copy of sums is the sum, without the atomics of `index_add_`."""
+    """Add `part`. Places are unique, so copying sums avoids the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:
@@ -137,21 +127,22 @@ class _Ring(torch.autograd.Function):
         kv = torch.stack((k_TGK, v_TGK))
         for step in range(size):
             following = _pass_on(kv, group, _KEYS) if step + 1 < size else None
-            block = Block.of(halves, rank, (rank - step) % size)
-            k, v = (_pick(x, block.keys) for x in kv)
-            part, part_lse = attention_forward(_pick(q_THK, block.queries), k, v, *block.offsets)
+            pair = RingStep.of(halves, rank, (rank - step) % size)
+            k, v = (_pick(x, pair.keys) for x in kv)
+            part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copies, since both are written to: selective checkpointing may keep what the operator gave.
+                # Copies, because selective checkpointing may keep the operator's results.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
-                before, before_lse = _pick(total_THK, block.queries), _pick(lse_TH, block.queries)
+                # Join partial outputs by their log-sum-exps, in float32.
+                before, before_lse = _pick(total_THK, pair.queries), _pick(lse_TH, pair.queries)
                 joined_lse = torch.logaddexp(before_lse, part_lse)
                 joined = (
                     before * (before_lse - joined_lse).exp()[..., None]
                     + part * (part_lse - joined_lse).exp()[..., None]
                 )
-                _put(total_THK, block.queries, joined)
-                _put(lse_TH, block.queries, joined_lse)
+                _put(total_THK, pair.queries, joined)
+                _put(lse_TH, pair.queries, joined_lse)
             if following is not None:
                 kv = following.wait()
         out_THK = total_THK.to(q_THK.dtype)
@@ -167,36 +158,33 @@ class _Ring(torch.autograd.Function):
         rank, size = group.rank(), group.size()
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
-        dq_THK, dkv = (
-            torch.zeros_like(q_THK, dtype=lse_TH.dtype),
-            torch.zeros_like(kv, dtype=lse_TH.dtype),
-        )
-        travelling = None
+        dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
+        # The gradient of keys and values passes on behind them, and is complete after cp steps.
+        dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
+        passing = None
         for step in range(size):
             following = _pass_on(kv, group, _KEYS) if step + 1 < size else None
-            block = Block.of(halves, rank, (rank - step) % size)
-            dout, q, out, lse = (
-                _pick(x, block.queries) for x in (dout_THK, q_THK, out_THK, lse_TH)
-            )
-            k, v = (_pick(x, block.keys) for x in kv)
-            dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *block.offsets)
-            _add(dq_THK, block.queries, dq)
-            if travelling is not None:
-                dkv = travelling.wait()  # of this block, from the rank that had it before
-            _add(dkv[0], block.keys, dk)
-            _add(dkv[1], block.keys, dv)
-            travelling = _pass_on(dkv, group, _GRADIENTS)
+            pair = RingStep.of(halves, rank, (rank - step) % size)
+            dout, q, out, lse = (_pick(x, pair.queries) for x in (dout_THK, q_THK, out_THK, lse_TH))
+            k, v = (_pick(x, pair.keys) for x in kv)
+            dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *pair.offsets)
+            _add(dq_THK, pair.queries, dq)
+            if passing is not None:
+                dkv = passing.wait()
+            _add(dkv[0], pair.keys, dk)
+            _add(dkv[1], pair.keys, dv)
+            passing = _pass_on(dkv, group, _GRADIENTS)
             if following is not None:
                 kv = following.wait()
-        assert travelling is not None
-        dk_TGK, dv_TGK = travelling.wait()
+        assert passing is not None
+        dk_TGK, dv_TGK = passing.wait()
         return dq_THK.to(q_THK.dtype), dk_TGK.to(k_TGK.dtype), dv_TGK.to(v_TGK.dtype), None, None
 
 
 class _Passing(NamedTuple):
     works: list[Any]
     arriving: Tensor
-    leaving: Tensor  # must live until it has left
+    leaving: Tensor  # kept alive until it is sent
 
     def wait(self) -> Tensor:
         for work in self.works:
@@ -205,7 +193,7 @@ class _Passing(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> _Passing:
-    """Start sending `x` to the next rank, and receiving its like from the one before."""
+    """Start to send `x` to the next rank and to receive its equal from the previous rank."""
     ranks = dist.get_process_group_ranks(group)
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)

@@ -1,8 +1,9 @@
-"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads to all tokens of the group.
+"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
 
 t tokens here · T = cp·t tokens of the group · H query heads · G key and value heads · K head size
 
-Where there are fewer key heads than ranks, each is repeated for the ranks that share it; their gradients are summed here again.
+With fewer key heads than ranks, heads are repeated for the ranks that share them. Autograd sums
+the gradients of the repeats here.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from orrery.kernels.attention import Documents, varlen_attention
 
 
 class UlyssesCore(nn.Module):
-    """`documents` are those of the whole stream, T tokens; rank r has the r-th t of them."""
+    """Attention over `group`. `documents` cover all T tokens; rank r has the r-th t of them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -36,19 +37,19 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """[t, H, K] of this rank's tokens to [T, H/cp, K] of this rank's heads; all tensors travel at the same time."""
+    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K], all tensors at once."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
-    return tuple(x.flatten(0, 1) for x in _trade(group, leaving))
+    return tuple(x.flatten(0, 1) for x in _all_to_all(group, leaving))
 
 
 def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The way back."""
+    """Exchange this rank's heads [T, H/cp, K] for its tokens [t, H, K]."""
     leaving = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
-    return tuple(x.transpose(0, 1).flatten(1, 2) for x in _trade(group, leaving))
+    return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(group, leaving))
 
 
-def _trade(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
-    """Entry i of each tensor to rank i; entry i of a result is from rank i."""
+def _all_to_all(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
+    """Send entry i of each tensor to rank i; entry i of a result comes from rank i."""
     arriving = [torch.empty_like(x) for x in leaving]
     works = [
         dist.all_to_all_single(into, x, group=group, async_op=True)

@@ -1,11 +1,11 @@
-"""Expert parallel: each of ep ranks holds 1/ep of every layer's experts, and tokens travel to their experts and back.
+"""Expert parallel: each ep rank holds 1/ep of every layer's experts; tokens travel to them.
 
-- Applied from outside: `MixtureOfExperts.exchange` is replaced, and the parameters of experts become DTensors with Shard(0) on the mesh
-  axis `ep`, which FSDP shards further over `expert_fsdp`.
-- An exchange is `forward(x_TD, score_TK, expert_TK, experts) -> out_TD`: its backward is the inverse journey, so the gradient of an
-  expert's weight comes from the tokens of all ep ranks without any reduction over them.
-- Kinds (`trainer.mesh.ep_backend`): `torch` is an all-to-all of torch.distributed, the same bits every time; `deepep` is DeepEP's.
-- The exchange, and experts in it, stay out of compiled graphs.
+- `apply` replaces `MixtureOfExperts.exchange`. Expert parameters become DTensors with Shard(0) on
+  the mesh axis `ep`; FSDP shards them further over `expert_fsdp`.
+- An exchange is `forward(x_TD, score_TK, expert_TK, experts) -> out_TD`. Its backward is the
+  inverse exchange, so an expert's gradient covers the tokens of all ep ranks without a reduction.
+- Kinds (`trainer.mesh.ep_backend`): `torch` is deterministic; `deepep` uses DeepEP's kernels.
+- The exchange, and the experts that it calls, stay outside of compiled graphs.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,36 +33,41 @@ KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {
 
 
 def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> nn.Module:
-    """The exchange among the ranks of `group`, rank i of which holds the i-th share of `num_experts`."""
+    """Return the exchange over `group`, whose rank i holds the i-th share of `num_experts`.
+
+    Raise OrreryError if `backend` is unknown or not installed.
+    """
     if backend not in KINDS:
+        choices = ", ".join(KINDS)
         raise OrreryError(
-            f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {', '.join(KINDS)}"
+            f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {choices}"
         )
     return KINDS[backend](group, num_experts)
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
+    """Shard the experts. Raise OrreryError if the model has none."""
     if trainer.mesh.ep == 1:
         return
     mesh, moe = world.expert_mesh, policy.network.config.moe
     if moe is None:
         raise OrreryError(
-            f"trainer.mesh.ep {trainer.mesh.ep}: {policy.network.config.family} has no experts; set trainer.mesh.ep to 1"
+            f"trainer.mesh.ep {trainer.mesh.ep}: {policy.network.config.family} has no experts; "
+            "set trainer.mesh.ep to 1"
         )
     assert mesh is not None
     for experts in expert_modules(policy.network):
         _shard(experts, mesh["ep"])
     for module in policy.network.modules():
         if isinstance(module, MixtureOfExperts):
-            module.exchange = make_exchange(
-                trainer.mesh.ep_backend, mesh.get_group("ep"), moe.num_experts
-            )
+            backend, group = trainer.mesh.ep_backend, mesh.get_group("ep")
+            module.exchange = make_exchange(backend, group, moe.num_experts)
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Without a source rank: every rank cuts its own share, which on "meta" is all there is to do.
+            # No source rank: each rank cuts its own share, since "meta" has no data to send.
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -73,13 +78,13 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args)
 
-    # On the instance's `forward`, inside of FSDP's hooks, which put the gathered parameters in place and look for them afterwards.
+    # Replace `forward`, to run inside FSDP's hooks: these set and later read the parameters.
     experts.forward = on_local_shares
 
 
 @contextmanager
 def _local_shares(experts: nn.Module) -> Iterator[None]:
-    """Each parameter is the tensor of this rank's experts, as the kernels take it; gradients still arrive at the parameter."""
+    """Replace each DTensor parameter by its local tensor; gradients still reach the parameter."""
     found = [
         (module, name, parameter)
         for module in experts.modules()

@@ -1,9 +1,10 @@
-"""The exchange by DeepEP (https://github.com/deepseek-ai/DeepEP): kernels of its own over NVLink and RDMA, for bfloat16 on GPUs.
+"""The exchange by DeepEP (https://github.com/deepseek-ai/DeepEP): bfloat16, over NVLink and RDMA.
 
-T tokens here · K experts a token · N tokens with an expert here, from all ranks · M rows of this rank's experts · E experts · D hidden
+T tokens here · K experts a token · N tokens from all ranks with an expert here
+M rows of this rank's experts · E experts · D hidden
 
-- A token travels once to each rank that has experts for it, and not once an expert; what a rank's experts make of it is summed there
-  and once more where it came from.
+- A token travels once to each rank with experts for it. That rank sums the results of its experts
+  for the token; the token's own rank sums over ranks.
 - `dispatch` and `combine` are each other's transposes, so each is the other's gradient.
 """
 
@@ -21,7 +22,7 @@ from orrery.manifest.errors import OrreryError
 
 
 class DeepEpExchange(nn.Module):
-    """Raises OrreryError where the package is not installed."""
+    """DeepEP's exchange over `group`. Raise OrreryError if deep_ep is not installed."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -37,41 +38,38 @@ class DeepEpExchange(nn.Module):
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
     ) -> Tensor:
         buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size())
-        x_ND, score_NK, expert_NK, num_rows, handle = _Dispatch.apply(
+        x_ND, score_NK, expert_NK, num_rows, handle = _DeepEpDispatch.apply(
             x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
         )
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, num_rows)
         real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
-        # Kernels leave rows alone that belong to no expert: they are zeros on the way in and out, and so are their gradients.
+        # Kernels skip rows without an expert. Zero these rows, and so their gradients.
         x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
         score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
         y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
-        return _Combine.apply(combine_rows(y_MD, rows), buffer, handle)
+        return _DeepEpCombine.apply(combine_rows(y_MD, rows), buffer, handle)
 
 
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> Plan:
-    """Rows of experts here in expert order, then one row for all slots whose expert is elsewhere (id −1), if there are any."""
+    """Plan the rows in expert order, then one row for all slots with an expert elsewhere (−1)."""
     rows = plan(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
     return Plan(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
 
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """The communication buffer of a group, which all layers share. A collective."""
+    """Return the group's communication buffer, which all layers share. A collective."""
     from deep_ep import Buffer
 
-    configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
-    nvlink_bytes = max(
-        config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in configs
-    )
-    rdma_bytes = max(
-        config.get_rdma_buffer_size_hint(row_bytes, group.size()) for config in configs
-    )
+    size = group.size()
+    configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
+    nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
     return Buffer(group, nvlink_bytes, rdma_bytes)
 
 
-class _Dispatch(torch.autograd.Function):
+class _DeepEpDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, buffer: Any, num_experts: int
@@ -103,7 +101,7 @@ class _Dispatch(torch.autograd.Function):
         return grad_x_TD, grad_score_TK, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _DeepEpCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_ND: Tensor, buffer: Any, handle: Any) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle

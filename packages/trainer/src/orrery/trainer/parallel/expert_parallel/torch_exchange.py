@@ -1,23 +1,27 @@
-"""The exchange by torch.distributed: rows in expert order go to their experts' ranks, are put in expert order there, and come back.
+"""The exchange by torch.distributed: rows go to their experts' ranks in expert order, and back.
 
-T tokens here · K experts a token · M = T·K rows here · N rows of this rank's experts, from all ranks · R ranks · E experts · D hidden
+T tokens here · K experts a token · M = T·K rows here · N rows of this rank's experts, from all
+ranks · R ranks · E experts · D hidden
 
-1. Rows in order of (expert, slot), so that each rank's rows are one run of them.
-2. Counts travel first: torch's all-to-all wants the lengths of runs on the host. That is the one wait of the host for the device, and the
-   device meanwhile puts rows in order. The backward pass knows the lengths and waits for nothing, and so does a recomputation.
-3. Rows and scores travel, arrive in order of (source rank, expert, slot), and are put in order of (expert, source rank, slot).
-4. What experts make of them goes the same way back; a token sums its rows in the order of its slots.
+1. Rows are sorted by (expert, slot), so that each rank's rows are contiguous.
+2. Counts travel first, because torch's all-to-all needs lengths on the host: one host wait, during
+   which the device sorts rows. Backward and recomputation reuse the lengths.
+3. Rows and scores arrive by (source rank, expert, slot) and are sorted by (expert, source, slot).
+4. Results return the same way. A token sums its rows in the order of its slots.
 
-Every order is a stable sort: the same bits every time.
+Every sort is stable, so results are deterministic.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan
 from orrery.trainer.parallel import recomputation
-from orrery.trainer.parallel.expert_parallel.rows import exchange_rows
 
 
 class TorchExchange(nn.Module):
@@ -31,11 +35,11 @@ class TorchExchange(nn.Module):
     ) -> Tensor:
         rows = plan(expert_TK, self.num_experts)
         known = recomputation.recall()
-        asked = self._ask(rows.ends_E) if known is None else None
+        requested = self._request_lengths(rows.ends_E) if known is None else None
         x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
-        arriving_RE, (sent, arriving) = (
-            known if asked is None else recomputation.keep((asked[0], asked[1].wait()))
-        )
+        if requested is not None:
+            known = recomputation.keep((requested[0], requested[1].wait()))
+        arriving_RE, (sent, arriving) = known
         x_ND, score_N = exchange_rows((x_MD, score_M), sent, arriving, self.group)
 
         local_E = torch.arange(arriving_RE.shape[1], device=x_TD.device).expand_as(arriving_RE)
@@ -47,26 +51,24 @@ class TorchExchange(nn.Module):
         (y_MD,) = exchange_rows((combine_rows(y_ND, here),), arriving, sent, self.group)
         return combine_rows(y_MD, rows)
 
-    def _ask(self, ends_E: Tensor) -> tuple[Tensor, "Lengths"]:
-        """Rows that arrive, by source rank and expert of this rank; and lengths of runs on their way to the host."""
+    def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
+        """Return the arriving rows by (source rank, local expert) and the lengths for the host."""
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
         arriving_E = torch.empty_like(counts_E)
         dist.all_to_all_single(arriving_E, counts_E, group=self.group)
-        counts_RE, arriving_RE = (
-            counts.view(self.group.size(), -1) for counts in (counts_E, arriving_E)
-        )
-        return arriving_RE, Lengths(torch.stack((counts_RE.sum(1), arriving_RE.sum(1))))
+        counts_RE = counts_E.view(self.group.size(), -1)
+        arriving_RE = arriving_E.view(self.group.size(), -1)
+        return arriving_RE, HostLengths(torch.stack((counts_RE.sum(1), arriving_RE.sum(1))))
 
 
-class Lengths:
-    """Numbers on their way from the device to the host, which does other things until it needs them."""
+class HostLengths:
+    """Lengths that are being copied from the device to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(
-                numbers, non_blocking=True
-            )
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
@@ -76,3 +78,43 @@ class Lengths:
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
+
+
+def exchange_rows(
+    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Send rows of each tensor [M, …]: the first `sent[0]` to rank 0 of `group`, and so on.
+
+    Return tensors [N, …] with `arriving[r]` rows of each rank r, in rank order. The gradient is
+    the inverse exchange. All tensors travel at once, and counts may be 0.
+    """
+    return _ExchangeRows.apply(sent, arriving, group, *tensors)
+
+
+def _all_to_all(
+    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    results = [tensor.new_empty(sum(arriving), *tensor.shape[1:]) for tensor in tensors]
+    works = [
+        dist.all_to_all_single(
+            result, tensor.contiguous(), arriving, sent, group=group, async_op=True
+        )
+        for result, tensor in zip(results, tensors, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return tuple(results)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sent: list[int], arriving: list[int], group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sent, ctx.arriving, ctx.group = sent, arriving, group
+        return _all_to_all(tensors, sent, arriving, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *_all_to_all(gradients, ctx.arriving, ctx.sent, ctx.group)
