@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.trainer.bench.request import Options, Request, request
-from orrery.trainer.memory_plan.plan import plan
+from orrery.trainer.memory_plan.plan import plan_memory
 from record import record
 
 HERE = Path(__file__).resolve().parent
@@ -147,7 +147,9 @@ class Lever:
 
     @property
     def planned_bytes(self) -> int:
-        return plan(self.asked.model, self.asked.trainer, self.asked.load, H200_BYTES).peak_bytes
+        return plan_memory(
+            self.asked.model, self.asked.trainer, self.asked.load, H200_BYTES
+        ).peak_bytes
 
 
 def levers(shape: Shape, devices: int | None, layers: int | None) -> list[Lever]:

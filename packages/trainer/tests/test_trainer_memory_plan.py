@@ -1,4 +1,4 @@
-"""The memory plan against measurements, what blocks keep against what autograd holds, levers, and the sentence of a rank that ran out."""
+"""The memory plan against measurements and autograd, memory options, and out-of-memory errors."""
 
 import json
 import os
@@ -33,16 +33,16 @@ from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
 from orrery.trainer.bench.request import Options, request
 from orrery.trainer.initialize import initialize
-from orrery.trainer.memory_plan import kept, out_of_memory
-from orrery.trainer.memory_plan.levers import choose, levers, shown
+from orrery.trainer.memory_plan import out_of_memory
+from orrery.trainer.memory_plan.options import choose_options, format_value, memory_options
 from orrery.trainer.memory_plan.out_of_memory import (
+    describe_device_error,
     explain_out_of_memory,
     predict_out_of_memory,
-    sentence,
     stage_workload,
 )
-from orrery.trainer.memory_plan.plan import Load, plan
-from orrery.trainer.memory_plan.sizes import sizes
+from orrery.trainer.memory_plan.plan import Workload, plan_memory
+from orrery.trainer.memory_plan.sizes import activation_bytes, count_parameters
 from orrery.trainer.parallel import activation_checkpointing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,12 +79,12 @@ def case(name, **options):
     return (
         asked.model,
         asked.trainer,
-        Load(asked.tokens_per_micro_batch, asked.document_tokens, asked.micro_batches),
+        Workload(asked.tokens_per_micro_batch, asked.document_tokens, asked.micro_batches),
     )
 
 
 def recorded():
-    """Name, options, peak and bytes before steps in GiB of every run on GPUs that benchmarks/trainer has, but for those of levers."""
+    """Name, options, peak and bytes before steps in GiB of every GPU run in benchmarks/trainer without options."""
     for path in sorted(RECORDS.rglob("*.json")):
         rows = (
             [] if path.stem.startswith("levers_") else json.loads(path.read_text()).get("rows", [])
@@ -105,12 +105,14 @@ def resting_bytes(found):
 
 
 @pytest.mark.parametrize(
-    "one", [*MEASURED, *recorded()], ids=lambda one: f"{one[0]}, {shown(list(one[1].values()))}"
+    "one",
+    [*MEASURED, *recorded()],
+    ids=lambda one: f"{one[0]}, {format_value(list(one[1].values()))}",
 )
 def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
     name, options, peak, resting = one
     model, trainer, load = case(name, **options)
-    found = plan(model, trainer, load, H200_BYTES)
+    found = plan_memory(model, trainer, load, H200_BYTES)
     # Weights and states, counted: nothing to estimate. Buckets of offloaded states are there from the first step on.
     counted = (
         found.moments["optimizer"]["weights"]
@@ -124,7 +126,7 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
 
 
-LEVERS = [
+OPTIONS = [
     row
     for row in json.loads(
         (ROOT / "benchmarks" / "trainer" / "levers_qwen3_30b_a3b_16k.json").read_text()
@@ -143,11 +145,11 @@ ROUGH = {
 }
 
 
-@pytest.mark.parametrize("row", LEVERS, ids=lambda row: row["variant"])
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row["variant"])
 def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured_and_of_most_within_a_tenth_of_one(
     row,
 ):
-    found = plan(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
+    found = plan_memory(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
     assert found.peak_bytes == pytest.approx(
         row["peak_allocated_bytes"], rel=2e-2 if row["variant"] in ROUGH else 1e-3
     )
@@ -279,7 +281,7 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         y = forward(x, given[:2], Documents(given[2], T), *routes)
     y = y[0] if routes else y  # beside it, how many choices are the router's own
-    planned = kept.block(spec.model, spec.trainer, 0)
+    planned = activation_bytes(spec.model, spec.trainer, 0)
     # A few numbers a token are left out: two statistics, sums of scores.
     assert sum(held.values()) / T == pytest.approx(planned.kept, rel=0.01)
     gradient = torch.ones_like(y)
@@ -294,20 +296,24 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_16k", "qwen3_8b_8k", "qwen3_30b_a3b_lora_64k"])
 def test_every_lever_frees_memory_in_its_category_and_nothing_elsewhere_grows_by_as_much(name):
     model, trainer, load = case(name, devices=4, micro_batches=2)
-    counted = sizes(model, trainer.lora)
-    before = plan(model, trainer, load, H200_BYTES, counted)
-    offered = [lever for lever in levers(model, trainer, load, before) if "mesh" not in lever.field]
+    counted = count_parameters(model, trainer.lora)
+    before = plan_memory(model, trainer, load, H200_BYTES, counted)
+    offered = [
+        option
+        for option in memory_options(model, trainer, load, before)
+        if "mesh" not in option.field
+    ]
     assert offered
-    for lever in offered:
-        after = plan(model, lever.trainer, lever.load, H200_BYTES, counted)
-        assert after.peak_bytes <= before.peak_bytes, str(lever)
+    for option in offered:
+        after = plan_memory(model, option.trainer, option.load, H200_BYTES, counted)
+        assert after.peak_bytes <= before.peak_bytes, str(option)
         assert (
             min(
                 sum(after.moments[moment].values()) - sum(parts.values())
                 for moment, parts in before.moments.items()
             )
             < 0
-        ), str(lever)
+        ), str(option)
 
 
 def test_less_kept_is_less_on_the_device():
@@ -325,7 +331,9 @@ def test_less_kept_is_less_on_the_device():
         changed = Trainer.model_validate(
             {**fields, "memory": {**fields["memory"], "activation_checkpointing": kind}}
         )
-        found.append(plan(model, changed, load, H200_BYTES).moments["LM head"]["activations"])
+        found.append(
+            plan_memory(model, changed, load, H200_BYTES).moments["LM head"]["activations"]
+        )
     assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
 
 
@@ -334,11 +342,11 @@ def test_levers_do_what_they_are_named_for():
     trainer = trainer.model_copy(
         update={"fsdp": trainer.fsdp.model_copy(update={"reduce_gradients": "step"})}
     )
-    counted = sizes(model, None)
-    before = plan(model, trainer, load, H200_BYTES, counted)
+    counted = count_parameters(model, None)
+    before = plan_memory(model, trainer, load, H200_BYTES, counted)
     after = {
-        lever.field: plan(model, lever.trainer, lever.load, H200_BYTES, counted)
-        for lever in levers(model, trainer, load, before)
+        option.field: plan_memory(model, option.trainer, option.load, H200_BYTES, counted)
+        for option in memory_options(model, trainer, load, before)
     }
     parameters = sum(unit.trained for unit in counted.units)
     head, optimizer = before.moments["LM head"], before.moments["optimizer"]
@@ -369,17 +377,17 @@ def test_levers_do_what_they_are_named_for():
 def test_context_parallel_leaves_half_as_many_data_ranks_to_do_a_step():
     model, trainer, load = case("qwen3_8b_8k", devices=8, fsdp='{"reduce_gradients": "step"}')
     assert load.micro_batches == 1
-    before = plan(model, trainer, load, H200_BYTES)
+    before = plan_memory(model, trainer, load, H200_BYTES)
     (one,) = (
-        lever
-        for lever in levers(model, trainer, load, before)
-        if lever.field.endswith("trainer.mesh.cp")
+        option
+        for option in memory_options(model, trainer, load, before)
+        if option.field.endswith("trainer.mesh.cp")
     )
     assert (
         one.load.micro_batches == 2
         and one.trainer.mesh.num_data_ranks == trainer.mesh.num_data_ranks // 2
     )
-    freed = before.peak_bytes - plan(model, one.trainer, one.load, H200_BYTES).peak_bytes
+    freed = before.peak_bytes - plan_memory(model, one.trainer, one.load, H200_BYTES).peak_bytes
     assert freed / GIB == pytest.approx(
         12.2, abs=0.05
     )  # with the gradients that its first micro-batch leaves, whole
@@ -389,7 +397,7 @@ def test_twice_the_devices_have_half_the_micro_batches_of_a_step_each():
     model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=3)
     for num_before, num_after in ((3, 2), (2, 1), (1, 1)):
         now = replace(load, micro_batches=num_before)
-        *_, one = levers(model, trainer, now, plan(model, trainer, now, H200_BYTES))
+        *_, one = memory_options(model, trainer, now, plan_memory(model, trainer, now, H200_BYTES))
         assert (
             one.cost == "twice the devices"
             and one.trainer.mesh.num_data_ranks == 2 * trainer.mesh.num_data_ranks
@@ -399,14 +407,14 @@ def test_twice_the_devices_have_half_the_micro_batches_of_a_step_each():
 
 def test_spread_experts_are_gathered_in_part():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
-    counted = sizes(model, None)
+    counted = count_parameters(model, None)
     layer = counted.layers[0]
     assert layer.trained_experts == 128 * 3 * 2048 * 768
     spread = trainer.model_copy(
         update={"mesh": Mesh.model_validate({**trainer.mesh.model_dump(), "ep": 4})}
     )
     whole, part = (
-        plan(model, one, load, H200_BYTES, counted).moments["block 9, backward"]
+        plan_memory(model, one, load, H200_BYTES, counted).moments["block 9, backward"]
         for one in (trainer, spread)
     )
     assert (
@@ -418,8 +426,8 @@ def test_spread_experts_are_gathered_in_part():
 
 def test_adapters_alone_have_gradients_and_state():
     model, trainer, load = case("qwen3_30b_a3b_lora_16k", devices=4)
-    found = plan(model, trainer, load, H200_BYTES).moments["optimizer"]
-    trained = sum(unit.trained for unit in sizes(model, trainer.lora).units)
+    found = plan_memory(model, trainer, load, H200_BYTES).moments["optimizer"]
+    trained = sum(unit.trained for unit in count_parameters(model, trainer.lora).units)
     assert found["gradients"] == pytest.approx(
         4 * trained / 4, abs=256
     )  # rounded down, a unit at a time
@@ -434,13 +442,13 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
         )
         for wire in ("files", "nccl")
     }
-    counted = sizes(spec.model, spec.trainer.lora)
+    counted = count_parameters(spec.model, spec.trainer.lora)
     rest = {}
     for name, one in by_wire.items():
         trainer, load = stage_workload(one, "rl")
-        rest[name] = plan(one.model, trainer, load, H200_BYTES, counted).moments["optimizer"][
-            "weights"
-        ]
+        rest[name] = plan_memory(one.model, trainer, load, H200_BYTES, counted).moments[
+            "optimizer"
+        ]["weights"]
         rest["shards"] = trainer.mesh.dp_shard * trainer.mesh.cp
     adapted = sum(layer.adapted for layer in counted.layers)
     blocks = sum(layer.frozen for layer in counted.layers)
@@ -462,8 +470,8 @@ def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_ma
     ):
         trainer, load = stage_workload(one, stage)
         assert (load.tokens, load.document_tokens) == (256, longest)
-        every = levers(one.model, trainer, load, plan(one.model, trainer, load, 0))
-        offered = {lever.field: lever.value for lever in every}
+        every = memory_options(one.model, trainer, load, plan_memory(one.model, trainer, load, 0))
+        offered = {option.field: option.value for option in every}
         assert offered.get("trainer.memory.max_tokens_per_micro_batch") == smaller
 
 
@@ -486,14 +494,14 @@ def test_memory_of_other_processes_on_the_device_is_told_apart():
     )
     assert (
         ": 0.4 GiB were asked for, 0.2 GiB of 139.8 GiB were free and 78.1 GiB other processes'; "
-        in sentence(text, 0, 3, model, trainer, load)
+        in describe_device_error(text, 0, 3, model, trainer, load)
     )
 
 
 def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
     text = torch_says(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
-    said = sentence(text, 2, 7, model, trainer, load)
+    said = describe_device_error(text, 2, 7, model, trainer, load)
     assert said.startswith(
         "rank 2 ran out of device memory in step 7: 1.2 GiB were asked for, 0.2 GiB of 139.8 GiB were free; "
     )
@@ -506,58 +514,66 @@ def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs(
     assert found[2] == "{'kind': 'selective', 'keep': ['attention', 'projections']}"
     assert found[3] == "{'kind': 'selective', 'keep': ['attention', 'projections', 'experts']}"
     fields = trainer.model_dump(mode="json")
-    pulled = {**fields["memory"], "activation_checkpointing": selective("attention", "projections")}
+    applied = {
+        **fields["memory"],
+        "activation_checkpointing": selective("attention", "projections"),
+    }
     before, after = (
-        plan(model, one, load, int(139.8 * GIB))
-        for one in (trainer, Trainer.model_validate({**fields, "memory": pulled}))
+        plan_memory(model, one, load, int(139.8 * GIB))
+        for one in (trainer, Trainer.model_validate({**fields, "memory": applied}))
     )
     assert float(found[4]) == pytest.approx((before.peak_bytes - after.peak_bytes) / GIB, abs=0.05)
 
 
 def test_a_small_want_pulls_a_cheap_lever():
     model, trainer, load = case("qwen3_4b_16k", devices=4)
-    counted = sizes(model, None)
+    counted = count_parameters(model, None)
     assert (
-        choose(model, trainer, load, H200_BYTES, GIB, counted).levers[0].field
+        choose_options(model, trainer, load, H200_BYTES, GIB, counted).options[0].field
         == "trainer.memory.lm_head_chunk_tokens"
     )
     assert (
-        choose(model, trainer, load, H200_BYTES, 4 * GIB, counted).levers[0].field
+        choose_options(model, trainer, load, H200_BYTES, 4 * GIB, counted).options[0].field
         == "trainer.memory.lm_head_keeps_logits"
     )
 
 
 def test_levers_are_pulled_together_where_none_suffices_alone():
     model, trainer, load = case("qwen3_8b_8k", devices=2)
-    counted = sizes(model, None)
-    base = plan(model, trainer, load, H200_BYTES, counted)
+    counted = count_parameters(model, None)
+    base = plan_memory(model, trainer, load, H200_BYTES, counted)
     alone = max(
-        base.peak_bytes - plan(model, one.trainer, one.load, H200_BYTES, counted).peak_bytes
-        for one in levers(model, trainer, load, base)
+        base.peak_bytes - plan_memory(model, one.trainer, one.load, H200_BYTES, counted).peak_bytes
+        for one in memory_options(model, trainer, load, base)
     )
-    found = choose(model, trainer, load, H200_BYTES, alone + 4 * GIB, counted)
+    found = choose_options(model, trainer, load, H200_BYTES, alone + 4 * GIB, counted)
     assert (
-        found.is_enough and len(found.levers) > 1 and all(lever.rank == 0 for lever in found.levers)
+        found.is_enough
+        and len(found.options) > 1
+        and all(option.tier == 0 for option in found.options)
     )
-    last = found.levers[-1]
+    last = found.options[-1]
     assert (
         found.freed_bytes
-        == base.peak_bytes - plan(model, last.trainer, last.load, H200_BYTES, counted).peak_bytes
+        == base.peak_bytes
+        - plan_memory(model, last.trainer, last.load, H200_BYTES, counted).peak_bytes
     )
     text = torch_says(
         asked=f"{alone / GIB + 4:.2f} GiB", free="1.00 GiB", allocated="130.00", kept="4.00"
     )
-    said = sentence(text, 0, 1, model, trainer, load)
-    assert "no lever alone frees the" in said and all(str(lever) in said for lever in found.levers)
+    said = describe_device_error(text, 0, 1, model, trainer, load)
+    assert "no memory option alone frees the" in said and all(
+        str(option) in said for option in found.options
+    )
 
 
 def test_what_waits_in_host_memory_is_what_the_device_has_no_more():
     model, trainer, load = case("qwen3_8b_8k", devices=8)
-    counted = sizes(model, None)
-    before = plan(model, trainer, load, H200_BYTES, counted)
+    counted = count_parameters(model, None)
+    before = plan_memory(model, trainer, load, H200_BYTES, counted)
     after = {
-        lever.field: plan(model, lever.trainer, lever.load, H200_BYTES, counted)
-        for lever in levers(model, trainer, load, before)
+        option.field: plan_memory(model, option.trainer, option.load, H200_BYTES, counted)
+        for option in memory_options(model, trainer, load, before)
     }
     head, optimizer = before.moments["LM head"], before.moments["optimizer"]
     assert before.host_bytes == 0
@@ -573,51 +589,55 @@ def test_what_waits_in_host_memory_is_what_the_device_has_no_more():
 
 def test_no_lever_takes_host_memory_that_the_ranks_of_a_node_do_not_have():
     model, trainer, load = case("qwen3_8b_8k", devices=8)
-    counted = sizes(model, None)
+    counted = count_parameters(model, None)
     needed = int(71.2 * GIB)  # of whole blocks, or all that they keep away
 
-    def pulled(host_bytes, now=trainer):
+    def applied(host_bytes, now=trainer):
         return [
-            lever.field
-            for lever in choose(model, now, load, H200_BYTES, needed, counted, host_bytes).levers
+            option.field
+            for option in choose_options(
+                model, now, load, H200_BYTES, needed, counted, host_bytes
+            ).options
         ]
 
-    assert pulled(148 * GIB) == ["trainer.memory.activation_offload"]
+    assert applied(148 * GIB) == ["trainer.memory.activation_offload"]
     for host_bytes in (146 * GIB, 0, -GIB):
-        found = pulled(host_bytes)
+        found = applied(host_bytes)
         assert len(found) > 1 and not {
             field for field in found if field.endswith("activation_offload")
         }, host_bytes
-    assert not {field for field in pulled(5 * GIB) if field.endswith("offload")}
+    assert not {field for field in applied(5 * GIB) if field.endswith("offload")}
     offloaded = trainer.model_copy(
         update={"memory": trainer.memory.model_copy(update={"optimizer_offload": True})}
     )
-    assert pulled(148 * GIB, offloaded) == ["trainer.memory.activation_offload"], (
+    assert applied(148 * GIB, offloaded) == ["trainer.memory.activation_offload"], (
         "what it has taken already is taken"
     )
 
 
 def test_what_nothing_frees_is_said_too():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=1)
-    counted = sizes(model, None)
-    found = choose(model, trainer, load, H200_BYTES, 1000 * GIB, counted)
+    counted = count_parameters(model, None)
+    found = choose_options(model, trainer, load, H200_BYTES, 1000 * GIB, counted)
     assert not found.is_enough
     text = torch_says(asked="1000.00 GiB", free="1.00 GiB", allocated="130.00", kept="4.00")
-    assert sentence(text, 0, 1, model, trainer, load).endswith(
+    assert describe_device_error(text, 0, 1, model, trainer, load).endswith(
         "that are missing: it takes more devices too"
     )
 
 
 def test_an_error_without_numbers_is_still_a_sentence():
     spec = manifest()
-    said = sentence("CUDA out of memory.", 1, None, spec.model, *stage_workload(spec, "rl"))
+    said = describe_device_error(
+        "CUDA out of memory.", 1, None, spec.model, *stage_workload(spec, "rl")
+    )
     assert said.startswith("rank 1 ran out of device memory while it was being built; ")
 
 
 def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_says_nothing():
     spec = manifest()
     trainer, load = stage_workload(spec, "rl")
-    peak = plan(spec.model, trainer, load, 0).peak_bytes
+    peak = plan_memory(spec.model, trainer, load, 0).peak_bytes
     assert (
         predict_out_of_memory(spec, "rl", 2 * peak) is None
         and predict_out_of_memory(spec, "rl", 0) is None
@@ -633,10 +653,12 @@ def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_sa
 
 def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_lever(monkeypatch):
     spec = manifest(trainer={"memory": {**MEMORY, "optimizer_offload": True}})
-    before = plan(spec.model, *stage_workload(spec, "rl"), 0)
+    before = plan_memory(spec.model, *stage_workload(spec, "rl"), 0)
     left = []
     monkeypatch.setattr(
-        out_of_memory, "choose", lambda *given: left.append(given[-1]) or choose(*given)
+        out_of_memory,
+        "choose_options",
+        lambda *given: left.append(given[-1]) or choose_options(*given),
     )
     assert predict_out_of_memory(spec, "rl", before.peak_bytes // 2, GIB) is not None
     assert left == [GIB - before.host_bytes] and before.host_bytes > 0
@@ -805,8 +827,10 @@ def test_levers_come_in_the_order_of_the_docs():
         fsdp=UNSHARED,
     )
     found = [
-        lever.field.rsplit(".", 1)[1]
-        for lever in levers(model, trainer, load, plan(model, trainer, load, H200_BYTES))
+        option.field.rsplit(".", 1)[1]
+        for option in memory_options(
+            model, trainer, load, plan_memory(model, trainer, load, H200_BYTES)
+        )
     ]
     found = [field for field in dict.fromkeys(found) if field in told]
     assert found == [field for field in told if field != "lora"]
@@ -815,11 +839,11 @@ def test_levers_come_in_the_order_of_the_docs():
 
 def test_the_kitchen_sink_leaves_only_meshes_and_the_host_to_pull():
     model, trainer, load = case("qwen3_30b_a3b_16k", micro_batches=4)
-    _, pulled, _ = case("qwen3_30b_a3b_16k_kitchen_sink")
-    before, after = (plan(model, one, load, H200_BYTES) for one in (trainer, pulled))
-    left = {lever.field: lever for lever in levers(model, pulled, load, after)}
+    _, applied, _ = case("qwen3_30b_a3b_16k_kitchen_sink")
+    before, after = (plan_memory(model, one, load, H200_BYTES) for one in (trainer, applied))
+    left = {option.field: option for option in memory_options(model, applied, load, after)}
     assert all(
-        Trainer.model_validate(lever.trainer.model_dump(mode="json")) for lever in left.values()
+        Trainer.model_validate(option.trainer.model_dump(mode="json")) for option in left.values()
     )
     assert (
         "trainer.memory.optimizer_offload has no more to move then"

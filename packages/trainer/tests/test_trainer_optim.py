@@ -10,9 +10,8 @@ from trainer_cases import MEMORY, make_learner, manifest, whole_weights, write_s
 from trainer_rank import train
 
 from orrery.trainer.optim import clip, gradient_norm, make_optimizer, muon, named_state
-from orrery.trainer.optim.muon import is_block_matrix
+from orrery.trainer.optim.muon import _bounds, is_block_matrix, newton_schulz
 from orrery.trainer.optim.optimizer import Optimizer
-from orrery.trainer.optim.whole_matrices import _bounds, newton_schulz
 from orrery.trainer.parallel.world import World
 
 DEVICES = [

@@ -241,9 +241,9 @@ def check_devices(asked: Request) -> None:
 def float32_bytes(asked: Request) -> int:
     """Of weights, and where they are trained of gradients and the optimizer's states, on all ranks of this machine."""
     from orrery.trainer.memory_plan.plan import num_states
-    from orrery.trainer.memory_plan.sizes import sizes
+    from orrery.trainer.memory_plan.sizes import count_parameters
 
-    counted = sizes(asked.model, asked.trainer.lora)
+    counted = count_parameters(asked.model, asked.trainer.lora)
     values = 2 * sum(unit.trained for unit in counted.units) + sum(
         unit.frozen for unit in counted.units
     )

@@ -28,7 +28,7 @@ from orrery.trainer.bench.clocks import read_clocks
 from orrery.trainer.bench.host_copies import host_copies
 from orrery.trainer.bench.request import Request
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.memory_plan.out_of_memory import device_bytes, explain, is_out_of_memory
+from orrery.trainer.memory_plan.out_of_memory import describe_error, device_bytes, is_out_of_memory
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, destroy_world, device_for, init_world
 
@@ -90,7 +90,7 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
             raise
         step = None if learner is None else learner.step + 1
         return {
-            "out_of_memory": explain(
+            "out_of_memory": describe_error(
                 error, rank, step, request.model, request.trainer, request.load, request.num_devices
             )
         }

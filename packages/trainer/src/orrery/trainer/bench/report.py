@@ -23,7 +23,7 @@ from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench.expected import RATES, Rates, expected
 from orrery.trainer.bench.phases import KINDS
 from orrery.trainer.bench.request import Request
-from orrery.trainer.memory_plan.plan import plan
+from orrery.trainer.memory_plan.plan import plan_memory
 
 PACKAGES = (
     "torch",
@@ -67,7 +67,7 @@ def result(
     rates = RATES.get(answers[0]["device"])
     # The profiled step has documents of its own; with fixed lengths they are the same.
     predicted = expected(request, answers[0]["steps"][-1]["lengths"], answers[0]["device"])
-    planned = plan(model, trainer, request.load, answers[0]["device_bytes"])
+    planned = plan_memory(model, trainer, request.load, answers[0]["device_bytes"])
     return {
         "name": request.name,
         "manifest_id": request.id12,

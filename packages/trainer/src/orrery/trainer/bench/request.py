@@ -28,7 +28,7 @@ from orrery.manifest.schema import (
 )
 
 if TYPE_CHECKING:
-    from orrery.trainer.memory_plan.plan import Load
+    from orrery.trainer.memory_plan.plan import Workload
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Request:
         return self.trainer.mesh.world_size
 
     @property
-    def load(self) -> "Load":
+    def load(self) -> "Workload":
         from orrery.trainer.memory_plan.plan import (
-            Load,
+            Workload,
         )  # here: a misspelt option does not wait for torch
 
-        return Load(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
+        return Workload(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
 
     def write(self, path: Path) -> None:
         fields = {

@@ -1,10 +1,10 @@
-"""Out of memory: an error as one sentence that says which field of the manifest to change, and what that frees and costs.
+"""Out-of-memory errors as one sentence: which manifest field to change, what it frees and costs.
 
-- Needed is what the failed allocation asked for, or by how much the plan exceeds what torch could have, if that is more; and a margin for
-  what the allocator cannot use.
-- CUDA and NCCL say that they are out of memory in other errors than torch's allocator does, without numbers. Where the device has room,
-  a field that pins host memory is on, and it was not NCCL that asked, it is host memory that could not be pinned.
-- A rank that ran out leaves collectives of others behind, for which an orderly end may wait: it gets END_S for that.
+- Needed bytes: the failed allocation, or the plan's excess over torch's memory if that is larger,
+  plus a margin for fragments.
+- CUDA and NCCL report other errors than torch's allocator, without numbers. Pinning host memory
+  failed if the device has room, a field that pins is on, and the error is not NCCL's.
+- The failed rank leaves collectives unfinished. An orderly end may wait for them, so it gets END_S.
 """
 
 import os
@@ -21,52 +21,49 @@ from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
-from orrery.trainer.memory_plan.kept import width
-from orrery.trainer.memory_plan.levers import Choice, choose
-from orrery.trainer.memory_plan.plan import Load, plan
-from orrery.trainer.memory_plan.sizes import sizes
+from orrery.trainer.memory_plan.options import ChosenOptions, choose_options
+from orrery.trainer.memory_plan.plan import Workload, plan_memory
+from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
 from orrery.transport.weight_wire import DIRECT_KINDS
 
-MARGIN = 0.02  # of the device: fragments that no allocation fits
+MARGIN = 0.02  # of the device, for fragments too small to use
 END_S = 10.0
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PINNING_FIELDS = (
+    ("memory", "activation_offload"),
+    ("memory", "optimizer_offload"),
+    ("fsdp", "cpu_offload"),
+)
 
 
 class StageProgress:
-    """How far a stage has got; `learner` is None while it is being built."""
+    """How far a stage has come; `learner` is None while it is being built."""
 
     learner: Learner | None = None
 
 
 @contextmanager
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
-    """Around a stage's work: an error of memory becomes RunFailed with the sentence. What the plan foresees rank 0 says first."""
+    """Raise RunFailed with an explanation if the stage's work runs out of memory.
+
+    Rank 0 first logs a warning if the plan predicts that.
+    """
     progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
-    if (
-        ctx.index == 0
-        and (
-            text := predict_out_of_memory(
-                ctx.manifest, ctx.stage, device_bytes(), available_bytes() // ranks_here
-            )
-        )
-        is not None
-    ):
-        ctx.log.warning(text)
+    if ctx.index == 0:
+        host_bytes = available_bytes() // ranks_here
+        text = predict_out_of_memory(ctx.manifest, ctx.stage, device_bytes(), host_bytes)
+        if text is not None:
+            ctx.log.warning(text)
     try:
         yield progress
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         step = None if progress.learner is None else progress.learner.step + 1
-        text = explain(
-            error,
-            ctx.index,
-            step,
-            ctx.manifest.model,
-            *stage_workload(ctx.manifest, ctx.stage),
-            ranks_here,
-        )
+        trainer, load = stage_workload(ctx.manifest, ctx.stage)
+        model = ctx.manifest.model
+        text = describe_error(error, ctx.index, step, model, trainer, load, ranks_here)
         if world_size > 1:
             _end_soon(ctx, text)
         raise RunFailed(text) from None
@@ -76,150 +73,138 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def explain(
+def describe_error(
     error: RuntimeError,
     rank: int,
     step: int | None,
     model: Model,
     trainer: Trainer,
-    load: Load,
+    load: Workload,
     ranks_here: int,
 ) -> str:
-    """The sentence for one that `is_out_of_memory`; `ranks_here` share this host's memory. `step` None: no step had begun."""
+    """Return the sentence for an out-of-memory error; `step` None: before the first step.
+
+    `ranks_here`: number of ranks that share this host's memory.
+    """
     capacity, available = device_bytes(), available_bytes()
-    fields = {
-        "trainer.memory.activation_offload": trainer.memory.activation_offload,
-        "trainer.memory.optimizer_offload": trainer.memory.optimizer_offload,
-        "trainer.fsdp.cpu_offload": trainer.fsdp.cpu_offload,
-    }
-    pinning = " or ".join(field for field, value in fields.items() if value)
-    if (
-        isinstance(error, torch.OutOfMemoryError)
-        or "NCCL" in str(error)
-        or not pinning
-        or free_bytes() <= MARGIN * capacity
-    ):
-        text = sentence(
-            str(error), rank, step, model, trainer, load, capacity, available // ranks_here
-        )
-        return (
-            text
-            if isinstance(error, torch.OutOfMemoryError)
-            else f"{text} (it was not torch's allocator that ran out: {_line(error)})"
-        )
-    left = f"{_shown(available)} of it are left to the {ranks_here} ranks of this node together"
+    is_torchs = isinstance(error, torch.OutOfMemoryError)
+    pinning = " or ".join(
+        f"trainer.{section}.{field}"
+        for section, field in PINNING_FIELDS
+        if getattr(getattr(trainer, section), field)
+    )
+    is_devices = is_torchs or "NCCL" in str(error) or not pinning
+    if is_devices or free_bytes() <= MARGIN * capacity:
+        own = available // ranks_here
+        text = describe_device_error(str(error), rank, step, model, trainer, load, capacity, own)
+        if is_torchs:
+            return text
+        return f"{text} (it was not torch's allocator that ran out: {_line(error)})"
+    left = f"{_size(available)} of it are left to the {ranks_here} ranks of this node together"
     remedy = f"set {pinning} to false in the manifest's memory axis"
-    return f"rank {rank} could not have host memory pinned {_when(step)}, though its device has room; {left}; {remedy}"
+    return (
+        f"rank {rank} could not have host memory pinned {_when(step)}, "
+        f"though its device has room; {left}; {remedy}"
+    )
 
 
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """What to change before a stage whose plan exceeds `capacity` bytes of a device; None where it does not, or nobody can tell.
+    """Return the warning for a stage whose plan exceeds the device's `capacity` bytes.
 
-    `host_bytes`: what a rank may take of host memory.
+    None if it fits, or if there is no plan. `host_bytes`: host memory that a rank may use.
     """
     if not capacity:
         return None
+    model = manifest.model
     trainer, load = stage_workload(manifest, stage)
     try:
-        counted = sizes(manifest.model, trainer.lora)
-        found = plan(manifest.model, trainer, load, capacity, counted)
-        peak = found.peak_bytes
-        missing = peak + int(MARGIN * capacity) - capacity
+        counted = count_parameters(model, trainer.lora)
+        plan = plan_memory(model, trainer, load, capacity, counted)
+        missing = plan.peak_bytes + int(MARGIN * capacity) - capacity
         if missing <= 0:
             return None
-        choice = choose(
-            manifest.model, trainer, load, capacity, missing, counted, host_bytes - found.host_bytes
-        )
+        left = host_bytes - plan.host_bytes
+        chosen = choose_options(model, trainer, load, capacity, missing, counted, left)
     except OrreryError:
         return None
-    head = f"a step is planned to take {_shown(peak)} of the {_shown(capacity)} of each device, which may run out in the middle of the run"
-    return f"{head}; {advice(choice, missing)}"
+    return (
+        f"a step is planned to take {_size(plan.peak_bytes)} of the {_size(capacity)} "
+        f"of each device, which may run out in the middle of the run; {advice(chosen, missing)}"
+    )
 
 
 def device_bytes() -> int:
-    return (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if torch.cuda.is_available()
-        else 0
-    )
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def free_bytes() -> int:
-    """Of the device, for who asks the driver and not torch."""
+    """Return the device's free bytes outside of torch's allocator."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Load]:
-    """The stage's trainer, and the most that a data rank may have to do in a step: every sample of full length.
+def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
+    """Return the stage's trainer and its largest workload: every sample has full length.
 
-    A rollout is as long as the engines' context at most, a chat as what `sft_data.py` lets through.
+    That is the engines' context for a rollout, and a full micro-batch for a chat.
     """
-    trainer, rl = manifest.trainer, manifest.orchestrator
-    samples = rl.rollouts_per_batch
-    if stage == "sft" and (sft := manifest.stages.sft) is not None:
-        samples = sft.examples_per_batch
-        trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
+    trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
-    longest = (
-        min(tokens, manifest.model.max_positions)
-        if stage == "sft"
-        else manifest.inference.max_model_len_tokens
-    )
-    each = -(-samples // trainer.mesh.num_data_ranks)
-    is_sent_merged = (
-        stage == "rl" and trainer.lora is not None and manifest.transport.weights in DIRECT_KINDS
-    )
-    merged_width = width(manifest.inference.dtype) if is_sent_merged else 0
-    return trainer, Load(tokens, longest, -(-each // max(1, tokens // longest)), merged_width)
+    longest = manifest.inference.max_model_len_tokens
+    if stage == "sft":
+        longest = min(tokens, manifest.model.max_positions)
+        if (sft := manifest.stages.sft) is not None:
+            samples = sft.examples_per_batch
+            trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
+    per_rank = -(-samples // trainer.mesh.num_data_ranks)
+    is_direct = manifest.transport.weights in DIRECT_KINDS
+    merged_width = 0
+    if stage == "rl" and trainer.lora is not None and is_direct:
+        merged_width = dtype_bytes(manifest.inference.dtype)
+    micro_batches = -(-per_rank // max(1, tokens // longest))
+    return trainer, Workload(tokens, longest, micro_batches, merged_width)
 
 
-def sentence(
+def describe_device_error(
     error: str,
     rank: int,
     step: int | None,
     model: Model,
     trainer: Trainer,
-    load: Load,
+    load: Workload,
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """`error` is torch's text; `step` None: no step had begun; `capacity` of the device counts where the text does not say.
+    """Return the sentence for torch's text `error`; `step` None: before the first step.
 
-    `host_bytes`: what this rank may take of host memory beside what it has.
+    `capacity` of the device in bytes is used if the text does not say it. `host_bytes`: host
+    memory that this rank may use beside its present use.
     """
     asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity
     head = f"rank {rank} ran out of device memory {_when(step)}"
     if asked is not None:
-        head += f": {_shown(asked)} were asked for"
-        head += (
-            f", {_shown(free)} of {_shown(capacity)} were free"
-            if free is not None and capacity
-            else ""
-        )
+        head += f": {_size(asked)} were asked for"
+        if free is not None and capacity:
+            head += f", {_size(free)} of {_size(capacity)} were free"
         own = _bytes(error, "this process has")
-        if (
-            free is not None
-            and own is not None
-            and (others := capacity - free - own) > MARGIN * capacity
-        ):
-            head += f" and {_shown(others)} other processes'"
+        if free is not None and own is not None:
+            others = capacity - free - own
+            head += f" and {_size(others)} other processes'" if others > MARGIN * capacity else ""
     try:
-        counted = sizes(model, trainer.lora)
+        counted = count_parameters(model, trainer.lora)
         needed = (asked or 0) + int(MARGIN * capacity)
-        mine = [
-            _bytes(error, "Of the allocated memory"),
-            _bytes(error, "and", "is reserved by PyTorch"),
-            free,
-        ]
-        if mine[0] is not None:
-            over = plan(model, trainer, load, capacity, counted).peak_bytes - sum(
-                part or 0 for part in mine
-            )
-            needed = max(needed, over + int(MARGIN * capacity))
-        return f"{head}; {advice(choose(model, trainer, load, capacity, needed, counted, host_bytes), needed)}"
+        allocated = _bytes(error, "Of the allocated memory")
+        if allocated is not None:
+            reserved = _bytes(error, "and", "is reserved by PyTorch")
+            peak = plan_memory(model, trainer, load, capacity, counted).peak_bytes
+            excess = peak - allocated - (reserved or 0) - (free or 0)
+            needed = max(needed, excess + int(MARGIN * capacity))
+        chosen = choose_options(model, trainer, load, capacity, needed, counted, host_bytes)
+        return f"{head}; {advice(chosen, needed)}"
     except OrreryError as unknown:
         return f"{head}; there is no plan of its memory: {unknown}"
 
@@ -232,35 +217,38 @@ def _when(step: int | None) -> str:
     return "while it was being built" if step is None else f"in step {step}"
 
 
-def advice(choice: Choice, needed_bytes: int) -> str:
-    levers, freed = choice.levers, f"about {choice.freed_bytes / 2**30:.1f} GiB on each rank"
-    if not levers:
-        return "no lever of the manifest frees any; it takes a smaller model, shorter contexts or other devices"
-    places = " and ".join(dict.fromkeys(lever.place for lever in levers))
-    if len(levers) == 1:
-        text = f"{levers[0]} frees {freed} (cost: {levers[0].cost}); set it in {places}"
+def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
+    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
+    if not options:
+        return (
+            "no memory option of the manifest frees any; it takes a smaller model, "
+            "shorter contexts or other devices"
+        )
+    needed = f"{needed_bytes / 2**30:.1f} GiB"
+    places = " and ".join(dict.fromkeys(option.place for option in options))
+    if len(options) == 1:
+        text = f"{options[0]} frees {freed} (cost: {options[0].cost}); set it in {places}"
     else:
-        each = "; ".join(f"{lever} (cost: {lever.cost})" for lever in levers)
-        missing = f"no lever alone frees the {needed_bytes / 2**30:.1f} GiB that are missing"
-        text = f"{missing}; together these free {freed}: {each}; set them in {places}"
-    if choice.is_enough:
+        each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
+        text = (
+            f"no memory option alone frees the {needed} that are missing; "
+            f"together these free {freed}: {each}; set them in {places}"
+        )
+    if chosen.is_enough:
         return text
-    return f"{text}. That is less than the {needed_bytes / 2**30:.1f} GiB that are missing: it takes more devices too"
+    return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
 
 
 def _bytes(text: str, before: str, after: str = "") -> int | None:
-    found = re.search(
-        rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}", text
-    )
+    number = rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}"
+    found = re.search(number, text)
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
-def _shown(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / 2**30:.1f} GiB"
-        if num_bytes >= 2**30 // 10
-        else f"{num_bytes / 2**20:.1f} MiB"
-    )
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30 // 10:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _end_soon(ctx: RoleContext, text: str) -> None:

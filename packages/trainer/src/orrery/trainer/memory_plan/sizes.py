@@ -1,17 +1,172 @@
-"""Parameters by unit of FSDP, counted on the manifest's network, which is built without storage for it."""
+"""Sizes that a memory plan adds up: a block's activations, and parameters by FSDP unit.
+
+All activations are in bytes a token of this rank. Symbols:
+
+c bytes of the compute dtype · D hidden · h = query heads · head size · g = key heads · head size
+F dense (or shared) intermediate · E experts · K experts a token · I expert intermediate
+
+Blocks of transformers networks count as dense blocks of ours: grouped heads, SwiGLU, no experts,
+attention that keeps no scores. Other blocks need other amounts, and far more if they keep scores.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from orrery.manifest.schema import Lora, Model
+from orrery.manifest.schema import Lora, Model, Trainer
 from orrery.models import build, expert_modules, fsdp_units, lora
+from orrery.trainer.parallel.compiled import is_one_graph
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Numbers of parameters, `experts` of them in routed experts; `adapted` are the frozen ones that have adapters."""
+class ActivationBytes:
+    """Bytes a token of one block.
+
+    `kept` stays from forward to backward. `backward` is the peak of what the backward pass adds:
+    recomputed results and temporary gradients.
+    """
+
+    kept: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Bytes of a block's results.
+
+    `named`: by the names of activation checkpointing. `unread`: those of them that no backward
+    pass reads. `rest`: all others. `for_attention`: bytes not kept that only attention's backward
+    pass reads.
+    """
+
+    named: dict[str, int]
+    unread: dict[str, int]
+    rest: int
+    for_attention: int
+
+
+def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
+    """Return the activation bytes of a block under the trainer's checkpointing.
+
+    - `none` keeps all results; as one graph, all that a product's backward pass reads.
+    - `selective` keeps the input (c·D) and the named results, `full` the input.
+    - A block with exchanges also keeps the unread results: inside its graphs they have no name.
+    """
+    results = _results(model, trainer, layer)
+    entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
+    every = entry + sum(results.named.values()) + results.rest
+    attention, feed_forward = _temporaries(model, trainer, layer)
+    if trainer.memory.activation_checkpointing.kind == "none":
+        return ActivationBytes(every, max(attention, feed_forward))
+    is_graph = is_one_graph(trainer, model)
+    kept = entry + sum(results.named[name] for name in trainer.kept)
+    if not is_graph:
+        kept += sum(results.unread[name] for name in trainer.kept)
+    again = max(0, every - kept)
+    if "attention" not in trainer.kept or not is_graph:
+        return ActivationBytes(kept, again + max(attention, feed_forward))
+    # The feed-forward's backward pass comes first. Attention's inputs are recomputed after it.
+    late = results.for_attention
+    return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
+
+
+def dtype_bytes(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def is_sparse(model: Model, layer: int) -> bool:
+    return model.moe is not None and layer >= model.moe.num_dense_layers
+
+
+def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
+    """Return the bytes of a block's results.
+
+    - attention: c·h output, 4 · query heads log-sum-exps
+    - projections: c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
+      · 4·E router logits (float32)
+    - experts: c·2·K·I gate and up
+    - rest: c·2D normalised inputs · c·(h + g) rotated queries and keys (after a norm)
+      · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics, row orders
+
+    An adapter (LoRA) repeats its projection's result and adds its narrow one. A frozen product
+    without an adapter needs no input. An expert's product and adapter are one operator.
+    """
+    c, hidden = dtype_bytes(trainer.compute_dtype), model.hidden_size
+    h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    adapted = () if trainer.lora is None else trainer.lora.targets
+    rank = 0 if trainer.lora is None else trainer.lora.rank
+
+    def copies(target: str) -> int:
+        return 2 if target in adapted else 1
+
+    def reads_input(target: str) -> bool:
+        return trainer.lora is None or target in adapted
+
+    def narrow(target: str, count: int) -> int:
+        return c * rank * count if target in adapted else 0
+
+    named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
+    inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
+    named["projections"] = inputs + c * hidden * copies("attention") + narrow("attention", 1)
+    unread = {"attention": 0, "projections": 0, "experts": 0}
+    rest = c * hidden * reads_input("attention") + 8
+    if model.qk_norm:
+        rest += c * (h + g) + 4 * (model.num_heads + model.num_kv_heads)
+    for_attention = rest + (0 if "projections" in trainer.kept else inputs)
+    dense = _dense_width(model, layer)
+    if dense:
+        named["projections"] += c * 2 * dense * copies("feed_forward") + narrow("feed_forward", 3)
+        unread["projections"] += c * hidden
+        # Without the compiler silu's output stays too.
+        rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
+    rest += c * hidden * (reads_input("feed_forward") or not dense)
+    if is_sparse(model, layer):
+        moe = model.moe
+        top_k, inner = moe.num_experts_per_token, moe.expert_intermediate_size
+        named["projections"] += 4 * moe.num_experts
+        named["experts"] = c * top_k * 2 * inner + narrow("experts", 2 * top_k)
+        unread["experts"] = c * top_k * hidden
+        rest += c * top_k * (hidden + inner) * reads_input("experts") + 20 * top_k + 8
+        rest += 4 * moe.num_experts * (not trainer.compile)
+    return _Results(named, unread, rest, for_attention)
+
+
+def _dense_width(model: Model, layer: int) -> int:
+    """Return F: the dense feed-forward's width, or that of the shared experts in a mixture."""
+    if not is_sparse(model, layer):
+        return model.intermediate_size
+    return model.moe.num_shared_experts * model.moe.expert_intermediate_size
+
+
+def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
+    """Return the temporary bytes of attention's backward pass and of the feed-forward's.
+
+    - attention: its gradients and float32 sums of the queries': c·(3h + 2g) + 4·h
+    - dense feed-forward: c·(3F + D)
+    - mixture, besides: gradients of rows (c·K·D, thrice under ep) and between products (c·K·I in
+      one graph, else thrice). Recomputed experts with adapters repeat their down projection (c·K·D).
+    """
+    c = dtype_bytes(trainer.compute_dtype)
+    h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = c * (3 * h + 2 * g) + 4 * h
+    feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
+    if not is_sparse(model, layer):
+        return attention, feed_forward
+    moe, lora_spec = model.moe, trainer.lora
+    rows = 1 if trainer.mesh.ep == 1 else 3  # exchanged rows have copies in both orders
+    has_adapters = lora_spec is not None and "experts" in lora_spec.targets
+    is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"
+    if has_adapters and is_checkpointed and "experts" not in trainer.kept:
+        rows += 1
+    between = 1 if is_one_graph(trainer, model) else 3
+    per_slot = rows * model.hidden_size + between * moe.expert_intermediate_size
+    return attention, feed_forward + c * moe.num_experts_per_token * per_slot
+
+
+@dataclass(frozen=True)
+class UnitParameters:
+    """Numbers of parameters of an FSDP unit; `adapted`: frozen ones with adapters."""
 
     trained: int = 0
     frozen: int = 0
@@ -19,35 +174,42 @@ class Unit:
     frozen_experts: int = 0
     adapted: int = 0
 
-    def whole(self, ep: int) -> int:
-        """What one rank holds of this unit once it is gathered: all, but its share alone of experts that are spread over `ep` ranks."""
-        experts = self.trained_experts + self.frozen_experts
-        return self.trained + self.frozen - experts + experts // ep
+    @property
+    def total(self) -> int:
+        return self.trained + self.frozen
 
-    def whole_trained(self, ep: int) -> int:
+    def gathered(self, ep: int) -> int:
+        """Return what one rank holds when gathered: all but the experts of other ep ranks."""
+        experts = self.trained_experts + self.frozen_experts
+        return self.total - experts + experts // ep
+
+    def gathered_trained(self, ep: int) -> int:
         return self.trained - self.trained_experts + self.trained_experts // ep
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Units in the order of the forward pass. With tied embeddings, `before` and `after` have none and `root` has what they would.
+class ParameterCounts:
+    """FSDP units in forward order. With tied embeddings `root` has the parameters of both ends.
 
-    `largest_in_a_layer`: parameters of the largest weight there that is trained, a stack of experts being one.
+    `largest_in_a_layer`: parameters of the largest trained weight, such as a stack of experts.
     """
 
-    before: Unit
-    layers: tuple[Unit, ...]
-    after: Unit
-    root: Unit
+    before: UnitParameters
+    layers: tuple[UnitParameters, ...]
+    after: UnitParameters
+    root: UnitParameters
     largest_in_a_layer: int
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[UnitParameters, ...]:
         return self.before, *self.layers, self.after, self.root
 
 
-def sizes(model: Model, adapters: Lora | None) -> Sizes:
-    """Raises OrreryError where the network cannot be built here, as one of transformers without transformers."""
+def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
+    """Count on the manifest's network, built without storage.
+
+    Raise OrreryError if it cannot be built here, such as one of transformers without transformers.
+    """
     network = build(model, torch.float32, "meta")
     if adapters is not None:
         lora.adapt(network, adapters, torch.float32)
@@ -55,17 +217,17 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
     adapted = {id(network.get_parameter(name)) for name, _ in lora.adapters(network)}
     counted: set[int] = set()
 
-    def count(modules: list[nn.Module]) -> Unit:
+    def count(modules: list[nn.Module]) -> UnitParameters:
         found = {"trained": 0, "frozen": 0, "trained_experts": 0, "frozen_experts": 0, "adapted": 0}
-        for module in modules:
-            for weight in module.parameters():
-                if id(weight) not in counted:
-                    counted.add(id(weight))
-                    kind = "trained" if weight.requires_grad else "frozen"
-                    found[kind] += weight.numel()
-                    found[f"{kind}_experts"] += weight.numel() if id(weight) in experts else 0
-                    found["adapted"] += weight.numel() if id(weight) in adapted else 0
-        return Unit(**found)
+        for weight in (weight for module in modules for weight in module.parameters()):
+            if id(weight) in counted:
+                continue
+            counted.add(id(weight))
+            kind = "trained" if weight.requires_grad else "frozen"
+            found[kind] += weight.numel()
+            found[f"{kind}_experts"] += weight.numel() if id(weight) in experts else 0
+            found["adapted"] += weight.numel() if id(weight) in adapted else 0
+        return UnitParameters(**found)
 
     layers = list(network.layers)
     groups = fsdp_units(network)
@@ -73,13 +235,6 @@ def sizes(model: Model, adapters: Lora | None) -> Sizes:
     before = count([module for unit in groups[:first] for module in unit])
     middle = tuple(count(groups[first + index]) for index in range(len(layers)))
     after = count([module for unit in groups[first + len(layers) :] for module in unit])
-    largest = max(
-        (
-            weight.numel()
-            for layer in layers
-            for weight in layer.parameters()
-            if weight.requires_grad
-        ),
-        default=0,
-    )
-    return Sizes(before, middle, after, count([network]), largest)
+    in_layers = (weight for layer in layers for weight in layer.parameters())
+    largest = max((weight.numel() for weight in in_layers if weight.requires_grad), default=0)
+    return ParameterCounts(before, middle, after, count([network]), largest)

@@ -1,9 +1,9 @@
-"""What stands between gradients and the optimizer: global norm, clipping, and naming what is not finite.
+"""Global gradient norm, clipping, and the search for values that are not finite.
 
-- Gradients are summed over ranks before they get here (`parallel/fsdp.py`); the norm is of the whole gradient, each shard counted once.
-- Which ranks hold other parts of a weight is read from the weight itself: the axes of its own mesh that shard it. So the same lines serve
-  weights on the FSDP mesh, experts on theirs, replicas, and weights that nobody shards.
-- Local shards alone are read: no gradient is ever gathered, and a norm is a few kernels and a scalar a mesh axis on the wire.
+- Gradients are already summed over ranks (`parallel/fsdp.py`). Each shard counts once in the norm.
+- A weight's own mesh says which ranks hold its other shards. So the same code serves FSDP weights,
+  experts, replicas and unsharded weights.
+- Only local shards are read. A norm costs a few kernels and one scalar all-reduce a mesh axis.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from orrery.trainer.parallel.world import World
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
-    """Axes of the weight's mesh that shard it, each with the dimension that it cuts (FSDP over expert parallel cuts strided)."""
+    """Return the mesh axes that shard `weight`, each with the tensor dimension that it cuts."""
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim
+        axis: placement.dim  # of a Shard, or a strided one (FSDP over expert parallel)
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -31,29 +31,29 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """L2 norm of the whole gradient, float32 scalar on the ranks' device, the same on every rank.
+    """Return the L2 norm of the whole gradient: float32 scalar on the device, equal on all ranks.
 
-    Squares are added in float64, once for all weights that are sharded alike. A weight without gradient counts as zero, but its kind of
-    sharding still takes part in the sums over ranks: another rank may have one.
+    Squares are summed in float64. Weights without a gradient count as zero, but still take part in
+    the all-reduces, because another rank may have a gradient.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad:
             mesh = weight.device_mesh if isinstance(weight, DTensor) else None
             axes = tuple(sharding_axes(weight))
-            parts = alike.setdefault((mesh, axes) if axes else (None, ()), [])
+            shards = alike.setdefault((mesh, axes) if axes else (None, ()), [])
             if weight.grad is not None and local_tensor(weight.grad).numel():
-                parts.append(local_tensor(weight.grad))
+                shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for (mesh, axes), parts in alike.items():
-        # Of CPU-offloaded gradients the squares are made on the CPU; what travels is on the ranks' device, as nccl wants it.
-        square = _sum_of_squares(parts).to(world.device) if parts else torch.zeros_like(total)
+    for (mesh, axes), shards in alike.items():
+        # Sums of CPU-offloaded gradients move to the device, because nccl needs them there.
+        square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Each replica has added in an order of its own; one number for all, or their weights would come apart bit by bit.
+        # Replicas sum in different orders. Without one common number their weights would diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -71,32 +71,26 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(norm: Tensor, max_norm: float) -> Tensor:
-    """What `Optimizer.step` divides gradients by so that their norm is at most `max_norm`: at least 1, decided without a sync."""
+    """Return `Optimizer.step`'s divisor (1 or more) that clips to `max_norm`, without a sync."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Position of the last tensor with a NaN or an infinity in this rank's part, or −1. One pass over memory, and one sync a device."""
+    """Return the position of the last tensor whose local part has a NaN or infinity, or −1.
+
+    It costs one pass over memory and one sync a device.
+    """
     positions: dict[torch.device, list[int]] = {}
-    ends: dict[
-        torch.device, list[Tensor]
-    ] = {}  # the least and the greatest value of each; a NaN is both
+    extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum; a NaN is both
     for position, tensor in enumerate(tensors):
         if tensor is not None and (part := local_tensor(tensor)).numel():
             positions.setdefault(part.device, []).append(position)
-            ends.setdefault(part.device, []).extend(torch.aminmax(part))
+            extremes.setdefault(part.device, []).extend(torch.aminmax(part))
     last = -1
-    for device, found in ends.items():
-        finite = torch.stack(found).isfinite().view(-1, 2).all(1).tolist()
-        last = max(
-            [
-                last,
-                *(
-                    position
-                    for position, is_finite in zip(positions[device], finite, strict=True)
-                    if not is_finite
-                ),
-            ]
-        )
+    for device, found in extremes.items():
+        are_finite = torch.stack(found).isfinite().view(-1, 2).all(1).tolist()
+        for position, is_finite in zip(positions[device], are_finite, strict=True):
+            if not is_finite:
+                last = max(last, position)
     return last

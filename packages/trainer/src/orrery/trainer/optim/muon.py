@@ -1,103 +1,309 @@
-"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): the blocks' matrices move along their orthogonalised momentum.
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of blocks.
 
-    m ← momentum · m + (1 − momentum) · g;   u = m, or with Nesterov's look-ahead momentum · m + (1 − momentum) · g
+    m ← momentum · m + (1 − momentum) · g;   u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-- The factor gives updates the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982, equation 4).
-- `orthogonal` wants whole matrices: `whole_matrices.py` brings shards together. Its input is in bfloat16 on CUDA, float32 on CPU.
-- A stack of experts is a matrix an expert, and a fused `gate_up_proj` is two: gate and up, one above the other. So is `b` of its adapter,
-  whose rows are those of the weight; its `a` is one. Stacks of transformers' networks (`body`) are a matrix an expert always: gate and up
-  are side by side there, or take turns.
-- Embedding, LM head, routers, norms, biases and convolutions are `rest`'s, an AdamW. What is a matrix of a block is told by its name.
-- Every rank that shares a weight must have a gradient of it, or none: they meet in collectives.
+- The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+- A stack of experts is one matrix an expert. A fused `gate_up_proj`, or `b` of its adapter, is two,
+  one above the other. Not so in transformers networks (`body`), which interleave gate and up.
+- Embedding, LM head, routers, norms, biases and convolutions use AdamW (`rest`).
+- Either all ranks that share a weight have a gradient of it or none: `orthogonalize` is collective.
+- B matrices of a stack · M rows · N columns
 """
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from orrery.manifest.schema import Muon
-from orrery.trainer.optim import adamw
-from orrery.trainer.optim.optimizer import Group, Piece, is_bias
-from orrery.trainer.optim.whole_matrices import Matrices, orthogonalize
+from orrery.trainer.optim.elementwise import adamw_groups
+from orrery.trainer.optim.gradient import sharding_axes
+from orrery.trainer.optim.optimizer import ParamGroup, WeightPart, is_bias
 
 RMS = 0.2
-FUSED = re.compile(
-    r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$"
-)  # the latter: stacked experts, their adapter
-NO_MATRICES = (
-    "gate",
-    "router",
-    "conv",
-    "conv1d",
-    "conv_1d",
-    "A_log",
-)  # the last: a row of rates for each channel of Mamba
+# The second alternative: stacked experts and their adapter.
+FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
+# `A_log` has a row of rates for each channel of Mamba.
+NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
+# Of the odd quintics that keep singular values near one, the steepest at zero.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPSILON = 1e-7
+BATCH_VALUES = 1 << 27  # values orthogonalized at a time; bounds the temporary memory
 
 
 class MuonRule:
     keys: tuple[str, ...] = ("momentum",)
-    counts = False
-    whole = True
+    counts_steps = False
+    needs_whole_shards = True
 
     def __init__(self, spec: Muon, fused: set[nn.Parameter]):
         """`fused`: the weights that hold two matrices, one above the other."""
         self.spec, self.fused = spec, fused
 
     def update(
-        self, pieces: list[Piece], lr: float, weight_decay: float, divisor: Tensor | None
+        self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        directions = self._directions([piece for piece in pieces if piece.weight.numel()], divisor)
-        matrices = [
-            Matrices(
-                piece.source,
-                directions.get(piece.source, piece.gradient),
-                2 if piece.source in self.fused else 1,
-            )
-            for piece in pieces
-        ]
-        updates = orthogonalize(matrices, self.spec.num_newton_schulz_steps)
-        for piece, one, update in zip(pieces, matrices, updates, strict=True):
-            piece.weight.mul_(1.0 - lr * weight_decay)
-            piece.weight.add_(update, alpha=-lr * RMS * math.sqrt(max(one.rows, one.columns)))
+        directions = self._directions([part for part in parts if part.weight.numel()], divisor)
+        shards = []
+        for part in parts:
+            direction = directions.get(part.source, part.gradient)
+            num_fused = 2 if part.source in self.fused else 1
+            shards.append(MatrixShard(part.source, direction, num_fused))
+        updates = orthogonalize(shards, self.spec.num_newton_schulz_steps)
+        for part, shard, update in zip(parts, shards, updates, strict=True):
+            part.weight.mul_(1.0 - lr * weight_decay)
+            part.weight.add_(update, alpha=-lr * RMS * math.sqrt(max(shard.rows, shard.columns)))
 
     def _directions(
-        self, pieces: list[Piece], divisor: Tensor | None
+        self, parts: list[WeightPart], divisor: Tensor | None
     ) -> dict[nn.Parameter, Tensor]:
-        if not pieces:
+        if not parts:
             return {}
-        gradients, momenta = (
-            [piece.gradient for piece in pieces],
-            [piece.state["momentum"] for piece in pieces],
-        )
+        gradients = [part.gradient for part in parts]
+        directions = momenta = [part.state["momentum"] for part in parts]
         if divisor is not None:
             torch._foreach_div_(gradients, divisor)
         torch._foreach_lerp_(momenta, gradients, 1.0 - self.spec.momentum)
         if self.spec.nesterov:
             torch._foreach_lerp_(gradients, momenta, self.spec.momentum)
-        return dict(
-            zip(
-                [piece.source for piece in pieces],
-                gradients if self.spec.nesterov else momenta,
-                strict=True,
-            )
-        )
+            directions = gradients
+        return dict(zip([part.source for part in parts], directions, strict=True))
 
 
 def is_block_matrix(name: str, weight: Tensor) -> bool:
-    """Whether `name` is a matrix (or a stack) inside one of a list of blocks, and none of `NO_MATRICES` or of stacked biases."""
+    """Return whether the weight is a matrix, or a stack of matrices, inside a block."""
     owner = name.removesuffix(".weight").rpartition(".")[2]
     inside = re.search(r"\.\d+\.", name) is not None
-    return weight.ndim in (2, 3) and inside and owner not in NO_MATRICES and not is_bias(name)
+    return weight.ndim in (2, 3) and inside and owner not in NOT_MATRICES and not is_bias(name)
 
 
-def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[Group]:
+def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {weight for name, weight in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
     return [
-        Group(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
-        *adamw.groups(spec.rest, rest),
+        ParamGroup(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
+        *adamw_groups(spec.rest, rest),
     ]
+
+
+@dataclass(frozen=True)
+class MatrixShard:
+    """This rank's shard of a direction [M, N] or [B, M, N], as its weight `source` is sharded.
+
+    Each matrix is `num_fused` matrices, one above the other.
+    """
+
+    source: nn.Parameter
+    shard: Tensor
+    num_fused: int
+
+    @property
+    def rows(self) -> int:
+        return self.source.shape[-2] // self.num_fused
+
+    @property
+    def columns(self) -> int:
+        return self.source.shape[-1]
+
+    @cached_property
+    def split(self) -> tuple[DeviceMesh, int, int] | None:
+        """(mesh, axis, dim) if ranks along the axis hold parts of matrices along dim 0 or 1.
+
+        None if every matrix is whole on its rank, as unsharded weights and stacks of experts are.
+        """
+        first = self.source.ndim - 2
+        axes = {
+            axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first
+        }
+        if not axes:
+            return None
+        if len(axes) > 1:
+            raise NotImplementedError(
+                f"Muon: matrices cut along {len(axes)} mesh axes ({self.source.placements}) "
+                "are not put together here"
+            )
+        assert isinstance(self.source, DTensor)
+        [(axis, dim)] = axes.items()
+        return self.source.device_mesh, axis, dim
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compute on: the mesh's, even if the weight is offloaded to the CPU."""
+        if isinstance(self.source, DTensor):
+            return torch.device(self.source.device_mesh.device_type)
+        return self.shard.device
+
+
+def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
+    """Return approximately the nearest semi-orthogonal matrices, computed in `dtype`.
+
+    Their singular values are between about 0.7 and 1.2.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x_BMN.shape[-2] > x_BMN.shape[-1]
+    x = (x_BMN.mT if tall else x_BMN).to(dtype)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
+    """Return this rank's shard of each orthogonalized weight, shaped like `shard`.
+
+    Collective for split matrices, which must be the same on every rank. Computes in bfloat16 on
+    CUDA and in the shard's dtype on CPU.
+    """
+    found: dict[int, Tensor] = {}
+    together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
+    for index, one in enumerate(shards):
+        together.setdefault(one.split and one.split[:2], []).append(index)
+    for axis, indices in together.items():
+        some = [shards[index] for index in indices]
+        dtype = torch.bfloat16 if some[0].device.type == "cuda" else some[0].shard.dtype
+        stacks = [_stack(one).to(one.device, dtype) for one in some]
+        if axis is None:
+            done = _orthogonalize_whole(stacks, [one.num_fused for one in some], num_steps)
+        else:
+            done = _orthogonalize_split(stacks, some, *axis, num_steps)
+        for index, one, stack in zip(indices, some, done, strict=True):
+            found[index] = stack.view(one.shard.shape).to(one.shard.device)
+    return [found[index] for index in range(len(shards))]
+
+
+def _stack(one: MatrixShard) -> Tensor:
+    return one.shard if one.source.ndim == 3 else one.shard.unsqueeze(0)
+
+
+def _orthogonalize_whole(
+    stacks: list[Tensor], num_fused: list[int], num_steps: int
+) -> list[Tensor]:
+    """Orthogonalize stacks [B, num_fused · M, N] of one dtype, equal shapes as one batch."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, (stack, num) in enumerate(zip(stacks, num_fused, strict=True)):
+        alike.setdefault((stack.shape[-2] // num, stack.shape[-1]), []).append(index)
+    done = list(stacks)
+    for (rows, columns), indices in alike.items():
+        batch_BMN = torch.cat([stacks[index].reshape(-1, rows, columns) for index in indices])
+        for chunk_BMN in batch_BMN.split(max(BATCH_VALUES // (rows * columns), 1)):
+            if len(chunk_BMN):
+                chunk_BMN.copy_(newton_schulz(chunk_BMN, num_steps, chunk_BMN.dtype))
+        counts = [len(stacks[index]) * num_fused[index] for index in indices]
+        for index, part in zip(indices, batch_BMN.split(counts), strict=True):
+            done[index] = part.reshape(stacks[index].shape)
+    return done
+
+
+@dataclass(frozen=True)
+class _SplitMatrix:
+    """Matrix `position` of stack `stack`, of which each rank holds a part along `dim`."""
+
+    stack: int
+    position: int
+    shape: tuple[int, int]
+    dim: int
+    bounds: tuple[int, ...]  # rank r holds bounds[r] to bounds[r + 1] along `dim`
+    num_fused: int
+
+    def size(self, rank: int) -> int:
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def part_shape(self, rank: int) -> tuple[int, int]:
+        size = self.size(rank)
+        return (size, self.shape[1]) if self.dim == 0 else (self.shape[0], size)
+
+    def part_numel(self, rank: int) -> int:
+        return math.prod(self.part_shape(rank))
+
+    @property
+    def cost(self) -> int:
+        return math.prod(self.shape) * min(self.shape)
+
+
+def _orthogonalize_split(
+    stacks: list[Tensor], shards: list[MatrixShard], mesh: DeviceMesh, axis: int, num_steps: int
+) -> list[Tensor]:
+    """Take stacks of parts [B, M or less, N or less]; return the same parts, orthogonalized.
+
+    One all-to-all sends the parts of each matrix to its owner, another sends the results back.
+    Dion (Ahn et al. 2025, arXiv 2504.05295) distributes Muon in this way.
+    """
+    group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
+    ranks = range(num_ranks)
+    assigned = _assign(_split_matrices(stacks, shards, num_ranks), num_ranks)
+    own, every = assigned[rank], [matrix for matrices in assigned for matrix in matrices]
+
+    sent = torch.cat([stacks[one.stack][one.position].reshape(-1) for one in every])
+    to_owners = [sum(one.part_numel(rank) for one in matrices) for matrices in assigned]
+    to_me = [sum(one.part_numel(sender) for one in own) for sender in ranks]
+    arrived = _exchange(sent, to_owners, to_me, group)
+    # Parts arrive by sender, and from each sender in the order of `own`.
+    parts = iter(arrived.split([one.part_numel(sender) for sender in ranks for one in own]))
+    by_sender = [[next(parts).view(one.part_shape(sender)) for one in own] for sender in ranks]
+    whole = [
+        torch.cat(of_one, one.dim).unsqueeze(0)
+        for one, of_one in zip(own, zip(*by_sender, strict=True), strict=True)
+    ]
+
+    whole = _orthogonalize_whole(whole, [one.num_fused for one in own], num_steps)
+
+    back = [
+        matrix[0].narrow(one.dim, one.bounds[to], one.size(to)).reshape(-1)
+        for to in ranks
+        for one, matrix in zip(own, whole, strict=True)
+    ]
+    arrived = _exchange(torch.cat(back) if back else sent[:0], to_me, to_owners, group)
+    done = [torch.empty_like(stack, memory_format=torch.contiguous_format) for stack in stacks]
+    results = arrived.split([one.part_numel(rank) for one in every])
+    for one, part in zip(every, results, strict=True):
+        done[one.stack][one.position] = part.view(one.part_shape(rank))
+    return done
+
+
+def _split_matrices(
+    stacks: list[Tensor], shards: list[MatrixShard], num_ranks: int
+) -> list[_SplitMatrix]:
+    found = []
+    for index, one in enumerate(shards):
+        assert one.split is not None
+        dim = one.split[2]
+        shape = (one.rows * one.num_fused, one.columns)
+        bounds = _bounds(one.source.shape[dim - 2], num_ranks)
+        for position in range(len(stacks[index])):
+            found.append(_SplitMatrix(index, position, shape, dim, bounds, one.num_fused))
+    return found
+
+
+def _exchange(
+    sent: Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    arrived = sent.new_empty(sum(from_each))
+    dist.all_to_all_single(arrived, sent, from_each, to_each, group=group)
+    return arrived
+
+
+def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
+    """Return where DTensor's Shard cuts `size`: as `torch.chunk`, so later ranks may be empty."""
+    step = -(-size // num_ranks)
+    return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
+
+
+def _assign(matrices: list[_SplitMatrix], num_ranks: int) -> list[list[_SplitMatrix]]:
+    """Return each rank's matrices, even in work. Every rank computes the same result."""
+    loads = [0] * num_ranks
+    assigned: list[list[_SplitMatrix]] = [[] for _ in range(num_ranks)]
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
+        owner = loads.index(min(loads))
+        loads[owner] += matrix.cost
+        assigned[owner].append(matrix)
+    return assigned

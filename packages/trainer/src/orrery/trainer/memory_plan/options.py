@@ -1,0 +1,263 @@
+"""Memory options: manifest changes that free device memory, cheapest first, and which to choose.
+
+- An option frees the difference of two plans' peaks. It frees nothing if it acts on another moment
+  than the fullest.
+- `choose_options` prefers one option on the same devices, then several, then host memory for all
+  state (tier 1), then more devices (tier 2).
+- Options that need more host memory than a node's ranks have are not chosen.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
+from orrery.trainer.memory_plan.plan import MemoryPlan, Workload, plan_memory
+from orrery.trainer.memory_plan.sizes import ParameterCounts, is_sparse
+
+CHUNKS = (4096, 1024, 256)  # rows of logits; with fewer, products are slow
+KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
+    ("attention", "projections", "experts"),
+    ("attention", "projections"),
+    ("attention",),
+)
+HOST_LINK_BYTES_PER_S = 50e9  # pinned copies over PCIe 5
+WORTH_BYTES = 64 << 20  # a smaller gain is not worth a change
+
+
+@dataclass(frozen=True)
+class MemoryOption:
+    """One field's change, with the trainer and workload that follow from it."""
+
+    field: str
+    value: Any
+    instead_of: Any
+    cost: str
+    trainer: Trainer
+    load: Workload
+    place: str = "the manifest's memory axis"  # where its author finds the field
+    tier: int = 0  # 1: all state in host memory; 2: more devices
+
+    def __str__(self) -> str:
+        return (
+            f"{self.field}: {format_value(self.value)} instead of {format_value(self.instead_of)}"
+        )
+
+
+@dataclass(frozen=True)
+class ChosenOptions:
+    """Options to apply together, and the bytes that they free on each rank."""
+
+    options: tuple[MemoryOption, ...]
+    freed_bytes: int
+    is_enough: bool
+
+
+def memory_options(
+    model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
+) -> Iterator[MemoryOption]:
+    """Yield the options that the trainer, whose plan is `before`, has not applied, by cost."""
+    yield from _head_options(trainer, load)
+    yield from _fsdp_options(trainer, load)
+    for kind, cost in _checkpointing(model, trainer):
+        yield _change(trainer, load, "memory", "activation_checkpointing", kind, cost)
+    yield from _offload_options(model, trainer, load, before)
+    yield from _mesh_options(model, trainer, load)
+
+
+def choose_options(
+    model: Model,
+    trainer: Trainer,
+    load: Workload,
+    device_bytes: int,
+    needed_bytes: int,
+    counted: ParameterCounts,
+    host_bytes: int = sys.maxsize,
+) -> ChosenOptions:
+    """Return the cheapest option that frees `needed_bytes`, else the most effective together.
+
+    `host_bytes`: host memory that a rank may use beside its present use.
+    """
+    base = plan_memory(model, trainer, load, device_bytes, counted)
+
+    def freed(option: MemoryOption) -> int:
+        after = plan_memory(model, option.trainer, option.load, device_bytes, counted)
+        fits = after.host_bytes - base.host_bytes <= max(0, host_bytes)
+        return base.peak_bytes - after.peak_bytes if fits else -sys.maxsize
+
+    best = ChosenOptions((), 0, False)
+    for tier in (0, 1, 2):
+        for option in memory_options(model, trainer, load, base):
+            if option.tier == tier and (num_bytes := freed(option)) >= needed_bytes:
+                return ChosenOptions((option,), num_bytes, True)
+        together = _combine(model, trainer, load, base, needed_bytes, freed, tier)
+        if together.is_enough:
+            return together
+        best = max(best, together, key=lambda chosen: chosen.freed_bytes)
+    return best
+
+
+def _combine(
+    model: Model,
+    trainer: Trainer,
+    load: Workload,
+    before: MemoryPlan,
+    needed_bytes: int,
+    freed: Callable[[MemoryOption], int],
+    max_tier: int,
+) -> ChosenOptions:
+    """Add the most effective option until they are enough; one option a field."""
+    applied: dict[str, MemoryOption] = {}
+    total = 0
+    while total < needed_bytes:
+        options = memory_options(model, trainer, load, before)
+        candidates = [option for option in options if option.tier <= max_tier]
+        best = max(candidates, key=freed, default=None)
+        if best is None or freed(best) < total + WORTH_BYTES:
+            break
+        total, trainer, load = freed(best), best.trainer, best.load
+        first = applied.pop(best.field, best)
+        applied[best.field] = replace(best, instead_of=first.instead_of)
+        if best.tier == 2:  # adding devices would never end
+            break
+    return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
+
+
+def _change(
+    trainer: Trainer,
+    load: Workload,
+    section: str,
+    field: str,
+    value: Any,
+    cost: str,
+    tier: int = 0,
+) -> MemoryOption:
+    old = getattr(trainer, section)
+    changed = trainer.model_copy(update={section: old.model_copy(update={field: value})})
+    name, instead_of = f"trainer.{section}.{field}", getattr(old, field)
+    place = f"the manifest's {'hardware' if section == 'mesh' else 'memory'} axis"
+    return MemoryOption(name, value, instead_of, cost, changed, load, place, tier)
+
+
+def _head_options(trainer: Trainer, load: Workload) -> Iterator[MemoryOption]:
+    memory = trainer.memory
+    chunk = memory.lm_head_chunk_tokens
+    for smaller in CHUNKS:
+        if chunk == "auto" or smaller < chunk:
+            cost = "smaller products of the LM head"
+            yield _change(trainer, load, "memory", "lm_head_chunk_tokens", smaller, cost)
+    if memory.lm_head_keeps_logits:
+        cost = "one more product of the LM head in the backward pass"
+        yield _change(trainer, load, "memory", "lm_head_keeps_logits", False, cost)
+
+
+def _fsdp_options(trainer: Trainer, load: Workload) -> Iterator[MemoryOption]:
+    if load.tokens > load.document_tokens:
+        tokens = max(load.document_tokens, load.tokens // 2)
+        cost = "more micro-batches, and weights are gathered for each"
+        one = _change(trainer, load, "memory", "max_tokens_per_micro_batch", tokens, cost)
+        micro_batches = -(-load.micro_batches * load.tokens // tokens)
+        smaller_load = replace(load, tokens=tokens, micro_batches=micro_batches)
+        yield replace(one, instead_of=load.tokens, load=smaller_load)
+    if trainer.fsdp.reduce_gradients == "step" and load.micro_batches > 1:
+        cost = "gradients travel after every micro-batch"
+        yield _change(trainer, load, "fsdp", "reduce_gradients", "micro_batch", cost)
+    if not trainer.fsdp.reshard_after_forward:
+        cost = "weights are gathered again for the backward pass"
+        yield _change(trainer, load, "fsdp", "reshard_after_forward", True, cost)
+
+
+def _offload_options(
+    model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
+) -> Iterator[MemoryOption]:
+    memory = trainer.memory
+
+    def transfers(category: str, times: int) -> str:
+        num_bytes = max(moment[category] for moment in before.moments.values())
+        return f", {times * num_bytes / HOST_LINK_BYTES_PER_S:.1f} s in all"
+
+    if not memory.activation_offload and model.num_layers > 2:
+        cost = (
+            f"activations cross to the host and back{transfers('activations', 2)} "
+            "for each micro-batch, beside the blocks"
+        )
+        yield _change(trainer, load, "memory", "activation_offload", True, cost)
+    if not memory.optimizer_offload and not trainer.fsdp.cpu_offload:
+        cost = (
+            f"states cross to the host and back{transfers('optimizer state', 1)} "
+            "once a step, both ways at once, after the backward pass"
+        )
+        yield _change(trainer, load, "memory", "optimizer_offload", True, cost)
+
+
+def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[MemoryOption]:
+    memory, mesh, moe = trainer.memory, trainer.mesh, model.moe
+    if mesh.dp_shard % 2 == 0 and _can_split_attention(model, trainer, 2 * mesh.cp):
+        cost = (
+            "attention's tokens travel between ranks, "
+            "and half as many documents are trained at a time"
+        )
+        one = _change(trainer, load, "mesh", "cp", 2 * mesh.cp, cost)
+        half = one.trainer.mesh.model_copy(update={"dp_shard": mesh.dp_shard // 2})
+        changed = one.trainer.model_copy(update={"mesh": half})
+        field = f"trainer.mesh.dp_shard: {half.dp_shard} and trainer.mesh.cp"
+        # The same step on half as many data ranks.
+        twice = replace(load, micro_batches=2 * load.micro_batches)
+        yield replace(one, field=field, trainer=changed, load=twice)
+    if moe is not None:
+        cost = "tokens travel to their experts, and the host waits once a layer"
+        for ep in (2 * mesh.ep, 4 * mesh.ep, 8 * mesh.ep):
+            if (mesh.dp_shard * mesh.cp) % ep == 0 and moe.num_experts % ep == 0:
+                yield _change(trainer, load, "mesh", "ep", ep, cost)
+    if not trainer.fsdp.cpu_offload and mesh.world_size > 1:
+        cost = (
+            "weights come over PCIe for each pass, and the optimizer steps on the processor: "
+            "many times slower"
+        )
+        if memory.optimizer_offload:
+            field = "trainer.memory.optimizer_offload"
+            cost += f"; {field} has no more to move then: set it to false"
+        one = _change(trainer, load, "fsdp", "cpu_offload", True, cost, tier=1)
+        kept = memory.model_copy(update={"optimizer_offload": False})
+        yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
+    one = _change(trainer, load, "mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", tier=2)
+    # The same step on twice as many data ranks.
+    yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))
+
+
+def _checkpointing(
+    model: Model, trainer: Trainer
+) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
+    """Yield the kinds that keep less than the present kind, with their costs."""
+    now = trainer.memory.activation_checkpointing
+    if now.kind == "full":
+        return
+    has_experts = any(is_sparse(model, layer) for layer in range(model.num_layers))
+    elementwise = "elementwise work of a block is done twice, its products once"
+    costs = {
+        3: elementwise,
+        2: "products of experts are made again" if has_experts else elementwise,
+        1: "all products of a block are made again",
+    }
+    held = set(now.keep) if now.kind == "selective" else set(KEPT[0])
+    for keep in KEPT:
+        is_less = set(keep) < held or (now.kind == "none" and set(keep) == held)
+        if is_less and (has_experts or "experts" not in keep):
+            yield SelectiveCheckpointing(kind="selective", keep=keep), costs[len(keep)]
+    cost = "blocks run again whole, attention too: about a third more work"
+    yield FullCheckpointing(kind="full"), cost
+
+
+def _can_split_attention(model: Model, trainer: Trainer, cp: int) -> bool:
+    heads, groups = model.num_heads, model.num_kv_heads
+    divides = heads % cp == 0 and (groups % cp == 0 or cp % groups == 0)
+    return model.family != "hugging_face" and (trainer.mesh.cp_style == "ring" or divides)
+
+
+def format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Record):
+        return str(value.model_dump(mode="json"))
+    return repr(value) if isinstance(value, str) else str(value)
