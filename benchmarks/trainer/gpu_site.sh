@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fetch torchtitan and what it needs beside torch into .whl_titan/, for rows with `--peer` on a GPU host without network (session.sh).
+# Download torchtitan and its dependencies without torch to .whl_titan/, for `--peer` rows on a
+# GPU host without network (session.sh).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -19,22 +19,28 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
 from orrery.models.flops import model_flops
 from orrery.trainer import host_memory
-from orrery.trainer.bench import clocks, phases, report, start
+from orrery.trainer.bench import __main__ as bench_main
 from orrery.trainer.bench import rank as bench_rank
+from orrery.trainer.bench import report
 from orrery.trainer.bench.__main__ import (
+    as_arguments,
     check_devices,
-    chosen,
-    find,
+    find_manifest,
     float32_bytes,
     measure,
     parser,
-    words,
+    resolve_options,
 )
-from orrery.trainer.bench.batches import balanced_experts, micro_batches
-from orrery.trainer.bench.expected import RATES, expected
-from orrery.trainer.bench.host_copies import host_copies
-from orrery.trainer.bench.request import Options, described, request
-from orrery.trainer.bench.rows import ROWS
+from orrery.trainer.bench.rank import KINDS, divide_step, host_copies, kind_of
+from orrery.trainer.bench.report import RATES, expected
+from orrery.trainer.bench.request import (
+    ROWS,
+    Options,
+    balanced_experts,
+    given_options,
+    make_request,
+    micro_batches,
+)
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
 
@@ -43,7 +49,7 @@ MOE = {**trainer_cases.MOE, "num_experts": 8}
 
 
 def test_fewer_devices_shrink_the_shards_and_the_experts_with_them_and_are_named():
-    asked = request(
+    asked = make_request(
         manifest(mesh={"dp_shard": 4, "cp": 2, "ep": 8}, model={"family": "qwen3_moe", "moe": MOE}),
         Options(devices=4),
     )
@@ -52,7 +58,7 @@ def test_fewer_devices_shrink_the_shards_and_the_experts_with_them_and_are_named
     with pytest.raises(
         OrreryError, match=r"--devices: 3 is no multiple of dp_replicate·cp = 2; choose from 2, 4"
     ):
-        request(manifest(mesh={"cp": 2}), Options(devices=3))
+        make_request(manifest(mesh={"cp": 2}), Options(devices=3))
 
 
 def test_a_mesh_that_was_asked_for_is_taken_or_refused():
@@ -70,15 +76,15 @@ def test_a_mesh_that_was_asked_for_is_taken_or_refused():
         ),
     ):
         with pytest.raises(OrreryError, match=f"^{sentence}$"):
-            request(spec, Options(mesh=mesh, devices=devices))
+            make_request(spec, Options(mesh=mesh, devices=devices))
         whole = {
             **spec.trainer.mesh.model_dump(mode="json"),
             "dp_shard": devices,
             **json.loads(mesh),
         }
         with pytest.raises(OrreryError, match=f"^{sentence}$"):
-            request(spec, Options(trainer=json.dumps({"mesh": whole}), devices=devices))
-    assert request(spec, Options(mesh='{"cp": 2}', devices=2)).overrides == {
+            make_request(spec, Options(trainer=json.dumps({"mesh": whole}), devices=devices))
+    assert make_request(spec, Options(mesh='{"cp": 2}', devices=2)).overrides == {
         "trainer.mesh.dp_shard": [4, 1],
         "trainer.mesh.cp": [1, 2],
     }
@@ -87,13 +93,13 @@ def test_a_mesh_that_was_asked_for_is_taken_or_refused():
 def test_what_is_named_as_changed_is_what_runs():
     spec = manifest(model={"max_positions": 4096})
     most = spec.trainer.memory.max_tokens_per_micro_batch
-    assert request(spec, Options(document_tokens=999_999)).overrides == {}
-    shorter = request(spec, Options(document_tokens=8))
+    assert make_request(spec, Options(document_tokens=999_999)).overrides == {}
+    shorter = make_request(spec, Options(document_tokens=8))
     assert (shorter.document_tokens, shorter.overrides) == (
         8,
         {"inference.max_model_len_tokens": [min(most, spec.inference.max_model_len_tokens), 8]},
     )
-    twice = request(
+    twice = make_request(
         spec, Options(memory='{"max_tokens_per_micro_batch": 16}', tokens_per_micro_batch=2 * most)
     )
     assert (
@@ -104,7 +110,7 @@ def test_what_is_named_as_changed_is_what_runs():
         {"compile": spec.trainer.compile, "fsdp": spec.trainer.fsdp.model_dump(mode="json")}
     )
     assert (
-        request(
+        make_request(
             spec,
             Options(trainer=same, memory=f'{{"max_tokens_per_micro_batch": {most}}}', loss="sft"),
         ).overrides
@@ -114,8 +120,8 @@ def test_what_is_named_as_changed_is_what_runs():
 
 def test_an_option_that_the_schema_refuses_is_one_sentence():
     with pytest.raises(OrreryError, match=r"--memory: .*activation_offlod"):
-        request(manifest(), Options(memory='{"activation_offlod": true}'))
-    changed = request(manifest(), Options(memory='{"activation_offload": true}'))
+        make_request(manifest(), Options(memory='{"activation_offlod": true}'))
+    changed = make_request(manifest(), Options(memory='{"activation_offload": true}'))
     assert changed.trainer.memory.activation_offload and list(changed.overrides) == [
         "trainer.memory.activation_offload"
     ]
@@ -123,7 +129,7 @@ def test_an_option_that_the_schema_refuses_is_one_sentence():
 
 @pytest.mark.parametrize("lengths", ["fixed", "variable"])
 def test_every_micro_batch_is_full_and_repeats(lengths):
-    asked = request(
+    asked = make_request(
         manifest(),
         Options(lengths=lengths, micro_batches=3, tokens_per_micro_batch=60, document_tokens=16),
     )
@@ -148,7 +154,7 @@ GEMMA = {
 
 
 def test_micro_batches_of_a_model_that_pads_are_full_with_their_padding():
-    asked = request(
+    asked = make_request(
         manifest(model=GEMMA),
         Options(lengths="variable", micro_batches=8, tokens_per_micro_batch=60, document_tokens=16),
     )
@@ -184,7 +190,7 @@ def measured(model, lengths):
         "build_s": 1.0,
     }
     phase = {
-        "by_kind": dict.fromkeys(phases.KINDS, 0.0),
+        "by_kind": dict.fromkeys(KINDS, 0.0),
         "by_pass": {},
         "step_s": 2.0,
         "communication_total_s": 0.0,
@@ -197,7 +203,7 @@ def measured(model, lengths):
         "host_copies": {},
     }
     answer = {"steps": [step], "warmup": [step], **counted, **read}
-    return report.result(request(manifest(model=model), options), [answer], {}, 1.0)
+    return report.result(make_request(manifest(model=model), options), [answer], {}, 1.0)
 
 
 def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
@@ -222,7 +228,9 @@ def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monk
 
 @pytest.mark.parametrize(("loss", "trained"), [("sft", ("cross_entropy",)), ("rl", COMPONENTS)])
 def test_a_loss_trains_its_components_on_every_token_but_the_first_of_a_document(loss, trained):
-    asked = request(manifest(), Options(loss=loss, tokens_per_micro_batch=64, document_tokens=16))
+    asked = make_request(
+        manifest(), Options(loss=loss, tokens_per_micro_batch=64, document_tokens=16)
+    )
     (batch,) = micro_batches(asked, 0, 0)
     assert count_members(batch) == {name: 60 if name in trained else 0 for name in COMPONENTS}
 
@@ -269,7 +277,7 @@ def test_a_step_is_divided_among_what_ran_and_only_what_nothing_hides_is_communi
         _event("kernel", "triton_poi_fused_mm_silu_0", 50, 20, tid=9, correlation=4),
         _event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 70, 5, tid=9, correlation=5),
     ]
-    found = phases.divide(events, "orrery.step")
+    found = divide_step(events, "orrery.step")
     micro = {kind: round(seconds * 1e6, 6) for kind, seconds in found.by_kind.items() if seconds}
     assert micro == {
         "attention": 20,
@@ -305,7 +313,7 @@ def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
         _event("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 10, tid=8, correlation=2),
         _event("kernel", copies, 50, 30, tid=7, correlation=3),
     ]
-    found = phases.divide(events, "orrery.step")
+    found = divide_step(events, "orrery.step")
     micro = {kind: round(seconds * 1e6, 6) for kind, seconds in found.by_kind.items() if seconds}
     assert micro == {"sharding copies": 20, "communication": 10, "optimizer": 30, "idle": 40}
     assert set(found.by_pass["forward"]) == {"sharding copies", "communication"}
@@ -344,7 +352,7 @@ def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
     ],
 )
 def test_a_kernel_is_known_by_its_name_or_by_who_launched_it(name, around, kind):
-    assert phases.kind_of(name, around) == kind
+    assert kind_of(name, around) == kind
 
 
 def test_host_operators_count_the_time_outside_of_others():
@@ -356,7 +364,7 @@ def test_host_operators_count_the_time_outside_of_others():
     ]
     micro = {
         kind: round(seconds * 1e6, 6)
-        for kind, seconds in phases.divide(events, "orrery.step").by_kind.items()
+        for kind, seconds in divide_step(events, "orrery.step").by_kind.items()
         if seconds
     }
     assert micro == {"dense products": 30, "elementwise": 20, "idle": 50}
@@ -364,7 +372,7 @@ def test_host_operators_count_the_time_outside_of_others():
 
 def test_a_run_that_has_a_row_is_measured_as_the_row_is():
     def taken(name, *words):
-        return chosen(name, parser().parse_args([name, *words]))
+        return resolve_options(name, parser().parse_args([name, *words]))
 
     spec = importlib.util.spec_from_file_location(
         "rows", ROOT / "benchmarks" / "trainer" / "rows.py"
@@ -385,8 +393,8 @@ def test_a_run_that_has_a_row_is_measured_as_the_row_is():
     assert taken("qwen3_30b_a3b_16k", "--loss", "rl", "--steps", "4") == (Options(steps=4), {})
     assert taken("reverse_text", "--no-compile") == (Options(compile=False), {})
     every = Options(loss="sft", micro_batches=2, compile=True, mesh='{"ep": 2}', device="cpu")
-    assert chosen(
-        "other", parser().parse_args(["other", *shlex.split(words(described(every)))])
+    assert resolve_options(
+        "other", parser().parse_args(["other", *shlex.split(as_arguments(given_options(every)))])
     ) == (every, {})
 
 
@@ -502,7 +510,7 @@ def test_a_place_that_takes_no_result_is_refused_before_any_rank_starts(
 ):
     path = tmp_path / "manifest.json"
     path.write_text(pretty_json(manifest()))
-    monkeypatch.setattr(start, "run_ranks", lambda *rest: pytest.fail("ranks were started"))
+    monkeypatch.setattr(bench_main, "run_ranks", lambda *rest: pytest.fail("ranks were started"))
     with pytest.raises(OrreryError, match="^" + sentence.format(tmp=tmp_path) + "$"):
         measure(
             parser().parse_args(
@@ -514,7 +522,7 @@ def test_a_place_that_takes_no_result_is_refused_before_any_rank_starts(
 def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, monkeypatch, capsys):
     path, record = tmp_path / "manifest.json", tmp_path / "result.json"
     path.write_text(pretty_json(manifest()))
-    monkeypatch.setattr(start, "run_ranks", lambda *rest: [])
+    monkeypatch.setattr(bench_main, "run_ranks", lambda *rest: [])
     monkeypatch.setattr(report, "result", lambda *rest: {"name": "tiny"})
     monkeypatch.setattr(report, "show", lambda result: print("the table"))
     arguments = parser().parse_args(
@@ -528,7 +536,7 @@ def test_a_trace_that_cannot_be_kept_costs_neither_table_nor_record(tmp_path, mo
 
 
 def test_a_rank_that_runs_out_beside_torchs_allocator_says_so_too(tmp_path, monkeypatch):
-    asked = request(manifest(), Options(device="cpu"))
+    asked = make_request(manifest(), Options(device="cpu"))
     for text in ("Cuda failure 2 'out of memory'", "else"):
 
         def fails(*_, text=text):
@@ -549,14 +557,16 @@ def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
         OrreryError,
         match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1",
     ):
-        check_devices(request(find("qwen3_30b_a3b_16k"), Options(device="cpu")))
-    check_devices(request(find("reverse_text"), Options(device="cpu")))
+        check_devices(make_request(find_manifest("qwen3_30b_a3b_16k"), Options(device="cpu")))
+    check_devices(make_request(find_manifest("reverse_text"), Options(device="cpu")))
 
 
 def test_what_a_cpu_must_hold_follows_the_optimizer():
     def num_bytes(optimizer):
         return float32_bytes(
-            request(manifest(), Options(device="cpu", trainer=json.dumps({"optimizer": optimizer})))
+            make_request(
+                manifest(), Options(device="cpu", trainer=json.dumps({"optimizer": optimizer}))
+            )
         )
 
     plain, momentum = (
@@ -571,7 +581,7 @@ def test_what_a_cpu_must_hold_follows_the_optimizer():
 
 
 def test_a_device_of_unknown_rates_has_no_expected_times():
-    asked = request(find("qwen3_0_6b_16k"), Options(devices=1))
+    asked = make_request(find_manifest("qwen3_0_6b_16k"), Options(devices=1))
     assert expected(asked, [asked.document_tokens], "NVIDIA H200")["step"] > 0.1
     assert expected(asked, [asked.document_tokens], "NVIDIA A100-SXM4-80GB") is None
 
@@ -592,7 +602,9 @@ def expected_with(optimizer, devices=2, **options):
     options = Options(
         devices=devices, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options
     )
-    return expected(request(find("qwen3_30b_a3b_16k"), options), [16384], "NVIDIA H200")
+    return expected(
+        make_request(find_manifest("qwen3_30b_a3b_16k"), options), [16384], "NVIDIA H200"
+    )
 
 
 def expected_s(optimizer, **options):
@@ -647,7 +659,7 @@ def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
     with pytest.raises(
         OrreryError, match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·1$"
     ):
-        request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
+        make_request(manifest(), Options(device="cpu", mesh='{"cp": 3}'))
     for options in (
         Options(mesh='{"cp": 3}', devices=8),
         Options(mesh='{"cp": 3, "dp_shard": 2}', devices=8),
@@ -656,10 +668,10 @@ def test_a_mesh_that_does_not_fit_the_network_is_refused_by_its_law():
             OrreryError,
             match=r"trainer\.mesh\.cp 3: 2 query heads .* choose cp·dp_shard from 1·8, 2·4$",
         ):
-            request(manifest(), options)
+            make_request(manifest(), options)
     for cp, shards in ((1, 8), (2, 4)):
         assert (
-            request(
+            make_request(
                 manifest(), Options(mesh=f'{{"cp": {cp}, "dp_shard": {shards}}}', devices=8)
             ).num_devices
             == 8
@@ -678,11 +690,11 @@ def test_mistakes_in_options_are_sentences():
         ): "--document-tokens: a document of 1 token has none to train",
     }.items():
         with pytest.raises(OrreryError, match=sentence):
-            request(manifest(), options)
+            make_request(manifest(), options)
 
 
 def test_short_documents_of_many_lengths_fill_a_micro_batch():
-    asked = request(manifest(), Options(device="cpu", lengths="variable", document_tokens=2))
+    asked = make_request(manifest(), Options(device="cpu", lengths="variable", document_tokens=2))
     (batch,) = micro_batches(asked, 0, 0)
     assert batch.num_tokens == asked.tokens_per_micro_batch
 
@@ -698,17 +710,17 @@ def test_the_sft_loss_is_measured_with_the_optimizer_of_its_stage():
             }
         }
     )
-    found = {loss: request(spec, Options(loss=loss)).trainer for loss in ("sft", "rl")}
+    found = {loss: make_request(spec, Options(loss=loss)).trainer for loss in ("sft", "rl")}
     assert (found["sft"].optimizer.kind, found["sft"].max_grad_norm) == ("sgd", 7.0)
     assert (found["rl"].optimizer.kind, found["rl"].max_grad_norm) == ("adamw", 1.0)
 
 
 def test_the_trainer_itself_takes_other_values():
     lora = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "seed": 1}
-    asked = request(manifest(), Options(trainer=json.dumps({"lora": lora})))
+    asked = make_request(manifest(), Options(trainer=json.dumps({"lora": lora})))
     assert asked.trainer.lora.rank == 4 and asked.overrides == {"trainer.lora": [None, lora]}
     with pytest.raises(OrreryError, match=r"--trainer: trainer\.optimizr"):
-        request(manifest(), Options(trainer='{"optimizr": {}}'))
+        make_request(manifest(), Options(trainer='{"optimizr": {}}'))
 
 
 def test_copies_are_hidden_where_a_kernel_computes_beside_them():
@@ -743,13 +755,15 @@ def test_copies_are_hidden_where_a_kernel_computes_beside_them():
 
 
 @pytest.fixture
-def levers(monkeypatch):
-    """benchmarks/trainer/levers.py."""
+def memory_options(monkeypatch):
+    """benchmarks/trainer/memory_options.py."""
     folder = Path(__file__).resolve().parents[3] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("levers", folder / "trainer" / "levers.py")
+    spec = importlib.util.spec_from_file_location(
+        "memory_options", folder / "trainer" / "memory_options.py"
+    )
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "levers", module)
+    monkeypatch.setitem(sys.modules, "memory_options", module)
     spec.loader.exec_module(module)
     return module
 
@@ -769,12 +783,12 @@ def test_clocks_are_read_by_another_process_until_it_is_ended(tmp_path):
     fake.chmod(0o755)
     with (
         (tmp_path / "read").open("w+") as file,
-        clocks.watch(str(fake), "GPU-7", file.fileno()) as process,
+        bench_rank.clock_reader(str(fake), "GPU-7", file.fileno()) as process,
     ):
         while (tmp_path / "read").stat().st_size < 60:
             assert process.poll() is None
     assert process.poll() is not None
-    found = clocks.means((tmp_path / "read").read_text())
+    found = bench_rank.mean_clocks((tmp_path / "read").read_text())
     assert found == {
         "sm_mhz": 1650.0,
         "power_w": 670.0,
@@ -784,40 +798,40 @@ def test_clocks_are_read_by_another_process_until_it_is_ended(tmp_path):
 
 
 def test_no_clocks_are_no_numbers():
-    assert clocks.means("") is None
-    assert clocks.means("1700, [N/A], 1980, 700.00\n") is None
-    with clocks.read_clocks(torch.device("cpu")) as found:
+    assert bench_rank.mean_clocks("") is None
+    assert bench_rank.mean_clocks("1700, [N/A], 1980, 700.00\n") is None
+    with bench_rank.read_clocks(torch.device("cpu")) as found:
         pass
     assert found == {}
 
 
-def test_levers_differ_from_the_manifest_and_from_each_other(levers):
+def test_memory_options_differ_from_the_manifest_and_from_each_other(memory_options):
     for name, devices, layers in (
         ("tiny", 2, None),
         ("qwen3_30b_a3b_16k", 4, 12),
         ("qwen3_8b_8k", 4, 18),
     ):
-        every = levers.levers(levers.SHAPES[name], devices, layers)
-        assert every[0].name == levers.BASE and len(
+        every = memory_options.variants(memory_options.SHAPES[name], devices, layers)
+        assert every[0].name == memory_options.BASE and len(
             {one.asked.trainer.model_dump_json() for one in every}
         ) == len(every)
         assert ("ep 4" in [one.name for one in every]) == (name == "qwen3_30b_a3b_16k")
-    assert {section for _, _, changes in levers.LEVERS for section in changes} <= set(
+    assert {section for _, _, changes in memory_options.CHANGES for section in changes} <= set(
         Options.__dataclass_fields__
     )
 
 
-def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(
-    levers, monkeypatch, tmp_path, capsys
+def test_memory_options_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(
+    memory_options, monkeypatch, tmp_path, capsys
 ):
     """Rows of 10 s by a clock of our own, in calls of 35 s."""
     asked, now, norms = [], [0.0], defaultdict(lambda: 0.5)
 
-    def measure(lever, manifest, traces, limit_s):
-        asked.append(lever.name)
+    def measure(variant, manifest, traces, limit_s):
+        asked.append(variant.name)
         now[0] += 10.0
         row = {
-            "variant": lever.name,
+            "variant": variant.name,
             "value": 100.0,
             "unit": "tokens/s/GPU",
             "goal": None,
@@ -827,28 +841,30 @@ def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(
         row |= {
             "peak_allocated_bytes": 1,
             "host_copies": {},
-            "overrides": lever.asked.overrides,
-            "bench": {"metrics": {"grad_norm": norms[lever.name]}},
+            "overrides": variant.request.overrides,
+            "bench": {"metrics": {"grad_norm": norms[variant.name]}},
         }
         return (
-            row | {"value": None, "error": "no memory"} if lever.name == "fsdp.cpu_offload" else row
+            row | {"value": None, "error": "no memory"}
+            if variant.name == "fsdp.cpu_offload"
+            else row
         )
 
-    monkeypatch.setattr(levers, "measure", measure)
-    monkeypatch.setattr(levers, "ROW_S", 10.0)
-    monkeypatch.setattr(levers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_options, "measure", measure)
+    monkeypatch.setattr(memory_options, "ROW_S", 10.0)
+    monkeypatch.setattr(memory_options.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
         sys,
         "argv",
-        ["levers.py", "tiny", "--devices", "2", "--limit-s", "35", "--out", str(tmp_path)],
+        ["memory_options.py", "tiny", "--devices", "2", "--limit-s", "35", "--out", str(tmp_path)],
     )
-    names = [one.name for one in levers.levers(levers.SHAPES["tiny"], 2, None)]
+    names = [one.name for one in memory_options.variants(memory_options.SHAPES["tiny"], 2, None)]
     for _ in range(len(names) // 3 + 1):
-        levers.main()
-    assert asked == names and "every lever is measured" in capsys.readouterr().out
+        memory_options.main()
+    assert asked == names and "every memory option is measured" in capsys.readouterr().out
     rows = {
         row["variant"]: row
-        for row in json.loads((tmp_path / "levers_tiny.json").read_text())["rows"]
+        for row in json.loads((tmp_path / "memory_options_tiny.json").read_text())["rows"]
     }
     assert (
         list(rows) == names
@@ -856,14 +872,14 @@ def test_levers_go_on_where_the_last_call_ended_and_one_that_fails_stops_none(
         and rows["muon"]["speed_ratio"] == 1.0
     )
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--again", "muon"])
-    levers.main()
+    memory_options.main()
     assert asked == [*names, "muon"]
     norms["muon"] = 0.501
     with pytest.raises(
         SystemExit,
         match=r"muon: its gradients' norm is 0\.50100, that of 'as the manifest has it' 0\.50000; one of them is wrong",
     ):
-        levers.main()
+        memory_options.main()
 
 
 def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_their_last_words(
@@ -878,7 +894,7 @@ def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_t
             RunFailed,
             match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\nrank 2 last wrote: words of 2",
         ):
-            start._watch(sleeping, tmp_path, time.monotonic())
+            bench_main._watch(sleeping, tmp_path, time.monotonic())
     finally:
         for process in sleeping:
             process.kill()

@@ -33,7 +33,7 @@ MESHES = {
     "ring2": {"cp": 2, "cp_style": "ring"},
     "ep2_ring2": {"cp": 2, "ep": 2, "cp_style": "ring"},
 }
-LEVERS = {"hosted": HOSTED, "away": AWAY, "reducing": {"fsdp": FSDP}}
+OPTIONS = {"hosted": HOSTED, "away": AWAY, "reducing": {"fsdp": FSDP}}
 NETWORKS = {"dense": DENSE, "mixture": MIXTURE, "adapted": MIXTURE}
 CASES = {
     **{
@@ -44,11 +44,11 @@ CASES = {
     **{f"mixture_{name}": {"mesh": mesh, "model": MIXTURE} for name, mesh in MESHES.items()},
     **{
         f"mixture_fsdp2_{name}": {"mesh": MESHES["fsdp2"], "model": MIXTURE, "trainer": fields}
-        for name, fields in LEVERS.items()
+        for name, fields in OPTIONS.items()
     },
     **{
         f"mixture_ep2_{name}": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": fields}
-        for name, fields in LEVERS.items()
+        for name, fields in OPTIONS.items()
     },
     "adapted_ep2_away": {"mesh": MESHES["ep2"], "model": MIXTURE, "trainer": {**ADAPTERS, **AWAY}},
     "adapted_ep2_hosted": {

@@ -1,4 +1,4 @@
-"""Memory levers: each changes what stays on the device, and no bit of a step."""
+"""Memory options: each changes what stays on the device, and no bit of a step."""
 
 import os
 import subprocess
@@ -148,7 +148,7 @@ def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(
         (
             torch._dynamo.exc.BackendCompilerFailed(len, RuntimeError("CUDA out of memory"), None),
             RuntimeError,
-        ),  # which has levers
+        ),  # which has memory options
         (RuntimeError("else"), RuntimeError),
     ],
 )

@@ -31,7 +31,7 @@ from orrery.models import lora
 from orrery.models.causal_lm import Block
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
-from orrery.trainer.bench.request import Options, request
+from orrery.trainer.bench.request import Options, make_request
 from orrery.trainer.initialize import initialize
 from orrery.trainer.memory_plan import out_of_memory
 from orrery.trainer.memory_plan.options import choose_options, format_value, memory_options
@@ -75,7 +75,7 @@ SINCE = {
 
 def case(name, **options):
     """Model, trainer and load of a run as it would be measured."""
-    asked = request(load_manifest(ROOT / "manifests" / f"{name}.json"), Options(**options))
+    asked = make_request(load_manifest(ROOT / "manifests" / f"{name}.json"), Options(**options))
     return (
         asked.model,
         asked.trainer,
@@ -84,10 +84,12 @@ def case(name, **options):
 
 
 def recorded():
-    """Name, options, peak and bytes before steps in GiB of every GPU run in benchmarks/trainer without options."""
+    """Name, options, peak and bytes before steps in GiB of every GPU run in benchmarks/trainer, without single memory options."""
     for path in sorted(RECORDS.rglob("*.json")):
         rows = (
-            [] if path.stem.startswith("levers_") else json.loads(path.read_text()).get("rows", [])
+            []
+            if path.stem.startswith("memory_options_")
+            else json.loads(path.read_text()).get("rows", [])
         )
         for bench in [row["bench"] for row in rows if "options" in row.get("bench", {})]:
             options = bench["options"] | SINCE.get(path.name, {})
@@ -129,7 +131,7 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
 OPTIONS = [
     row
     for row in json.loads(
-        (ROOT / "benchmarks" / "trainer" / "levers_qwen3_30b_a3b_16k.json").read_text()
+        (ROOT / "benchmarks" / "trainer" / "memory_options_qwen3_30b_a3b_16k.json").read_text()
     )["rows"]
     if row["value"]
 ]
@@ -146,7 +148,7 @@ ROUGH = {
 
 
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row["variant"])
-def test_the_plan_of_each_lever_is_within_two_percent_of_what_was_measured_and_of_most_within_a_tenth_of_one(
+def test_the_plan_of_each_memory_option_is_within_two_percent_of_what_was_measured_and_of_most_within_a_tenth_of_one(
     row,
 ):
     found = plan_memory(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
@@ -294,7 +296,9 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b_16k", "qwen3_8b_8k", "qwen3_30b_a3b_lora_64k"])
-def test_every_lever_frees_memory_in_its_category_and_nothing_elsewhere_grows_by_as_much(name):
+def test_every_memory_option_frees_memory_in_its_category_and_nothing_elsewhere_grows_by_as_much(
+    name,
+):
     model, trainer, load = case(name, devices=4, micro_batches=2)
     counted = count_parameters(model, trainer.lora)
     before = plan_memory(model, trainer, load, H200_BYTES, counted)
@@ -337,7 +341,7 @@ def test_less_kept_is_less_on_the_device():
     assert found == sorted(found, reverse=True) and len(set(found)) == len(found)
 
 
-def test_levers_do_what_they_are_named_for():
+def test_memory_options_do_what_they_are_named_for():
     model, trainer, load = case("qwen3_8b_8k", devices=8, micro_batches=4)
     trainer = trainer.model_copy(
         update={"fsdp": trainer.fsdp.model_copy(update={"reduce_gradients": "step"})}
@@ -457,7 +461,7 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
     assert stage_workload(by_wire["nccl"], "sft")[1].merged_width == 0
 
 
-def test_no_lever_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_may_come():
+def test_no_memory_option_makes_an_sft_micro_batch_smaller_than_the_longest_chat_that_may_come():
     """Chats are not held to the engines' context, which may be a part of a micro-batch."""
     spec = manifest(trainer={"memory": {**MEMORY, "max_tokens_per_micro_batch": 256}})
     assert spec.inference.max_model_len_tokens == spec.model.max_positions == 64
@@ -498,7 +502,7 @@ def test_memory_of_other_processes_on_the_device_is_told_apart():
     )
 
 
-def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs():
+def test_the_cheapest_memory_option_that_suffices_is_named_with_what_it_frees_and_costs():
     model, trainer, load = case("qwen3_30b_a3b_16k", devices=4)
     text = torch_says(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
     said = describe_device_error(text, 2, 7, model, trainer, load)
@@ -525,7 +529,7 @@ def test_the_cheapest_lever_that_suffices_is_named_with_what_it_frees_and_costs(
     assert float(found[4]) == pytest.approx((before.peak_bytes - after.peak_bytes) / GIB, abs=0.05)
 
 
-def test_a_small_want_pulls_a_cheap_lever():
+def test_a_small_need_chooses_a_cheap_memory_option():
     model, trainer, load = case("qwen3_4b_16k", devices=4)
     counted = count_parameters(model, None)
     assert (
@@ -538,7 +542,7 @@ def test_a_small_want_pulls_a_cheap_lever():
     )
 
 
-def test_levers_are_pulled_together_where_none_suffices_alone():
+def test_memory_options_are_applied_together_where_none_suffices_alone():
     model, trainer, load = case("qwen3_8b_8k", devices=2)
     counted = count_parameters(model, None)
     base = plan_memory(model, trainer, load, H200_BYTES, counted)
@@ -587,7 +591,7 @@ def test_what_waits_in_host_memory_is_what_the_device_has_no_more():
     )  # rounded down, a unit at a time
 
 
-def test_no_lever_takes_host_memory_that_the_ranks_of_a_node_do_not_have():
+def test_no_memory_option_takes_host_memory_that_the_ranks_of_a_node_do_not_have():
     model, trainer, load = case("qwen3_8b_8k", devices=8)
     counted = count_parameters(model, None)
     needed = int(71.2 * GIB)  # of whole blocks, or all that they keep away
@@ -651,7 +655,7 @@ def test_a_stage_that_will_run_out_says_so_before_it_begins_and_one_that_fits_sa
     assert "frees about" in said and "set it in the manifest's memory axis" in said
 
 
-def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_lever(monkeypatch):
+def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_memory_option(monkeypatch):
     spec = manifest(trainer={"memory": {**MEMORY, "optimizer_offload": True}})
     before = plan_memory(spec.model, *stage_workload(spec, "rl"), 0)
     left = []
@@ -813,7 +817,7 @@ def test_a_rank_of_a_real_stage_that_runs_out_ends_with_the_sentence_while_other
             rank.communicate()
 
 
-def test_levers_come_in_the_order_of_the_docs():
+def test_memory_options_come_in_the_order_of_the_docs():
     table = (
         (ROOT / "docs" / "trainer.md").read_text().split("| field | frees |")[1].split("\n\n")[0]
     )

@@ -107,7 +107,7 @@ CASES = {
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
     "adapted_fsdp2_ep2": {"mesh": MESHES["fsdp2_ep2"], "model": MIXTURE, "trainer": ADAPTERS},
-    # Levers on layouts: gradients that travel after each micro-batch, activations and weights in host memory, all beside adapters.
+    # Memory options on layouts: gradients that travel after each micro-batch, activations and weights in host memory, all beside adapters.
     "mixture_hsdp_ep2_reducing": {
         "mesh": MESHES["hsdp_ep2"],
         "model": MIXTURE,

@@ -13,7 +13,7 @@ from orrery.transport.routed_experts import route_shape, without_routes
 MODEL = {"family": "qwen3_moe", "moe": {**MOE, "num_experts": 8, "num_experts_per_token": 3}}
 SHAPE = route_shape(manifest(model=MODEL).model)
 SELECTIVE = {"kind": "selective", "keep": ["experts", "attention"]}
-LEVERS = {
+OPTIONS = {
     "recomputed": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}},
     "recomputed, products kept": {"memory": {**MEMORY, "activation_checkpointing": SELECTIVE}},
     "away": {"memory": {**MEMORY, "activation_offload": True}},
@@ -77,9 +77,9 @@ def test_a_step_on_its_own_routes_has_the_bits_of_one_without(start):
         assert torch.equal(gradient, gradients_again[name]), name
 
 
-@pytest.mark.parametrize("fields", LEVERS.values(), ids=LEVERS)
+@pytest.mark.parametrize("fields", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["", "adapted"])
-def test_levers_change_no_bit_of_a_replayed_step(start, fields, adapters, monkeypatch):
+def test_memory_options_change_no_bit_of_a_replayed_step(start, fields, adapters, monkeypatch):
     monkeypatch.setattr(
         activation_offload.apply, "__defaults__", (64,)
     )  # bytes: what these blocks keep is small

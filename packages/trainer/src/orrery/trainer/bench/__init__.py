@@ -1,12 +1,9 @@
-"""`python -m orrery.trainer.bench MANIFEST`: the trainer's speed and memory on made-up batches, on the devices of this machine.
+"""`orrery bench trainer`: a trainer's speed and memory on made-up batches, on this machine.
 
-- `request.py` is what to measure: a manifest's model and trainer, fitted to the devices at hand, with every change by name.
-- `rows.py` says the options of runs that have a row in the docs' table.
-- `start.py` starts one process a device, ends them together and gathers what they say.
-- `rank.py` is one of them: the policy and the learner as in real training, batches of `batches.py`, steps on the clock.
-- `phases.py` divides one step among kinds of work by the profiler's trace.
-- `expected.py` says from operations and bytes what the step should take.
-- `report.py` puts it together, as JSON and as a table.
+- `__main__.py` parses the command line, and starts and watches one process a device.
+- `request.py` fits a manifest to the devices, lists every change, and makes the batches.
+- `rank.py` is one of the processes: it times steps, and splits one by the profiler's trace.
+- `report.py` compares the step with the time that its work should take, as JSON and a table.
 
-It needs no run folder, no launcher and no other role.
+It needs no run folder, launcher or other role.
 """

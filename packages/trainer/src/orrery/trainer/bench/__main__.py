@@ -1,7 +1,8 @@
-"""`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer on this machine's devices.
+"""`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer here.
 
-MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working directory. What the command line
-does not say is as in the row of the run's name (`rows.py`), and else by default; the first line names all of it.
+MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working
+directory. Options that are not given come from the run's row in `request.py`, then from defaults.
+The first line of the output names them all.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import json
 import os
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.check import nearest
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
-from orrery.trainer.bench.request import Options, Request, described, request
-from orrery.trainer.bench.rows import ROWS
+from orrery.trainer.bench.request import ROWS, BenchRequest, Options, given_options, make_request
 
 
 def main() -> None:
@@ -35,62 +37,111 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    manifest = find(arguments.manifest)
-    options, row = chosen(manifest.name, arguments)
-    asked = request(manifest, options)
-    check_devices(asked)
+    manifest = find_manifest(arguments.manifest)
+    options, row = resolve_options(manifest.name, arguments)
+    request = make_request(manifest, options)
+    check_devices(request)
     check_outputs(arguments.json, arguments.profile)
-    # Imported here, so that a misspelt option does not wait for torch.
-    from orrery.trainer.bench import report
-    from orrery.trainer.bench.start import run_ranks
+    from orrery.trainer.bench import report  # imports torch, after errors in options
 
-    print(
-        f"{manifest.name}: measured with {words(described(options))}"
-        + (f" (its row: {words(row)})" if row else ""),
-        flush=True,
-    )
+    given = given_options(options)
+    from_row = f" (its row: {as_arguments(row)})" if row else ""
+    print(f"{manifest.name}: measured with {as_arguments(given)}{from_row}", flush=True)
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="orrery-bench-") as folder:
-        answers = run_ranks(asked, Path(folder), arguments.deadline_s)
-        result = report.result(asked, answers, described(options), time.monotonic() - begin_s)
+        answers = run_ranks(request, Path(folder), arguments.deadline_s)
+        result = report.result(request, answers, given, time.monotonic() - begin_s)
         report.show(result)
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         if arguments.profile is not None:
-            keep_trace(Path(folder) / "trace.json", arguments.profile, asked)
+            keep_trace(Path(folder) / "trace.json", arguments.profile, request)
 
 
-def chosen(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """The options of a measurement of the run `name`, and of these what only the run's row says."""
-    told = {
-        field: getattr(arguments, field)
-        for field in Options.__dataclass_fields__
-        if hasattr(arguments, field)
-    }
-    row = {field: value for field, value in ROWS.get(name, {}).items() if field not in told}
-    return Options(**told, **row), row
-
-
-def words(options: dict[str, Any]) -> str:
-    """Options as the command line says them."""
-    return shlex.join(
-        word
-        for field, value in options.items()
-        for word in (
-            [f"--{'' if value else 'no-'}{field}"]
-            if isinstance(value, bool)
-            else [f"--{field.replace('_', '-')}", str(value)]
-        )
+def parser() -> argparse.ArgumentParser:
+    default = Options()
+    one = argparse.ArgumentParser(
+        prog="orrery bench trainer", description=__doc__, argument_default=argparse.SUPPRESS
     )
+    add = one.add_argument
+
+    def add_number(option: str, metavar: str, text: str) -> None:
+        add(option, type=positive, metavar=metavar, help=text)
+
+    add("manifest", metavar="MANIFEST")
+    add("--device", choices=["cpu"], help="measure on the CPU, in float32")
+    add_number("--devices", "N", "number of devices, instead of the mesh's; dp_shard follows")
+    add_number("--steps", "N", f"measured steps (default {default.steps})")
+    add_number("--warmup", "N", f"steps before them (default {default.warmup})")
+    text = "lengths of documents (default fixed: the longest)"
+    add("--lengths", choices=["fixed", "variable"], help=text)
+    text = f"experts by the router, or all evenly (default {default.routing})"
+    add("--routing", choices=["natural", "balanced"], help=text)
+    add("--loss", choices=["sft", "rl"], help=f"loss to train (default {default.loss})")
+    add_number("--micro-batches", "M", "micro-batches of a rank and step (default 1)")
+    text = "instead of trainer.memory.max_tokens_per_micro_batch"
+    add_number("--tokens-per-micro-batch", "T", text)
+    add_number("--document-tokens", "T", "longest document (default: the engines' context)")
+    add_number("--layers", "L", "number of layers, instead of the model's")
+    text = 'merged over trainer.memory, as {"activation_offload": true}'
+    add("--memory", metavar="JSON", help=text)
+    add("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
+    add("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
+    text = 'merged over the trainer, as {"optimizer": {"kind": "muon", …}}'
+    add("--trainer", metavar="JSON", help=text)
+    add("--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile")
+    add("--json", type=Path, default=None, metavar="FILE", help="write all measurements to FILE")
+    text = "keep the trace of the profiled step in FOLDER"
+    add("--profile", type=Path, default=None, metavar="FOLDER", help=text)
+    text = "time limit in seconds (default 1800)"
+    add("--deadline-s", type=float, default=1800.0, metavar="S", help=text)
+    return one
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def find_manifest(word: str) -> Manifest:
+    path = Path(word)
+    if path.suffix == ".json" or path.exists():
+        return load(path)
+    workspace = find_workspace()
+    path = workspace.manifest_path(word)
+    if not path.exists():
+        near = nearest(word, [one.stem for one in path.parent.glob("*.json")])
+        hint = f"did you mean {near!r}?" if near else "`orrery check` lists the runs"
+        raise OrreryError(f"run {word!r}: there is no {workspace.shown(path)}; {hint}")
+    return load(path)
+
+
+def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
+    """Return the options to measure run `name` with, and those of them from the run's row."""
+    fields = Options.__dataclass_fields__
+    given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
+    row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}
+    return Options(**given, **row), row
+
+
+def as_arguments(options: dict[str, Any]) -> str:
+    """Return options as the command line writes them."""
+    words = []
+    for field, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{field}")
+        else:
+            words += [f"--{field.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def check_outputs(file: Path | None, folder: Path | None) -> None:
-    """Makes the folders of what is to be written. Raises `OrreryError` where nothing can be: a measurement would be lost."""
+    """Make the output folders. Raise OrreryError if they cannot be written, before measuring."""
     if file is not None:
         if file.is_dir():
-            raise OrreryError(
-                f"--json: {file} is a folder; name a file in it, such as {file / 'result.json'}"
-            )
+            example = file / "result.json"
+            raise OrreryError(f"--json: {file} is a folder; name a file in it, such as {example}")
         if not file.exists():
             check_folder("--json", file.parent, "name a file in a folder of yours")
         elif not os.access(file, os.W_OK):
@@ -109,157 +160,128 @@ def check_folder(option: str, folder: Path, instead: str) -> None:
         ) from None
 
 
-def parser() -> argparse.ArgumentParser:
-    default = Options()
-    one = argparse.ArgumentParser(
-        prog="orrery bench trainer", description=__doc__, argument_default=argparse.SUPPRESS
-    )
-    one.add_argument("manifest", metavar="MANIFEST")
-    one.add_argument(
-        "--device",
-        choices=["cpu"],
-        help="measure on the CPU, in float32, whatever the manifest is for",
-    )
-    one.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="so many devices instead of the mesh's; dp_shard follows",
-    )
-    one.add_argument(
-        "--steps", type=positive, metavar="N", help=f"measured (default {default.steps})"
-    )
-    one.add_argument(
-        "--warmup", type=positive, metavar="N", help=f"before them (default {default.warmup})"
-    )
-    one.add_argument(
-        "--lengths", choices=["fixed", "variable"], help="of documents (default fixed: the longest)"
-    )
-    one.add_argument(
-        "--routing",
-        choices=["natural", "balanced"],
-        help=f"experts by the router, or all evenly (default {default.routing})",
-    )
-    one.add_argument(
-        "--loss", choices=["sft", "rl"], help=f"which one is trained (default {default.loss})"
-    )
-    one.add_argument(
-        "--micro-batches", type=positive, metavar="M", help="of a rank and step (default 1)"
-    )
-    one.add_argument(
-        "--tokens-per-micro-batch",
-        type=positive,
-        metavar="T",
-        help="instead of trainer.memory.max_tokens_per_micro_batch",
-    )
-    one.add_argument(
-        "--document-tokens",
-        type=positive,
-        metavar="T",
-        help="the longest document; without it the engines' context",
-    )
-    one.add_argument("--layers", type=positive, metavar="L", help="so many layers of the model's")
-    one.add_argument(
-        "--memory",
-        metavar="JSON",
-        help='merged over trainer.memory, as {"activation_offload": true}',
-    )
-    one.add_argument("--fsdp", metavar="JSON", help="merged over trainer.fsdp")
-    one.add_argument("--mesh", metavar="JSON", help='merged over trainer.mesh, as {"ep": 4}')
-    one.add_argument(
-        "--trainer",
-        metavar="JSON",
-        help='merged over the trainer, as {"optimizer": {"kind": "muon", …}}',
-    )
-    one.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="instead of trainer.compile"
-    )
-    one.add_argument(
-        "--json", type=Path, default=None, metavar="FILE", help="write all that was measured there"
-    )
-    one.add_argument(
-        "--profile",
-        type=Path,
-        default=None,
-        metavar="FOLDER",
-        help="keep the trace of the profiled step there",
-    )
-    one.add_argument(
-        "--deadline-s",
-        type=float,
-        default=1800.0,
-        metavar="S",
-        help="after which it has failed (default 1800)",
-    )
-    return one
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def find(word: str) -> Manifest:
-    path = Path(word)
-    if path.suffix == ".json" or path.exists():
-        return load(path)
-    workspace = find_workspace()
-    path = workspace.manifest_path(word)
-    if not path.exists():
-        near = nearest(word, [one.stem for one in path.parent.glob("*.json")])
-        hint = f"did you mean {near!r}?" if near else "`orrery check` lists the runs"
-        raise OrreryError(f"run {word!r}: there is no {workspace.shown(path)}; {hint}")
-    return load(path)
-
-
-def check_devices(asked: Request) -> None:
-    """Raises `OrreryError` where this machine lacks what the request is for."""
+def check_devices(request: BenchRequest) -> None:
+    """Raise OrreryError if this machine lacks the devices or the memory of the request."""
     import torch
 
-    if asked.accelerator == "cpu":
+    if request.accelerator == "cpu":
         from orrery.trainer.host_memory import available_bytes
 
-        needed, free = float32_bytes(asked), available_bytes()
+        needed, free = float32_bytes(request), available_bytes()
         if needed > free:
             raise OrreryError(
-                f"{asked.name}: its weights, gradients and optimizer state take {needed / 2**30:,.0f} GiB in float32 and this machine has "
-                f"{free / 2**30:,.0f} GiB free; add --devices 1 --layers 1, or measure a smaller run, such as reverse_text"
+                f"{request.name}: its weights, gradients and optimizer state take "
+                f"{needed / 2**30:,.0f} GiB in float32 and this machine has "
+                f"{free / 2**30:,.0f} GiB free; add --devices 1 --layers 1, "
+                "or measure a smaller run, such as reverse_text"
             )
         return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
         raise OrreryError(
-            f"{asked.name}: is for {asked.accelerator} and this machine has no GPU; add --device cpu to measure on the CPU"
+            f"{request.name}: is for {request.accelerator} and this machine has no GPU; "
+            "add --device cpu to measure on the CPU"
         )
-    if found < asked.num_devices:
+    if found < request.num_devices:
         raise OrreryError(
-            f"{asked.name}: is for {asked.num_devices} devices and this machine has {found}; add --devices {found}"
+            f"{request.name}: is for {request.num_devices} devices and this machine has {found}; "
+            f"add --devices {found}"
         )
 
 
-def float32_bytes(asked: Request) -> int:
-    """Of weights, and where they are trained of gradients and the optimizer's states, on all ranks of this machine."""
+def float32_bytes(request: BenchRequest) -> int:
+    """Return the bytes of weights, gradients and optimizer state of all ranks, in float32."""
     from orrery.trainer.memory_plan.plan import num_states
     from orrery.trainer.memory_plan.sizes import count_parameters
 
-    counted = count_parameters(asked.model, asked.trainer.lora)
-    values = 2 * sum(unit.trained for unit in counted.units) + sum(
-        unit.frozen for unit in counted.units
-    )
-    return (
-        4
-        * asked.trainer.mesh.dp_replicate
-        * (values + num_states(asked.trainer.optimizer, counted))
-    )
+    counted = count_parameters(request.model, request.trainer.lora)
+    values = sum(2 * unit.trained + unit.frozen for unit in counted.units)
+    values += num_states(request.trainer.optimizer, counted)
+    return 4 * request.trainer.mesh.dp_replicate * values
 
 
-def keep_trace(trace: Path, folder: Path, asked: Request) -> None:
-    with (
-        trace.open("rb") as source,
-        gzip.open(folder / f"{asked.name}.trace.json.gz", "wb", compresslevel=4) as target,
-    ):
+def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
+    kept = folder / f"{request.name}.trace.json.gz"
+    with trace.open("rb") as source, gzip.open(kept, "wb", compresslevel=4) as target:
         shutil.copyfileobj(source, target)
+
+
+def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
+    """Run one process a device; return their answers in rank order.
+
+    The ranks join a store that this process serves on loopback. If one fails, all are killed.
+    Raise RunFailed with the first error, or with the last lines of a rank's log.
+    """
+    import torch.distributed as dist
+
+    from orrery.trainer import ALLOCATOR, EXPANDABLE
+
+    request.write(folder / "request.json")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    environment = {ALLOCATOR: EXPANDABLE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ}
+    environment["ORRERY_BENCH_PORT"] = str(port)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", "orrery.trainer.bench.rank", str(folder)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(request.num_devices):
+            own = {**environment, "RANK": str(rank)}
+            with (folder / f"rank.{rank}.log").open("w") as log:
+                ranks.append(
+                    subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
+                )
+        _watch(ranks, folder, time.monotonic() + deadline_s)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        del server
+    return [json.loads(_answer_path(folder, rank).read_text()) for rank in range(len(ranks))]
+
+
+def _answer_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank.{rank}.json"
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float) -> None:
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            time.sleep(1.0)  # let other ranks that fail for the same cause write their errors
+            raise RunFailed(_error(ranks, folder, failed[0]))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline_s:
+            silent = [r for r in range(len(ranks)) if not _answer_path(folder, r).exists()]
+            tails = [f"rank {rank} last wrote: {_tail(folder, rank, 8)}" for rank in silent[:4]]
+            raise RunFailed(
+                "the measurement took longer than its deadline, "
+                f"and ranks {silent} have no result yet\n" + "\n".join(tails)
+            )
+        time.sleep(0.05)
+
+
+def _error(ranks: list[subprocess.Popen[bytes]], folder: Path, first: int) -> str:
+    paths = [_answer_path(folder, rank) for rank in range(len(ranks))]
+    answers = [json.loads(path.read_text()) for path in paths if path.exists()]
+    full = [answer["out_of_memory"] for answer in answers if "out_of_memory" in answer]
+    if full:
+        return full[0] + (f" ({len(full)} ranks of {len(ranks)} did)" if len(full) > 1 else "")
+    for answer in answers:
+        if "error" in answer:
+            return answer["error"]
+    return f"rank {first} ended with code {ranks[first].returncode}: {_tail(folder, first)}"
+
+
+def _tail(folder: Path, rank: int, num_lines: int = 30) -> str:
+    lines = (folder / f"rank.{rank}.log").read_text(errors="replace").strip().splitlines()
+    return "\n".join(lines[-num_lines:]) or "nothing"
 
 
 if __name__ == "__main__":

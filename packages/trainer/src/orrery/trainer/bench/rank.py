@@ -1,17 +1,25 @@
-"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement; `start.py` sets RANK and where the ranks meet.
+"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement, started by `__main__`.
 
-- The policy is built as in training: without storage, parallel and sharded from outside, weights drawn on the device.
-- A step is on the clock from the first micro-batch to the weights' end, between two waits for the device. Batches are made before.
-- After the measured steps comes one more under torch's profiler, on the first rank alone; it is in no other number.
-- Out: `FOLDER/rank.<n>.json` with its numbers, or with the sentence that it failed with.
+- The policy is built as in training; weights are drawn on the device.
+- A step is timed from its first micro-batch to its updated weights. Batches are made before.
+- After the measured steps rank 0 profiles one more, which counts in no other number. `divide_step`
+  splits its time by kind of work, and `host_copies` finds the copies that computation hides.
+- `FOLDER/rank.<n>.json` gets this rank's numbers, or its error.
 """
 
 import json
 import os
+import re
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +30,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from orrery.manifest.errors import OrreryError
 from orrery.models import lora, weights
 from orrery.models.placement import local_tensor
-from orrery.trainer.bench import phases
-from orrery.trainer.bench.batches import micro_batches
-from orrery.trainer.bench.clocks import read_clocks
-from orrery.trainer.bench.host_copies import host_copies
-from orrery.trainer.bench.request import Request
+from orrery.runtime.parent_watch import die_with_parent
+from orrery.trainer.bench.request import BenchRequest, micro_batches
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.memory_plan.out_of_memory import describe_error, device_bytes, is_out_of_memory
 from orrery.trainer.parallel import build_policy, fsdp
@@ -34,33 +39,72 @@ from orrery.trainer.parallel.world import World, destroy_world, device_for, init
 
 STEP = "orrery.step"
 STD = 0.02
+CLOCK_FIELDS = {
+    "sm_mhz": "clocks.sm",
+    "power_w": "power.draw",
+    "most_sm_mhz": "clocks.max.sm",
+    "power_limit_w": "power.limit",
+}
+CLOCK_INTERVAL_MS = 50
+
+IDLE = "idle"
+COMMUNICATION = "communication"
+COPIES = "copies"
+_PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
+# (kind, pattern of the kernel's name, pattern of an open host range); the first match decides.
+_RULES = (
+    (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
+    ("sharding copies", None, r"FSDP::"),  # before the optimizer: the kernels have equal names
+    ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
+    ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
+    ("lm head", None, r"TokenLogprob"),
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # whatever operators its name lists
+    ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
+    ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
+    ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
+    ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m"),
+    ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
+    ("dense products", _PRODUCTS, None),
+    ("sharding copies", r"split_with_sizes|chunk_cat", None),
+)
+KINDS = (
+    "dense products",
+    "grouped products",
+    "attention",
+    "lm head",
+    "expert rows",
+    "elementwise",
+    "sharding copies",
+    "optimizer",
+    COPIES,
+    COMMUNICATION,
+    IDLE,
+)
+_DIRECTIONS = {"to host": re.compile(r"Memcpy DtoH"), "to device": re.compile(r"Memcpy HtoD")}
+
+Event = dict[str, Any]  # of a Chrome trace, times in microseconds
+Spans = list[tuple[float, float]]
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     try:
-        answer = measure(Request.read(folder / "request.json"), rank, folder)
+        answer = measure(BenchRequest.read(folder / "request.json"), rank, folder)
     except OrreryError as error:
         answer = {"error": str(error)}
     partial = folder / f".rank.{rank}"
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(
-            1
-        )  # collectives of the other ranks may be in flight: an orderly end would wait for them
+        os._exit(1)  # an orderly end would wait for unfinished collectives
 
 
-def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
-    """This rank's numbers."""
+def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
+    """Return this rank's numbers, or its `out_of_memory` message."""
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
-    world = init_world(
-        request.trainer.mesh,
-        rank,
-        device,
-        store(request) if fsdp.is_needed(request.trainer) else None,
-    )
+    store = join_store(request) if fsdp.is_needed(request.trainer) else None
+    world = init_world(request.trainer.mesh, rank, device, store)
     learner = None
     try:
         begin_s = time.perf_counter()
@@ -89,47 +133,36 @@ def measure(request: Request, rank: int, folder: Path) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         step = None if learner is None else learner.step + 1
-        return {
-            "out_of_memory": describe_error(
-                error, rank, step, request.model, request.trainer, request.load, request.num_devices
-            )
-        }
-    destroy_world(
-        world
-    )  # here alone: ranks that failed leave collectives in flight, and end without order
+        model, trainer = request.model, request.trainer
+        text = describe_error(error, rank, step, model, trainer, request.load, request.num_devices)
+        return {"out_of_memory": text}
+    destroy_world(world)  # not after an error, which leaves collectives in flight
     return answer
 
 
-def store(request: Request) -> dist.Store:
-    """The store that `start.py` serves on loopback."""
-    return dist.TCPStore(
-        "127.0.0.1",
-        int(os.environ["ORRERY_BENCH_PORT"]),
-        request.num_devices,
-        False,
-        wait_for_workers=False,
-    )
+def join_store(request: BenchRequest) -> dist.Store:
+    port = int(os.environ["ORRERY_BENCH_PORT"])
+    return dist.TCPStore("127.0.0.1", port, request.num_devices, False, wait_for_workers=False)
 
 
-def make_learner(request: Request, world: World) -> Learner:
-    """As `orrery.trainer.assemble` does, with weights drawn where they are."""
+def make_learner(request: BenchRequest, world: World) -> Learner:
+    """Build as `orrery.trainer.assemble` does, with random weights."""
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (
-                adapter.a,
-                adapter.b,
-            ):  # neither is zero: products of zeros draw less power, and so run faster
+            for weight in (adapter.a, adapter.b):  # zeros would draw less power and run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
 
-def timed_steps(learner: Learner, request: Request, first: int, count: int) -> list[dict[str, Any]]:
-    """Steps of the learner, one after the other as in training with batches that are there, and how long each took here.
+def timed_steps(
+    learner: Learner, request: BenchRequest, first: int, count: int
+) -> list[dict[str, Any]]:
+    """Run steps back to back; return their times, document lengths and metrics.
 
-    The host comes back from a step while the device still moves weights; so a step is from one return to the next.
+    The host returns from a step before the device ends it. A step's time is between two returns.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
@@ -148,14 +181,13 @@ def timed_steps(learner: Learner, request: Request, first: int, count: int) -> l
     return answers
 
 
-def profiled_step(learner: Learner, request: Request, folder: Path, world: World) -> dict[str, Any]:
-    """One more step, under the profiler on the first rank: its time by kind of work, and what host copies of it hide.
-
-    The trace stays as FOLDER/trace.json.
-    """
-    activities = [ProfilerActivity.CPU] + (
-        [ProfilerActivity.CUDA] if world.device.type == "cuda" else []
-    )
+def profiled_step(
+    learner: Learner, request: BenchRequest, folder: Path, world: World
+) -> dict[str, Any]:
+    """Run one more step. Rank 0 profiles it, writes FOLDER/trace.json and returns its times."""
+    activities = [ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     batches = micro_batches(request, request.warmup + request.steps, world.data_rank)
     totals = count_totals(batches, world)
     step = learner.optimizer.step
@@ -176,9 +208,9 @@ def profiled_step(learner: Learner, request: Request, folder: Path, world: World
         return {}
     path = folder / "trace.json"
     trace.export_chrome_trace(str(path))
-    events = phases.read(path)
+    events = json.loads(path.read_text())["traceEvents"]
     copies = {direction: asdict(one) for direction, one in host_copies(events, STEP).items()}
-    return {"phases": asdict(phases.divide(events, STEP)), "host_copies": copies}
+    return {"phases": asdict(divide_step(events, STEP)), "host_copies": copies}
 
 
 def wait_for(device: torch.device) -> None:
@@ -187,20 +219,308 @@ def wait_for(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes; zero on a CPU, where torch does not count."""
+    """Return bytes and retries of torch's allocator, or zeros on a CPU."""
+    names = (
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "allocated_bytes",
+        "num_allocation_retries",
+    )
     if device.type != "cuda":
-        return {
-            "peak_allocated_bytes": 0,
-            "peak_reserved_bytes": 0,
-            "allocated_bytes": 0,
-            "num_allocation_retries": 0,
-        }
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "allocated_bytes": torch.cuda.memory_allocated(device),
-        "num_allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
-    }
+        return dict.fromkeys(names, 0)
+    values = (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        torch.cuda.memory_allocated(device),
+        torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+@contextmanager
+def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
+    """Yield a dict that afterwards has the block's mean clocks and power, by CLOCK_FIELDS.
+
+    `nvidia-smi` reads them in its own process. The dict stays empty without it or without a GPU.
+    """
+    found: dict[str, float] = {}
+    command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
+    if command is None:
+        yield found
+        return
+    # By UUID, because nvidia-smi's indices ignore CUDA_VISIBLE_DEVICES.
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    with tempfile.TemporaryFile("w+") as file:
+        with clock_reader(command, uuid, file.fileno()):
+            yield found
+        file.seek(0)
+        found.update(mean_clocks(file.read()) or {})
+
+
+@contextmanager
+def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run the reading process during the block; it also dies with this process."""
+    asked = [
+        f"--id={uuid}",
+        f"--query-gpu={','.join(CLOCK_FIELDS.values())}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={CLOCK_INTERVAL_MS}",
+    ]
+    process = subprocess.Popen(
+        [command, *asked], stdout=output, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def mean_clocks(text: str) -> dict[str, float] | None:
+    """Return the means over complete lines; None if a field is not a number, such as `[N/A]`."""
+    rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        columns = list(zip(*([float(value) for value in row] for row in rows), strict=True))
+    except ValueError:
+        return None
+    if not columns:
+        return None
+    return dict(zip(CLOCK_FIELDS, map(statistics.fmean, columns), strict=True))
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A step's time in seconds. `by_kind` adds up to `step_s`.
+
+    `communication` in `by_kind` is the exposed part. `by_pass` has, by forward, backward and
+    optimizer, the time of each kind's kernels with overlaps. `longest` has the 25 slowest kernels:
+    (name, kind, total seconds, count).
+    """
+
+    step_s: float
+    by_kind: dict[str, float]
+    by_pass: dict[str, dict[str, float]]
+    communication_total_s: float  # hidden and exposed
+    num_kernels: int
+    longest: list[tuple[str, str, float, int]]
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """A kernel, copy or host operator that ran, in microseconds of the trace's clock."""
+
+    begin: float
+    end: float
+    kind: str
+    name: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of one direction. `hidden_s` of their `seconds` ran beside a computing kernel."""
+
+    num_bytes: int
+    num_copies: int
+    seconds: float
+    hidden_s: float
+
+
+def divide_step(events: list[Event], step: str) -> Phases:
+    """Divide the time of the host range `step`. Raise ValueError if the trace has none.
+
+    Each instant counts once: for running computation (in equal shares), else a copy, else
+    communication, else idle. Without a GPU the host's operators count, by their exclusive time.
+    """
+    begin, end = _step_window(events, step)
+    found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
+    by_kind = {kind: time_us / 1e6 for kind, time_us in _exclusive(found, begin, end).items()}
+    by_pass: dict[str, dict[str, float]] = {}
+    totals: dict[tuple[str, str], tuple[float, int]] = {}
+    for span in found:
+        seconds = (span.end - span.begin) / 1e6
+        row = by_pass.setdefault(span.stage, {})
+        row[span.kind] = row.get(span.kind, 0.0) + seconds
+        total, count = totals.get((span.name, span.kind), (0.0, 0))
+        totals[span.name, span.kind] = total + seconds, count + 1
+    rows = ((name[:120], kind, *total) for (name, kind), total in totals.items())
+    longest = sorted(rows, key=lambda row: -row[2])[:25]
+    communication = _union([(one.begin, one.end) for one in found if one.kind == COMMUNICATION])
+    total_s = _length(communication) / 1e6
+    return Phases((end - begin) / 1e6, by_kind, by_pass, total_s, len(found), longest)
+
+
+def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
+    """Return the step's copies by direction, or nothing if the trace has no device.
+
+    A direction's time is that with at least one copy. It is hidden while a kernel runs, other than
+    one of communication: a copy beside a collective alone still delays the step.
+    """
+    begin, end = _step_window(events, step)
+
+    def union(found: list[Event]) -> Spans:
+        return _union([(max(e["ts"], begin), min(e["ts"] + e["dur"], end)) for e in found])
+
+    timed = (event for event in events if event.get("ph") == "X" and "dur" in event)
+    inside = [event for event in timed if event["ts"] < end and event["ts"] + event["dur"] > begin]
+    kernels = [event for event in inside if event.get("cat") == "kernel"]
+    if not kernels:
+        return {}
+    computing = union([one for one in kernels if kind_of(one["name"], ()) != COMMUNICATION])
+    transfers = [event for event in inside if event.get("cat") == "gpu_memcpy"]
+    result = {}
+    for direction, pattern in _DIRECTIONS.items():
+        copies = [event for event in transfers if pattern.match(event["name"])]
+        copying = union(copies)
+        num_bytes = sum(int(event.get("args", {}).get("bytes", 0)) for event in copies)
+        hidden_s = _length(_intersection(copying, computing)) / 1e6
+        seconds = _length(copying) / 1e6
+        result[direction] = HostCopies(num_bytes, len(copies), seconds, hidden_s)
+    return result
+
+
+def kind_of(name: str, around: Iterable[str]) -> str:
+    """Return a kernel's kind from its name and the host ranges that were open at its launch."""
+    around = tuple(around)
+    for kind, own, outer in _RULES:
+        if own is not None and not re.search(own, name):
+            continue
+        if outer is None or any(re.search(outer, one) for one in around):
+            return kind
+    return "elementwise"
+
+
+def _stage_of(around: tuple[str, ...]) -> str:
+    """Return the pass of a launch. Recomputation counts as backward, the loss as forward."""
+    if any("ptimizer.step" in one for one in around):
+        return "optimizer"
+    return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
+
+
+def _trace_spans(events: list[Event], step: str) -> list[TraceSpan]:
+    """Return everything that ran, on the device if the trace has one."""
+    on_device = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    ranges = [one for one in events if one.get("ph") == "X"]
+    host = [one for one in ranges if one.get("cat") in ("cpu_op", "user_annotation")]
+    if not on_device:
+        return [span for span in _host_spans(host) if span.name != step]
+    launches = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+    calls = [one for one in launches if "correlation" in one.get("args", {})]
+    open_at = {call["args"]["correlation"]: around for call, around in _enclosing(host, calls)}
+    found = []
+    for event in on_device:
+        around = open_at.get(event.get("args", {}).get("correlation"), ())
+        kind = kind_of(event["name"], around)
+        if event["cat"] != "kernel" and kind != "optimizer":
+            kind = COPIES
+        end, stage = event["ts"] + event["dur"], _stage_of(around)
+        found.append(TraceSpan(event["ts"], end, kind, event["name"], stage))
+    return found
+
+
+def _step_window(events: list[Event], step: str) -> tuple[float, float]:
+    for event in events:
+        is_range = event.get("ph") == "X" and event.get("cat") == "user_annotation"
+        if is_range and event.get("name") == step:
+            return event["ts"], event["ts"] + event["dur"]
+    raise ValueError(f"the trace has no range {step!r}")
+
+
+def _by_thread(events: list[Event]) -> dict[Any, list[Event]]:
+    threads = defaultdict(list)
+    for event in events:
+        threads[event["tid"]].append(event)
+    for each in threads.values():
+        each.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return threads
+
+
+def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event, tuple[str, ...]]]:
+    """Yield each call with the names of the open ranges of its thread, outermost first."""
+    outer = _by_thread(ranges)
+    for thread, inner in _by_thread(calls).items():
+        ahead = outer.get(thread, [])
+        stack: list[tuple[float, str]] = []
+        at = 0
+        for call in inner:
+            while at < len(ahead) and ahead[at]["ts"] <= call["ts"]:
+                begin = ahead[at]["ts"]
+                while stack and stack[-1][0] <= begin:
+                    stack.pop()
+                stack.append((begin + ahead[at]["dur"], ahead[at]["name"]))
+                at += 1
+            while stack and stack[-1][0] <= call["ts"]:
+                stack.pop()
+            yield call, tuple(name for _, name in stack)
+
+
+def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
+    """Yield the spans in which each operator was the innermost."""
+    for ranges in _by_thread(host).values():
+        edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
+        edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
+        edges.sort(key=lambda edge: edge[:3])  # at one instant: inner ends, then outer begins
+        open_ranges: list[Event] = []
+        clock = 0.0
+        for at, opens, _, event in edges:
+            if open_ranges and at > clock and open_ranges[-1]["cat"] == "cpu_op":
+                around = tuple(one["name"] for one in open_ranges)
+                name, stage = around[-1], _stage_of(around)
+                yield TraceSpan(clock, at, kind_of(name, around), name, stage)
+            clock = at
+            if opens:
+                open_ranges.append(event)
+            elif event in open_ranges:
+                open_ranges.remove(event)
+
+
+def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, float]:
+    """Return microseconds of [begin, end] by kind; each instant counts once."""
+    edges: list[tuple[float, int, str]] = []
+    for span in found:
+        edges += [(max(span.begin, begin), 1, span.kind), (min(span.end, end), -1, span.kind)]
+    edges.sort()
+    time_us, running, clock = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0), begin
+    for at, change, kind in [*edges, (end, 0, IDLE)]:
+        if at > clock:
+            active = [each for each, count in running.items() if count]
+            owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
+            if not owners:  # KINDS has copies before communication
+                owners = active[:1] or [IDLE]
+            for owner in owners:
+                time_us[owner] += (at - clock) / len(owners)
+            clock = at
+        running[kind] += change
+    return time_us
+
+
+def _union(spans: Spans) -> Spans:
+    """Return the same time as disjoint spans, in order."""
+    result: Spans = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        elif begin < end:
+            result.append((begin, end))
+    return result
+
+
+def _intersection(some: Spans, others: Spans) -> Spans:
+    """Return the common time of two unions."""
+    result, i, j = [], 0, 0
+    while i < len(some) and j < len(others):
+        begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if begin < end:
+            result.append((begin, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def _length(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 if __name__ == "__main__":

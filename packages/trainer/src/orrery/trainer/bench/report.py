@@ -1,8 +1,10 @@
-"""A measurement as JSON, and as a table on the screen.
+"""A measurement as JSON and as a table, beside the time that its work should take.
 
-- A step's time is that of the slowest rank. Tokens a second are the median over measured steps, with the least and the most beside it.
-- Utilisation is true operations (`orrery.models.flops`) over what the devices could do at the data sheet's rate in that time. Operations
-  that are not counted there, and times expected of them, are null.
+- A step's time is that of the slowest rank. Tokens a second are the median over steps.
+- Utilisation (MFU) is the model's own operations (`orrery.models.flops`) over the data sheet's
+  rate. It and the expected times are null for models whose operations are not counted.
+- `expected` is a floor, from operations, bytes and the rates of single kernels. Elementwise work
+  counts as fused. Communication that products can hide costs nothing.
 """
 
 import os
@@ -10,6 +12,8 @@ import platform
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from orrery.models import build
 from orrery.models.flops import hardware_flops, is_counted, model_flops
 from orrery.observe.provenance import commit, versions
 from orrery.trainer import ALLOCATOR, EXPANDABLE
-from orrery.trainer.bench.expected import RATES, Rates, expected
-from orrery.trainer.bench.phases import KINDS
-from orrery.trainer.bench.request import Request
+from orrery.trainer.bench.rank import KINDS
+from orrery.trainer.bench.request import BenchRequest
 from orrery.trainer.memory_plan.plan import plan_memory
+from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
 PACKAGES = (
     "torch",
@@ -36,7 +41,6 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
 )
-
 WORK = (
     "true_flops_per_token",
     "true_tflops_per_device",
@@ -44,30 +48,52 @@ WORK = (
     "executed_over_true",
     "mfu",
 )
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Operations and bytes a second of one device."""
+
+    peak_flops: float  # of the data sheet, dense bfloat16; for the utilisation
+    dense_flops: float
+    grouped_flops: float
+    attention_flops: float
+    memory_bytes: float
+    link_bytes: float
+    host_link_bytes: float
+
+
+# By torch's device name. Rates of single kernels, NCCL's gathers and pinned copies.
+RATES = {"NVIDIA H200": DeviceRates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
 
 
 def result(
-    request: Request, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
+    request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
-    """Everything that was measured, and what it was measured on."""
+    """Return the measurement and what it was measured on, as a record keeps them."""
     step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
-    median_s = statistics.median(step_s)
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
     every = [
         [length for group in groups for length in group["steps"][n]["lengths"]]
         for n in range(request.steps)
     ]
-    tokens = [
-        sum(lengths) for lengths in every
-    ]  # a model that pads leaves room in its micro-batches
+    tokens = [sum(lengths) for lengths in every]  # without padding
     speeds = [
         count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)
     ]
-    rates = RATES.get(answers[0]["device"])
-    # The profiled step has documents of its own; with fixed lengths they are the same.
-    predicted = expected(request, answers[0]["steps"][-1]["lengths"], answers[0]["device"])
-    planned = plan_memory(model, trainer, request.load, answers[0]["device_bytes"])
+    first = answers[0]
+    rates = RATES.get(first["device"])
+    # Of the last step; with variable lengths the profiled step has other documents.
+    predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
+    planned = plan_memory(model, trainer, request.load, first["device_bytes"])
+
+    def most(key: str, section: str = "memory") -> int:
+        return max(answer[section][key] for answer in answers)
+
+    warmup_s = [max(one["warmup"][n]["step_s"] for one in answers) for n in range(request.warmup)]
+    command = ["python", "-m", "orrery.trainer.bench", *map(_without_folder, sys.argv[1:])]
     return {
         "name": request.name,
         "manifest_id": request.id12,
@@ -85,137 +111,112 @@ def result(
         "tokens_per_s_per_device": statistics.median(speeds),
         "tokens_per_s_per_device_least": min(speeds),
         "tokens_per_s_per_device_most": max(speeds),
-        "step_s": median_s,
+        "step_s": statistics.median(step_s),
         "steps_s": step_s,
-        "warmup_s": [
-            max(answer["warmup"][n]["step_s"] for answer in answers) for n in range(request.warmup)
-        ],
+        "warmup_s": warmup_s,
         "build_s": max(answer["build_s"] for answer in answers),
         "wall_s": wall_s,
         **_work(request, every, request.num_devices * statistics.mean(step_s), rates),
         "peak_flops": None if rates is None else rates.peak_flops,
-        "peak_allocated_bytes": max(answer["memory"]["peak_allocated_bytes"] for answer in answers),
-        "peak_reserved_bytes": max(answer["memory"]["peak_reserved_bytes"] for answer in answers),
-        "allocated_before_steps_bytes": max(
-            answer["memory_before_steps"]["allocated_bytes"] for answer in answers
-        ),
-        "clocks": answers[0]["clocks"],
-        "num_allocation_retries": max(
-            answer["memory"]["num_allocation_retries"] for answer in answers
-        ),
+        "peak_allocated_bytes": most("peak_allocated_bytes"),
+        "peak_reserved_bytes": most("peak_reserved_bytes"),
+        "allocated_before_steps_bytes": most("allocated_bytes", "memory_before_steps"),
+        "clocks": first["clocks"],
+        "num_allocation_retries": most("num_allocation_retries"),
         "expandable_segments": EXPANDABLE in os.environ.get(ALLOCATOR, EXPANDABLE),
         "planned_peak_bytes": planned.peak_bytes,
         "planned_fullest": planned.fullest,
-        "num_parameters": answers[0]["num_parameters"],
-        "num_trained_parameters": answers[0]["num_trained_parameters"],
+        "num_parameters": first["num_parameters"],
+        "num_trained_parameters": first["num_trained_parameters"],
         "expected_s": predicted,
-        "phases": answers[0]["phases"],
-        "host_copies": answers[0]["host_copies"],
-        "metrics": answers[0]["steps"][-1]["metrics"],
-        "command": shlex.join(
-            ["python", "-m", "orrery.trainer.bench", *map(_anywhere, sys.argv[1:])]
-        ),
-        "hardware": hardware(answers),
+        "phases": first["phases"],
+        "host_copies": first["host_copies"],
+        "metrics": first["steps"][-1]["metrics"],
+        "command": shlex.join(command),
+        "hardware": _hardware(answers),
         "versions": {**versions(PACKAGES), "cuda": str(torch.version.cuda)},
         "commit": commit(Path(__file__).parent, ":/packages"),
     }
 
 
 def _work(
-    request: Request, every: list[list[int]], device_s: float, rates: Rates | None
+    request: BenchRequest, every: list[list[int]], device_s: float, rates: DeviceRates | None
 ) -> dict[str, float | None]:
-    """Of steps with documents of `every` lengths, whose mean takes `device_s` of all devices together."""
+    """Return operations and utilisation of steps with documents of `every` lengths.
+
+    `device_s`: mean seconds of a step, summed over devices.
+    """
     model, trainer = request.model, request.trainer
     if not is_counted(model):
         return dict.fromkeys(WORK)
-    true = statistics.mean(
-        model_flops(model, lengths, trainer.lora is not None).total for lengths in every
-    )
+    has_adapters = trainer.lora is not None
+    true = statistics.mean(model_flops(model, lengths, has_adapters).total for lengths in every)
     executed = statistics.mean(hardware_flops(model, trainer, lengths).total for lengths in every)
     per_token = true / statistics.mean(sum(lengths) for lengths in every)
     mfu = None if rates is None else true / device_s / rates.peak_flops
-    return dict(
-        zip(
-            WORK,
-            (per_token, true / device_s / 1e12, executed / device_s / 1e12, executed / true, mfu),
-            strict=True,
-        )
-    )
+    tflops = true / device_s / 1e12, executed / device_s / 1e12
+    return dict(zip(WORK, (per_token, *tflops, executed / true, mfu), strict=True))
 
 
-def hardware(answers: list[dict[str, Any]]) -> str:
-    """The devices that took part, and the host's cores."""
+def _hardware(answers: list[dict[str, Any]]) -> str:
     devices = [answer["device"] for answer in answers]
+    names = [name for name in dict.fromkeys(devices) if name != "cpu"]
     cores = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
-    return ", ".join(
-        [
-            *(
-                f"{devices.count(name)} × {name}"
-                for name in dict.fromkeys(devices)
-                if name != "cpu"
-            ),
-            cores,
-        ]
-    )
+    return ", ".join([*(f"{devices.count(name)} × {name}" for name in names), cores])
 
 
-def _anywhere(word: str) -> str:
-    """A word of the command line as it is on any machine: of a folder its name alone."""
+def _without_folder(word: str) -> str:
+    """Return a word of the command line without this machine's folders."""
     return Path(word).name if word.startswith("/") else word
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table, on stdout."""
+    """Print the tables."""
     console = Console(width=None if sys.stdout.isatty() else 140)
-    head = f"{result['name']}-{result['manifest_id']}: {result['loss']} loss, {result['routing']} routing, {result['lengths']} lengths"
-    console.print(f"[bold]{head}[/bold] on {result['hardware']}", highlight=False)
+    name = f"{result['name']}-{result['manifest_id']}"
+    kind = f"{result['loss']} loss, {result['routing']} routing, {result['lengths']} lengths"
+    console.print(f"[bold]{name}: {kind}[/bold] on {result['hardware']}", highlight=False)
     for field, (before, after) in result["overrides"].items():
         console.print(f"  not as the manifest says: {field} {after}, not {before}", highlight=False)
+    console.print(_facts(result))
+    console.print(_time_by_kind(result["phases"], result["expected_s"] or {}))
+
+
+def _facts(result: dict[str, Any]) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
-    gib = 2**30
-    spread = f"{result['tokens_per_s_per_device_least']:,.0f} … {result['tokens_per_s_per_device_most']:,.0f}"
-    facts.add_row(
-        "tokens/s/device",
-        f"{result['tokens_per_s_per_device']:,.0f}",
-        f"median of {len(result['steps_s'])} steps; {spread}",
-    )
-    facts.add_row(
-        "step",
-        f"{result['step_s']:.3f} s",
-        f"{result['tokens_per_step']:,} tokens in {result['micro_batches']} micro-batches a rank",
-    )
+    least, most = result["tokens_per_s_per_device_least"], result["tokens_per_s_per_device_most"]
+    spread = f"median of {len(result['steps_s'])} steps; {least:,.0f} … {most:,.0f}"
+    facts.add_row("tokens/s/device", f"{result['tokens_per_s_per_device']:,.0f}", spread)
+    tokens, micro_batches = result["tokens_per_step"], result["micro_batches"]
+    text = f"{tokens:,} tokens in {micro_batches} micro-batches a rank"
+    facts.add_row("step", f"{result['step_s']:.3f} s", text)
     utilisation = "" if result["mfu"] is None else f"{100 * result['mfu']:.1f} % MFU"
     tflops = "operations of this family are not counted"
-    if result["true_tflops_per_device"] is not None:
-        tflops = f"{result['true_tflops_per_device']:.3g} true TFLOP/s a device; executed {result['executed_tflops_per_device']:.3g}"
+    if (true := result["true_tflops_per_device"]) is not None:
+        executed = result["executed_tflops_per_device"]
+        tflops = f"{true:.3g} true TFLOP/s a device; executed {executed:.3g}"
     facts.add_row("work", utilisation, tflops)
-    reserved = f"{result['peak_reserved_bytes'] / gib:.1f} GiB reserved, {result['allocated_before_steps_bytes'] / gib:.1f} GiB before steps"
-    if result["peak_allocated_bytes"]:  # torch counts on a GPU only
+    if peak := result["peak_allocated_bytes"]:  # zero on a CPU
+        planned = f"planned {result['planned_peak_bytes'] / GIB:.1f} GiB"
+        before = f"{result['allocated_before_steps_bytes'] / GIB:.1f} GiB before steps"
+        reserved = f"{result['peak_reserved_bytes'] / GIB:.1f} GiB reserved, {before}"
         segments = f"expandable segments {result['expandable_segments']}"
-        planned = f"planned {result['planned_peak_bytes'] / gib:.1f} GiB"
-        facts.add_row(
-            "peak memory",
-            f"{result['peak_allocated_bytes'] / gib:.1f} GiB",
-            f"{planned}; {reserved}; {segments}",
-        )
+        text = f"{planned}; {reserved}; {segments}"
+        facts.add_row("peak memory", f"{peak / GIB:.1f} GiB", text)
     if clocks := result["clocks"]:
-        power = (
-            f"mean of the first device; {clocks['power_w']:.0f} of {clocks['power_limit_w']:.0f} W"
-        )
-        facts.add_row(
-            "clock", f"{clocks['sm_mhz']:,.0f} of {clocks['most_sm_mhz']:,.0f} MHz", power
-        )
+        watts = f"{clocks['power_w']:.0f} of {clocks['power_limit_w']:.0f} W"
+        speed = f"{clocks['sm_mhz']:,.0f} of {clocks['most_sm_mhz']:,.0f} MHz"
+        facts.add_row("clock", speed, f"mean of the first device; {watts}")
     for direction, copies in result["host_copies"].items():
-        if copies["num_bytes"] >= gib:
+        if copies["num_bytes"] >= GIB:
             rate = f"{copies['num_bytes'] / 1e9 / copies['seconds']:.0f} GB/s"
-            hidden = (
-                f"{100 * copies['hidden_s'] / copies['seconds']:.1f} % of it beside computation"
-            )
-            facts.add_row(
-                f"copies {direction}", f"{copies['num_bytes'] / gib:.1f} GiB", f"{rate}, {hidden}"
-            )
-    console.print(facts)
-    phases, predicted = result["phases"], result["expected_s"] or {}
+            hidden = 100 * copies["hidden_s"] / copies["seconds"]
+            text = f"{rate}, {hidden:.1f} % of it beside computation"
+            facts.add_row(f"copies {direction}", f"{copies['num_bytes'] / GIB:.1f} GiB", text)
+    return facts
+
+
+def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     passes = [stage for stage in ("forward", "backward", "optimizer") if stage in phases["by_pass"]]
     for column in ("one profiled step", "ms", "share", "expected ms", *passes):
@@ -228,18 +229,165 @@ def show(result: dict[str, Any]) -> None:
         own = phases["by_kind"][kind]
         name = "communication, exposed" if kind == "communication" else kind
         columns = [ms(phases["by_pass"][stage].get(kind)) for stage in passes]
-        table.add_row(
-            name,
-            ms(own),
-            f"{100 * own / phases['step_s']:.1f} %",
-            ms(predicted.get(kind)),
-            *columns,
-        )
-    table.add_row(
-        "communication in all",
-        ms(phases["communication_total_s"]),
-        "",
-        ms(predicted.get("communication in all")),
-    )
+        share = f"{100 * own / phases['step_s']:.1f} %"
+        table.add_row(name, ms(own), share, ms(predicted.get(kind)), *columns)
+    every = "communication in all"
+    table.add_row(every, ms(phases["communication_total_s"]), "", ms(predicted.get(every)))
     table.add_row("[bold]step[/bold]", ms(phases["step_s"]), "", ms(predicted.get("step")))
-    console.print(table)
+    return table
+
+
+def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict[str, float] | None:
+    """Return the expected seconds of a step by kind of work, and of communication and the step.
+
+    `lengths`: documents in all micro-batches, under context parallel those of the group. None if
+    the device's rates are unknown or the model's operations are not counted.
+    """
+    rates = RATES.get(device)
+    if rates is None or not is_counted(request.model):
+        return None
+    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
+    work = hardware_flops(model, trainer, lengths)
+    tokens = sum(lengths) / mesh.cp
+    head_bytes = tokens * model.vocab_size * 22
+    elementwise_bytes = tokens * model.num_layers * _elementwise_bytes(request)
+    seconds = {
+        "dense products": work.projections / mesh.cp / rates.dense_flops,
+        "grouped products": work.experts / mesh.cp / rates.grouped_flops,
+        "attention": work.attention / mesh.cp / rates.attention_flops,
+        "lm head": work.lm_head / mesh.cp / rates.dense_flops + head_bytes / rates.memory_bytes,
+        "elementwise": elementwise_bytes / rates.memory_bytes,
+    }
+    computation = sum(seconds.values())
+    experts, rest = _parameters(request)
+    shards = mesh.dp_shard * mesh.cp
+    trained = (experts + rest) / shards if trainer.lora is None else 0.0
+    computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
+    if trained:
+        computing_s, offloaded_s, exchange_s = _optimizer_s(request, trained, shards, rates)
+    seconds["optimizer"] = max(computing_s, offloaded_s)
+    # Muon's all-to-alls, as far as copies of offloaded states do not hide them.
+    exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
+    communication = _communication_bytes(request, tokens, experts, rest) / rates.link_bytes
+    return {
+        **seconds,
+        "communication in all": communication + exchange_s,
+        "communication": max(0.0, communication - computation) + exposed_s,
+        "step": max(computation, communication) + seconds["optimizer"] + exposed_s,
+    }
+
+
+def _communication_bytes(
+    request: BenchRequest, tokens: float, experts: float, rest: float
+) -> float:
+    """Return the bytes that a device sends or receives in a step, without Muon's all-to-alls."""
+    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
+    shards = mesh.dp_shard * mesh.cp
+    from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
+    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
+    total = gathers * _dtype_bytes(trainer.compute_dtype) * from_others
+    if trainer.lora is None:
+        by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
+        reductions = request.micro_batches if by_micro_batch else 1
+        total += reductions * _dtype_bytes(trainer.reduce_dtype) * from_others
+    if mesh.ep > 1 and model.moe is not None:
+        # To the experts and back, forward and backward, and again if experts are recomputed.
+        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
+        passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
+        total += passes * rows * model.hidden_size * 2 * model.num_layers
+    if mesh.cp > 1:
+        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        total += 3 * tokens * width * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
+    return total
+
+
+def _optimizer_s(
+    request: BenchRequest, trained: float, shards: int, rates: DeviceRates
+) -> tuple[float, float, float]:
+    """Return seconds of kernels, of copies of offloaded states, and of Muon's all-to-alls.
+
+    `trained`: float32 values on this device. Bytes a value, with 12 for the gradient's norm and
+    scale, or 4 for sign SGD, which needs no scale:
+
+    - AdamW 40; SGD 32 with momentum, else 24; sign SGD 24, with weight decay 32
+    - Muon 48, with Nesterov 60, plus its products: 4·m²·n + 2·m³ a step for a matrix of m ≤ n
+
+    Offloaded states (4 bytes each) cross the host link both ways at once. Muon exchanges the split
+    matrices in bfloat16: a device sends the parts that others own, then their results.
+    """
+    optimizer = request.trainer.optimizer
+    products_s = exchanged_bytes = 0.0
+    if optimizer.kind == "muon":
+        values, split, operations = _block_matrices(request)
+        exchanged_bytes = 2 * 2 * split / shards * (shards - 1) / shards
+        in_blocks = values / shards
+        rest = max(trained - in_blocks, 0.0)
+        products_s = optimizer.num_newton_schulz_steps * operations / shards / rates.dense_flops
+        num_bytes = in_blocks * (60 if optimizer.nesterov else 48) + rest * 40
+        num_states = in_blocks + 2 * rest
+    elif optimizer.kind == "adamw":
+        num_bytes, num_states = trained * 40, 2 * trained
+    elif optimizer.kind == "sgd":
+        num_bytes = trained * (32 if optimizer.momentum else 24)
+        num_states = trained if optimizer.momentum else 0.0
+    else:
+        num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
+    offloaded_s = 0.0
+    if request.trainer.memory.optimizer_offload:
+        offloaded_s = 4 * num_states / rates.host_link_bytes
+    computing_s = num_bytes / rates.memory_bytes + products_s
+    return computing_s, offloaded_s, exchanged_bytes / rates.link_bytes
+
+
+def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
+    """Return Muon's values, those in matrices that FSDP splits, and operations an iteration."""
+    values, split, operations = 0, 0, 0.0
+    for name, weight in build(request.model, torch.float32, "meta").named_parameters():
+        if is_block_matrix(name, weight):
+            rows, columns = weight.shape[-2] // (2 if FUSED.search(name) else 1), weight.shape[-1]
+            m, n = sorted((rows, columns))
+            values += weight.numel()
+            split += weight.numel() if weight.ndim == 2 else 0  # stacks split between matrices
+            operations += weight.numel() / (m * n) * (4 * m**2 * n + 2 * m**3)
+    return values, split, operations
+
+
+def _parameters(request: BenchRequest) -> tuple[float, float]:
+    """Return the number of parameters in routed experts, and of all others."""
+    model = request.model
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attention = model.num_layers * float(model.hidden_size * heads)
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size
+    dense = 3 * model.hidden_size * model.intermediate_size
+    if (moe := model.moe) is None:
+        return 0.0, attention + model.num_layers * dense + embeddings
+    sparse = model.num_layers - moe.num_dense_layers
+    expert = 3 * model.hidden_size * moe.expert_intermediate_size
+    router_and_shared = moe.num_experts * model.hidden_size + moe.num_shared_experts * expert
+    rest = attention + sparse * router_and_shared + moe.num_dense_layers * dense
+    return float(sparse * moe.num_experts * expert), rest + embeddings
+
+
+def _elementwise_bytes(request: BenchRequest) -> float:
+    """Return the bytes of elementwise work a token and layer, in bfloat16.
+
+    The numbers that a forward pass reads and writes count once for it, twice for the backward pass
+    (values and gradients), and once more if cheap results are recomputed.
+    """
+    model = request.model
+    hidden = model.hidden_size
+    numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
+    # Head norms and rotation, fused.
+    numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    if (moe := model.moe) is not None:
+        numbers += 2 * moe.num_experts_per_token * hidden  # rows to experts
+        numbers += (moe.num_experts_per_token + 1) * hidden  # their sum
+        numbers += 3 * moe.num_experts_per_token * moe.expert_intermediate_size  # SwiGLU
+    else:
+        numbers += 3 * model.intermediate_size
+    passes = 3 if request.trainer.memory.activation_checkpointing.kind == "none" else 4
+    return 2.0 * numbers * passes
+
+
+def _dtype_bytes(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]

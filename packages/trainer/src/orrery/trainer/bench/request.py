@@ -1,9 +1,9 @@
-"""What to measure: a manifest's model and trainer, fitted to the devices at hand; every change of the manifest has a name.
+"""What to measure: a manifest's model and trainer, fitted to the devices, and made-up batches.
 
-- `devices` other than the mesh's change `dp_shard`, and `ep` where it no longer divides the ranks. A mesh that was asked for is taken as
-  it is, or refused.
-- `layers` makes the model shallower, so that a model that needs eight devices can be measured on fewer.
-- The SFT loss is measured with the optimizer and the clipping of the SFT stage, where the manifest has one.
+- Another number of `devices` than the mesh's changes `dp_shard`, and `ep` if it no longer divides
+  the ranks. A mesh given as an option is used unchanged, or refused.
+- `layers` makes the model shallower, to measure it on fewer devices.
+- The SFT loss is measured with the SFT stage's optimizer and clipping, if the manifest has one.
 """
 
 import json
@@ -11,6 +11,8 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
@@ -26,14 +28,32 @@ from orrery.manifest.schema import (
     context_misfits,
     fit_model,
 )
+from orrery.transport.columns import Columns
+from orrery.transport.packing import is_padded
+from orrery.transport.routed_experts import route_shape
 
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Workload
 
+# Default options of runs that have a row in `benchmarks/trainer/`.
+SFT = {"loss": "sft"}
+ROWS: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b_16k": SFT,
+    "qwen3_30b_a3b_16k_offload": {"micro_batches": 8, "steps": 3, "warmup": 2},
+    "qwen3_30b_a3b_32k": SFT,
+    "qwen3_30b_a3b_64k": SFT,
+    "qwen3_8b_8k": SFT,
+    "qwen3_4b_16k": SFT,
+    "qwen3_0_6b_16k": SFT,
+}
+
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line or the run's row says; None: as the manifest has it."""
+    """Options of the command line or the run's row; None: as the manifest has it.
+
+    `memory`, `fsdp`, `mesh` and `trainer` are JSON objects, merged over that section.
+    """
 
     device: Literal["cpu"] | None = None
     devices: int | None = None
@@ -46,18 +66,16 @@ class Options:
     tokens_per_micro_batch: int | None = None
     document_tokens: int | None = None
     layers: int | None = None
-    memory: str | None = None  # JSON merged over trainer.memory
-    fsdp: str | None = None  # the same over trainer.fsdp
-    mesh: str | None = None  # the same over trainer.mesh
-    trainer: str | None = (
-        None  # the same over the trainer itself: its optimizer, its adapters, its dtypes
-    )
+    memory: str | None = None
+    fsdp: str | None = None
+    mesh: str | None = None
+    trainer: str | None = None
     compile: bool | None = None
 
 
 @dataclass(frozen=True)
-class Request:
-    """One measurement, whole: what a rank needs to know."""
+class BenchRequest:
+    """One measurement, as each rank reads it."""
 
     name: str
     id12: str
@@ -73,7 +91,7 @@ class Request:
     micro_batches: int
     tokens_per_micro_batch: int
     document_tokens: int
-    overrides: dict[str, list[Any]]  # field → [the manifest's value, the value measured]
+    overrides: dict[str, list[Any]]  # field → [the manifest's value, the measured value]
 
     @property
     def num_devices(self) -> int:
@@ -81,72 +99,38 @@ class Request:
 
     @property
     def load(self) -> "Workload":
-        from orrery.trainer.memory_plan.plan import (
-            Workload,
-        )  # here: a misspelt option does not wait for torch
+        from orrery.trainer.memory_plan.plan import Workload  # imports torch
 
         return Workload(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
 
     def write(self, path: Path) -> None:
-        fields = {
-            **self.__dict__,
-            "model": self.model.model_dump(mode="json"),
-            "trainer": self.trainer.model_dump(mode="json"),
+        records = {
+            name: getattr(self, name).model_dump(mode="json") for name in ("model", "trainer")
         }
-        path.write_text(json.dumps(fields))
+        path.write_text(json.dumps(self.__dict__ | records))
 
     @classmethod
-    def read(cls, path: Path) -> "Request":
+    def read(cls, path: Path) -> "BenchRequest":
         fields = json.loads(path.read_text())
-        return cls(
-            **{
-                **fields,
-                "model": Model.model_validate(fields["model"]),
-                "trainer": Trainer.model_validate(fields["trainer"]),
-            }
-        )
+        fields["model"] = Model.model_validate(fields["model"])
+        fields["trainer"] = Trainer.model_validate(fields["trainer"])
+        return cls(**fields)
 
 
-def request(manifest: Manifest, options: Options) -> Request:
-    """Raises `OrreryError` where the manifest cannot be fitted to what is asked for."""
-    model, trainer = manifest.model, manifest.trainer
-    if options.layers is not None:
-        if options.layers > model.num_layers:
-            raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
-        model = model.model_copy(update={"num_layers": options.layers})
-    if options.loss == "sft" and (sft := manifest.stages.sft) is not None:
-        trainer = trainer.model_copy(
-            update={"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm}
-        )
-    told = trainer
-    asked_mesh: dict[str, Any] = {}
-    for section in ("memory", "fsdp", "mesh", "trainer"):
-        if (text := getattr(options, section)) is not None:
-            new = parsed(section, text)
-            trainer = merged(manifest, trainer, section, new)
-            asked_mesh |= {"mesh": new, "trainer": new.get("mesh", {})}.get(section, {})
-    if options.compile is not None:
-        trainer = trainer.model_copy(update={"compile": options.compile})
-    devices = options.devices or manifest.trainer.mesh.world_size
-    if misfits := list(context_misfits(trainer.mesh, model, devices)):
-        raise OrreryError(misfits[0])
-    if options.devices is not None:
-        trainer = trainer.model_copy(
-            update={"mesh": fitted(trainer.mesh, options.devices, asked_mesh)}
-        )
-    if options.device == "cpu":
-        trainer = trainer.model_copy(
-            update={"compute_dtype": "float32", "reduce_dtype": "float32", "param_dtype": "float32"}
-        )
+def make_request(manifest: Manifest, options: Options) -> BenchRequest:
+    """Fit the manifest to the options. Raise OrreryError if that is impossible."""
+    model = _fit_layers(manifest.model, options)
+    base = _stage_trainer(manifest, options)
+    trainer = _merge_options(manifest, base, model, options)
     accelerator = options.device or manifest.hardware.accelerator
+    devices = options.devices or manifest.trainer.mesh.world_size
     try:
         fit_model(trainer, model, accelerator, devices)
     except ValueError as error:
         raise OrreryError(str(error)) from None
     tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
-    trainer = trainer.model_copy(
-        update={"memory": trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})}
-    )
+    memory = trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    trainer = trainer.model_copy(update={"memory": memory})
     longest = manifest.inference.max_model_len_tokens
     document = min(tokens, options.document_tokens or longest)
     if document < 2:
@@ -157,7 +141,13 @@ def request(manifest: Manifest, options: Options) -> Request:
         raise OrreryError(
             f"--document-tokens: {document} exceed model.max_positions {model.max_positions}"
         )
-    return Request(
+    fields = {"model.num_layers": (manifest.model.num_layers, model.num_layers)}
+    for field in Trainer.model_fields:
+        fields[f"trainer.{field}"] = getattr(base, field), getattr(trainer, field)
+    fields["hardware.accelerator"] = manifest.hardware.accelerator, accelerator
+    old_document = min(base.memory.max_tokens_per_micro_batch, longest)
+    fields["inference.max_model_len_tokens"] = old_document, document
+    return BenchRequest(
         name=manifest.name,
         id12=id12(manifest),
         accelerator=accelerator,
@@ -172,43 +162,53 @@ def request(manifest: Manifest, options: Options) -> Request:
         micro_batches=options.micro_batches,
         tokens_per_micro_batch=tokens,
         document_tokens=document,
-        overrides=differences(
-            {
-                "model.num_layers": (manifest.model.num_layers, model.num_layers),
-                **{
-                    f"trainer.{field}": (getattr(told, field), getattr(trainer, field))
-                    for field in Trainer.model_fields
-                },
-                "hardware.accelerator": (manifest.hardware.accelerator, accelerator),
-                "inference.max_model_len_tokens": (
-                    min(told.memory.max_tokens_per_micro_batch, longest),
-                    document,
-                ),
-            }
-        ),
+        overrides=_differences(fields),
     )
 
 
-def differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    """Of fields with two values each those whose values differ; of the trainer's sections their own fields."""
-    found: dict[str, list[Any]] = {}
-    for name, (old, new) in fields.items():
-        if isinstance(new, Memory | Fsdp | Mesh):
-            found |= differences(
-                {
-                    f"{name}.{field}": (getattr(old, field), getattr(new, field))
-                    for field in type(new).model_fields
-                }
-            )
-        elif old != new:
-            found[name] = [
-                value.model_dump(mode="json") if isinstance(value, Record) else value
-                for value in (old, new)
-            ]
-    return found
+def given_options(options: Options) -> dict[str, Any]:
+    """Return the options that are not None, for a record."""
+    return {name: value for name, value in asdict(options).items() if value is not None}
 
 
-def parsed(section: str, text: str) -> dict[str, Any]:
+def _fit_layers(model: Model, options: Options) -> Model:
+    if options.layers is None:
+        return model
+    if options.layers > model.num_layers:
+        raise OrreryError(f"--layers: the model has {model.num_layers}, not {options.layers}")
+    return model.model_copy(update={"num_layers": options.layers})
+
+
+def _stage_trainer(manifest: Manifest, options: Options) -> Trainer:
+    sft = manifest.stages.sft
+    if options.loss != "sft" or sft is None:
+        return manifest.trainer
+    changes = {"optimizer": sft.optimizer, "max_grad_norm": sft.max_grad_norm}
+    return manifest.trainer.model_copy(update=changes)
+
+
+def _merge_options(manifest: Manifest, trainer: Trainer, model: Model, options: Options) -> Trainer:
+    given_mesh: dict[str, Any] = {}
+    for section in ("memory", "fsdp", "mesh", "trainer"):
+        if (text := getattr(options, section)) is not None:
+            new = _parse(section, text)
+            trainer = _merge(manifest, trainer, section, new)
+            given_mesh |= {"mesh": new, "trainer": new.get("mesh", {})}.get(section, {})
+    if options.compile is not None:
+        trainer = trainer.model_copy(update={"compile": options.compile})
+    devices = options.devices or manifest.trainer.mesh.world_size
+    if misfits := list(context_misfits(trainer.mesh, model, devices)):
+        raise OrreryError(misfits[0])
+    if options.devices is not None:
+        mesh = _fit_mesh(trainer.mesh, options.devices, given_mesh)
+        trainer = trainer.model_copy(update={"mesh": mesh})
+    if options.device == "cpu":
+        dtypes = ("compute_dtype", "reduce_dtype", "param_dtype")
+        trainer = trainer.model_copy(update=dict.fromkeys(dtypes, "float32"))
+    return trainer
+
+
+def _parse(section: str, text: str) -> dict[str, Any]:
     try:
         new = json.loads(text)
         if not isinstance(new, dict):
@@ -218,22 +218,20 @@ def parsed(section: str, text: str) -> dict[str, Any]:
     return new
 
 
-def merged(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, Any]) -> Trainer:
-    """`trainer` with `new` over one of its sections, or over itself, checked by the schema."""
+def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, Any]) -> Trainer:
+    """Merge `new` over a section of the trainer, or over the trainer; validate by the schema."""
     whole = trainer.model_dump(mode="json")
-    old = whole if section == "trainer" else whole[section]
-    fields = {**whole, **new} if section == "trainer" else {**whole, section: {**old, **new}}
+    fields = {**whole, **(new if section == "trainer" else {section: {**whole[section], **new}})}
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        check(
-            {**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}"
-        )  # says which field, as of any manifest
+        # `check` raises an error that names the field.
+        check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
 
-def fitted(mesh: Mesh, devices: int, asked: dict[str, Any]) -> Mesh:
-    """`mesh` over so many devices: dp_shard takes what dp_replicate and cp leave, ep what still divides. What was `asked` for stays."""
+def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
+    """Fit dp_shard to the devices, and ep to dp_shard. Fields in `given` do not change."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -241,14 +239,101 @@ def fitted(mesh: Mesh, devices: int, asked: dict[str, Any]) -> Mesh:
             f"--devices: {devices} is no multiple of dp_replicate·cp = {others}; choose from {fits}"
         )
     dp_shard = devices // others
-    if asked.get("dp_shard", dp_shard) != dp_shard:
+    if given.get("dp_shard", dp_shard) != dp_shard:
         raise OrreryError(
-            f"trainer.mesh.dp_shard {mesh.dp_shard}: --devices {devices} leaves it {dp_shard}; leave out dp_shard, or --devices"
+            f"trainer.mesh.dp_shard {mesh.dp_shard}: --devices {devices} leaves it {dp_shard}; "
+            "leave out dp_shard, or --devices"
         )
-    ep = mesh.ep if "ep" in asked else math.gcd(mesh.ep, dp_shard * mesh.cp)
+    ep = mesh.ep if "ep" in given else math.gcd(mesh.ep, dp_shard * mesh.cp)
     return mesh.model_copy(update={"dp_shard": dp_shard, "ep": ep})
 
 
-def described(options: Options) -> dict[str, Any]:
-    """The options that say something, as a record keeps them."""
-    return {name: value for name, value in asdict(options).items() if value is not None}
+def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
+    """Return the fields whose two values differ; sections of the trainer field by field."""
+    found: dict[str, list[Any]] = {}
+    for name, (old, new) in fields.items():
+        if isinstance(new, Memory | Fsdp | Mesh):
+            inner = type(new).model_fields
+            found |= _differences(
+                {f"{name}.{one}": (getattr(old, one), getattr(new, one)) for one in inner}
+            )
+        elif old != new:
+            found[name] = [
+                value.model_dump(mode="json") if isinstance(value, Record) else value
+                for value in (old, new)
+            ]
+    return found
+
+
+def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Columns]:
+    """Return one step's random micro-batches for one data rank, the same for the same arguments.
+
+    With the SFT loss every token but a document's first has weight 1 of cross-entropy. With the RL
+    loss these tokens carry all three components.
+    """
+    rng = np.random.default_rng([request.seed, step, data_rank])
+    return [
+        _columns(request, _document_lengths(request, rng), rng)
+        for _ in range(request.micro_batches)
+    ]
+
+
+def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
+    """Return lengths that fill a micro-batch, counting the padding of a model that pads.
+
+    Variable lengths are log-uniform from a sixteenth of the longest to the longest.
+    """
+    longest, left = request.document_tokens, request.tokens_per_micro_batch
+    shortest = min(max(longest / 16, 2), longest)
+    lengths: list[int] = []
+    while left:
+        length = longest
+        if request.lengths == "variable":
+            length = round(float(np.exp(rng.uniform(np.log(shortest), np.log(longest)))))
+        length = min(length, left)
+        padded = (len(lengths) + 1) * max([*lengths, length])
+        if is_padded(request.model) and padded > request.tokens_per_micro_batch:
+            break
+        lengths.append(length)
+        left -= length
+    return np.array(lengths, dtype=np.int64)
+
+
+def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generator) -> Columns:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total = int(offsets[-1])
+    trained = np.ones(total, dtype=bool)
+    trained[offsets[:-1]] = False
+    one = np.ones(total, dtype=np.float32)
+    token = {
+        "token_id": rng.integers(0, request.model.vocab_size, total, dtype=np.int32),
+        "trained": trained,
+        "rl_weight": one if request.loss == "rl" else 0 * one,
+        "cross_entropy_weight": one,
+    }
+    if request.loss == "rl":
+        # Close to a new network's log-probs, so that ratios stay finite.
+        uniform = -np.log(request.model.vocab_size)
+        token |= {
+            "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
+            "reference_logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
+            "advantage": np.repeat(rng.normal(0, 1, len(lengths)), lengths).astype(np.float32),
+            "reference_kl_weight": one,
+            "version": np.zeros(total, dtype=np.int32),
+        }
+    if request.routing == "balanced" and request.model.moe is not None:
+        token["routed_experts"] = balanced_experts(request.model, total)
+    sample = {
+        "temperature": np.ones(len(lengths), dtype=np.float32),
+        "dispatch_version": np.full(len(lengths), -1, dtype=np.int32),
+    }
+    return Columns(offsets, token, sample)
+
+
+def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
+    """Return routes [T, L, K]: each token takes the K experts after those of the token before."""
+    shape = route_shape(model)
+    assert shape is not None
+    experts = np.arange(num_tokens * shape.top_k) % shape.num_experts
+    routes = experts.reshape(num_tokens, 1, shape.top_k)
+    return np.broadcast_to(routes, (num_tokens, shape.num_layers, shape.top_k)).astype(shape.dtype)

@@ -287,10 +287,10 @@ class _StepPlan:
         M = T: all tokens count as scored, an upper bound if prompts are long.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
-        chunk = memory.lm_head_chunk_tokens
-        if chunk == "auto":
-            fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)
-            chunk = max(ALIGNMENT, fitting // ALIGNMENT * ALIGNMENT)
+        fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)
+        chunk = max(ALIGNMENT, fitting // ALIGNMENT * ALIGNMENT)
+        if memory.lm_head_chunk_tokens != "auto":
+            chunk = memory.lm_head_chunk_tokens
         tiles = blocks(vocab, chunk * vocab // max(1, self.tokens))
         words = max((tile.stop - tile.start for tile in tiles), default=0)
         tile = self.tokens * words

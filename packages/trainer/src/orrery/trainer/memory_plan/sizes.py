@@ -145,7 +145,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     - attention: its gradients and float32 sums of the queries': c·(3h + 2g) + 4·h
     - dense feed-forward: c·(3F + D)
     - mixture, besides: gradients of rows (c·K·D, thrice under ep) and between products (c·K·I in
-      one graph, else thrice). Recomputed experts with adapters repeat their down projection (c·K·D).
+      one graph, else thrice); c·K·D for the down projection of recomputed experts with adapters
     """
     c = dtype_bytes(trainer.compute_dtype)
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -70,7 +70,8 @@ def split_by_decay(
     rule: UpdateRule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]
 ) -> list[ParamGroup]:
     """Return the group of matrices, with decay, and the group of biases and vectors, without."""
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, weight in weights.items():
         (decayed if weight.ndim >= 2 and not is_bias(name) else others).append(weight)
     return [ParamGroup(decayed, rule, lr, weight_decay), ParamGroup(others, rule, lr, 0.0)]
