@@ -42,7 +42,7 @@ def measure(arguments: argparse.Namespace) -> None:
     request = make_request(manifest, options)
     check_devices(request)
     check_outputs(arguments.json, arguments.profile)
-    from orrery.trainer.bench import report  # imports torch, after errors in options
+    from orrery.trainer.bench import report  # imports torch
 
     given = given_options(options)
     from_row = f" (its row: {as_arguments(row)})" if row else ""
@@ -118,7 +118,7 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return the options to measure run `name` with, and those of them from the run's row."""
+    """Return the options, and those of them from the run's row."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}
@@ -137,7 +137,7 @@ def as_arguments(options: dict[str, Any]) -> str:
 
 
 def check_outputs(file: Path | None, folder: Path | None) -> None:
-    """Make the output folders. Raise OrreryError if they cannot be written, before measuring."""
+    """Raise OrreryError if an output cannot be written."""
     if file is not None:
         if file.is_dir():
             example = file / "result.json"
@@ -161,7 +161,7 @@ def check_folder(option: str, folder: Path, instead: str) -> None:
 
 
 def check_devices(request: BenchRequest) -> None:
-    """Raise OrreryError if this machine lacks the devices or the memory of the request."""
+    """Raise OrreryError if this machine lacks the devices or the memory."""
     import torch
 
     if request.accelerator == "cpu":
@@ -190,7 +190,7 @@ def check_devices(request: BenchRequest) -> None:
 
 
 def float32_bytes(request: BenchRequest) -> int:
-    """Return the bytes of weights, gradients and optimizer state of all ranks, in float32."""
+    """Return the bytes of weights, gradients and optimizer state of all ranks."""
     from orrery.trainer.memory_plan.plan import num_states
     from orrery.trainer.memory_plan.sizes import count_parameters
 
@@ -207,10 +207,9 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 
 
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Run one process a device; return their answers in rank order.
+    """Run one process a device, and return their answers in rank order.
 
-    The ranks join a store that this process serves on loopback. If one fails, all are killed.
-    Raise RunFailed with the first error, or with the last lines of a rank's log.
+    If one fails, all are killed. Raise RunFailed with its error, or the last lines of its log.
     """
     import torch.distributed as dist
 
@@ -253,7 +252,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(1.0)  # let other ranks that fail for the same cause write their errors
+            time.sleep(1.0)  # other ranks may write better errors
             raise RunFailed(_error(ranks, folder, failed[0]))
         if all(code == 0 for code in codes):
             return

@@ -1,10 +1,7 @@
-"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement, started by `__main__`.
+"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement.
 
-- The policy is built as in training; weights are drawn on the device.
-- A step is timed from its first micro-batch to its updated weights. Batches are made before.
-- After the measured steps rank 0 profiles one more, which counts in no other number. `divide_step`
-  splits its time by kind of work, and `host_copies` finds the copies that computation hides.
-- `FOLDER/rank.<n>.json` gets this rank's numbers, or its error.
+The policy is built as in training, with random weights. After the measured steps rank 0 profiles
+one more. `FOLDER/rank.<n>.json` gets this rank's numbers, or its error.
 """
 
 import json
@@ -54,11 +51,11 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, pattern of the kernel's name, pattern of an open host range); the first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before the optimizer: the kernels have equal names
+    ("sharding copies", None, r"FSDP::"),  # has kernels named like the optimizer's
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # whatever operators its name lists
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # its name lists any operators
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -96,7 +93,7 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # an orderly end would wait for unfinished collectives
+        os._exit(1)  # unfinished collectives would block an orderly end
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
@@ -146,13 +143,12 @@ def join_store(request: BenchRequest) -> dist.Store:
 
 
 def make_learner(request: BenchRequest, world: World) -> Learner:
-    """Build as `orrery.trainer.assemble` does, with random weights."""
     trainer = request.trainer
     policy = build_policy(request.model, trainer, world)
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # zeros would draw less power and run faster
+            for weight in (adapter.a, adapter.b):  # zeros would run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -160,9 +156,9 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Run steps back to back; return their times, document lengths and metrics.
+    """Run steps back to back, and return their times, document lengths and metrics.
 
-    The host returns from a step before the device ends it. A step's time is between two returns.
+    A step's time is between two returns to the host, which may be ahead of the device.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
@@ -184,7 +180,7 @@ def timed_steps(
 def profiled_step(
     learner: Learner, request: BenchRequest, folder: Path, world: World
 ) -> dict[str, Any]:
-    """Run one more step. Rank 0 profiles it, writes FOLDER/trace.json and returns its times."""
+    """Run one more step, profiled on rank 0, and return its times. Write FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -219,7 +215,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return bytes and retries of torch's allocator, or zeros on a CPU."""
+    """Return torch's counts, or zeros on a CPU."""
     names = (
         "peak_allocated_bytes",
         "peak_reserved_bytes",
@@ -241,14 +237,14 @@ def memory(device: torch.device) -> dict[str, int]:
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
     """Yield a dict that afterwards has the block's mean clocks and power, by CLOCK_FIELDS.
 
-    `nvidia-smi` reads them in its own process. The dict stays empty without it or without a GPU.
+    Another process runs `nvidia-smi`. The dict stays empty without it or without a GPU.
     """
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # By UUID, because nvidia-smi's indices ignore CUDA_VISIBLE_DEVICES.
+    # nvidia-smi's indices ignore CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -259,7 +255,7 @@ def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[st
 
 @contextmanager
 def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run the reading process during the block; it also dies with this process."""
+    """Run the reading process during the block. It dies with this process."""
     asked = [
         f"--id={uuid}",
         f"--query-gpu={','.join(CLOCK_FIELDS.values())}",
@@ -277,7 +273,7 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return the means over complete lines; None if a field is not a number, such as `[N/A]`."""
+    """Return the means over complete lines, or None if a field is not a number."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = list(zip(*([float(value) for value in row] for row in rows), strict=True))
@@ -290,11 +286,10 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """A step's time in seconds. `by_kind` adds up to `step_s`.
+    """A step's time in seconds. `by_kind` adds up to `step_s`, with exposed communication only.
 
-    `communication` in `by_kind` is the exposed part. `by_pass` has, by forward, backward and
-    optimizer, the time of each kind's kernels with overlaps. `longest` has the 25 slowest kernels:
-    (name, kind, total seconds, count).
+    `by_pass` has the time of kernels by forward, backward and optimizer, then by kind. There,
+    overlaps count twice. `longest` has the slowest: (name, kind, total seconds, count).
     """
 
     step_s: float
@@ -307,7 +302,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A kernel, copy or host operator that ran, in microseconds of the trace's clock."""
+    """A kernel, copy or operator, in microseconds of the trace's clock."""
 
     begin: float
     end: float
@@ -329,8 +324,8 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range `step`. Raise ValueError if the trace has none.
 
-    Each instant counts once: for running computation (in equal shares), else a copy, else
-    communication, else idle. Without a GPU the host's operators count, by their exclusive time.
+    Each instant counts once: as running computation (in equal shares), or a copy, or
+    communication, or idle. Without a GPU the host's operators count.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -351,10 +346,9 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or nothing if the trace has no device.
+    """Return the step's copies by direction, or nothing without a device.
 
-    A direction's time is that with at least one copy. It is hidden while a kernel runs, other than
-    one of communication: a copy beside a collective alone still delays the step.
+    Communication hides no copy: a copy beside a collective alone still delays the step.
     """
     begin, end = _step_window(events, step)
 
@@ -380,7 +374,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind from its name and the host ranges that were open at its launch."""
+    """Return a kernel's kind from its name and the host ranges open at its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -391,14 +385,13 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass of a launch. Recomputation counts as backward, the loss as forward."""
+    """Return a launch's pass. Recomputation counts as backward, the loss as forward."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
 
 
 def _trace_spans(events: list[Event], step: str) -> list[TraceSpan]:
-    """Return everything that ran, on the device if the trace has one."""
     on_device = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     ranges = [one for one in events if one.get("ph") == "X"]
     host = [one for one in ranges if one.get("cat") in ("cpu_op", "user_annotation")]
@@ -436,7 +429,7 @@ def _by_thread(events: list[Event]) -> dict[Any, list[Event]]:
 
 
 def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event, tuple[str, ...]]]:
-    """Yield each call with the names of the open ranges of its thread, outermost first."""
+    """Yield each call with the names of its thread's open ranges, outermost first."""
     outer = _by_thread(ranges)
     for thread, inner in _by_thread(calls).items():
         ahead = outer.get(thread, [])
@@ -475,7 +468,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
 
 
 def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, float]:
-    """Return microseconds of [begin, end] by kind; each instant counts once."""
+    """Return microseconds of [begin, end] by kind."""
     edges: list[tuple[float, int, str]] = []
     for span in found:
         edges += [(max(span.begin, begin), 1, span.kind), (min(span.end, end), -1, span.kind)]
@@ -506,7 +499,6 @@ def _union(spans: Spans) -> Spans:
 
 
 def _intersection(some: Spans, others: Spans) -> Spans:
-    """Return the common time of two unions."""
     result, i, j = [], 0, 0
     while i < len(some) and j < len(others):
         begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])

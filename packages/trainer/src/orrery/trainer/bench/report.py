@@ -1,10 +1,8 @@
 """A measurement as JSON and as a table, beside the time that its work should take.
 
-- A step's time is that of the slowest rank. Tokens a second are the median over steps.
-- Utilisation (MFU) is the model's own operations (`orrery.models.flops`) over the data sheet's
-  rate. It and the expected times are null for models whose operations are not counted.
-- `expected` is a floor, from operations, bytes and the rates of single kernels. Elementwise work
-  counts as fused. Communication that products can hide costs nothing.
+A step's time is that of the slowest rank, and tokens a second are the median over steps. MFU is the
+model's own operations over the data sheet's rate. It and the expected times are null for models
+whose operations are not counted.
 """
 
 import os
@@ -53,9 +51,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Operations and bytes a second of one device."""
+    """Operations and bytes a second of one device. `peak_flops`: dense bfloat16."""
 
-    peak_flops: float  # of the data sheet, dense bfloat16; for the utilisation
+    peak_flops: float
     dense_flops: float
     grouped_flops: float
     attention_flops: float
@@ -64,7 +62,7 @@ class DeviceRates:
     host_link_bytes: float
 
 
-# By torch's device name. Rates of single kernels, NCCL's gathers and pinned copies.
+# By torch's device name: rates of single kernels, NCCL's gathers and pinned copies.
 RATES = {"NVIDIA H200": DeviceRates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
 
 
@@ -74,7 +72,7 @@ def result(
     """Return the measurement and what it was measured on, as a record keeps them."""
     step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    groups = answers[:: mesh.cp]  # ranks of one context-parallel group share their documents
+    groups = answers[:: mesh.cp]  # a cp group shares its documents
     every = [
         [length for group in groups for length in group["steps"][n]["lengths"]]
         for n in range(request.steps)
@@ -85,7 +83,7 @@ def result(
     ]
     first = answers[0]
     rates = RATES.get(first["device"])
-    # Of the last step; with variable lengths the profiled step has other documents.
+    # The last step's documents. The profiled step may have others.
     predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
     planned = plan_memory(model, trainer, request.load, first["device_bytes"])
 
@@ -171,7 +169,6 @@ def _without_folder(word: str) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the tables."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     name = f"{result['name']}-{result['manifest_id']}"
     kind = f"{result['loss']} loss, {result['routing']} routing, {result['lengths']} lengths"
@@ -238,10 +235,10 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 
 
 def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict[str, float] | None:
-    """Return the expected seconds of a step by kind of work, and of communication and the step.
+    """Return the least seconds of a step by kind of work, and of communication and the step.
 
-    `lengths`: documents in all micro-batches, under context parallel those of the group. None if
-    the device's rates are unknown or the model's operations are not counted.
+    Elementwise work counts as fused, and products hide communication. `lengths`: documents in all
+    micro-batches (of the cp group). None without the device's rates or the model's operations.
     """
     rates = RATES.get(device)
     if rates is None or not is_counted(request.model):
@@ -266,7 +263,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
     if trained:
         computing_s, offloaded_s, exchange_s = _optimizer_s(request, trained, shards, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Muon's all-to-alls, as far as copies of offloaded states do not hide them.
+    # All-to-alls that copies of offloaded states do not hide.
     exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     communication = _communication_bytes(request, tokens, experts, rest) / rates.link_bytes
     return {
@@ -280,7 +277,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
 def _communication_bytes(
     request: BenchRequest, tokens: float, experts: float, rest: float
 ) -> float:
-    """Return the bytes that a device sends or receives in a step, without Muon's all-to-alls."""
+    """Return a device's bytes in a step, without Muon's all-to-alls."""
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     shards = mesh.dp_shard * mesh.cp
     from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
@@ -291,7 +288,7 @@ def _communication_bytes(
         reductions = request.micro_batches if by_micro_batch else 1
         total += reductions * _dtype_bytes(trainer.reduce_dtype) * from_others
     if mesh.ep > 1 and model.moe is not None:
-        # To the experts and back, forward and backward, and again if experts are recomputed.
+        # Forward and backward, and again if experts are recomputed.
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
         passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
         total += passes * rows * model.hidden_size * 2 * model.num_layers
@@ -306,14 +303,9 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return seconds of kernels, of copies of offloaded states, and of Muon's all-to-alls.
 
-    `trained`: float32 values on this device. Bytes a value, with 12 for the gradient's norm and
-    scale, or 4 for sign SGD, which needs no scale:
-
-    - AdamW 40; SGD 32 with momentum, else 24; sign SGD 24, with weight decay 32
-    - Muon 48, with Nesterov 60, plus its products: 4·m²·n + 2·m³ a step for a matrix of m ≤ n
-
-    Offloaded states (4 bytes each) cross the host link both ways at once. Muon exchanges the split
-    matrices in bfloat16: a device sends the parts that others own, then their results.
+    `trained`: float32 values on this device. Bytes a value, with the gradient's norm and scale:
+    AdamW 40, SGD 24 or with momentum 32, sign SGD 24 or with decay 32, Muon 48 or with Nesterov 60.
+    Muon's products are 4·m²·n + 2·m³ operations an iteration, for a matrix of m ≤ n.
     """
     optimizer = request.trainer.optimizer
     products_s = exchanged_bytes = 0.0
@@ -371,8 +363,8 @@ def _parameters(request: BenchRequest) -> tuple[float, float]:
 def _elementwise_bytes(request: BenchRequest) -> float:
     """Return the bytes of elementwise work a token and layer, in bfloat16.
 
-    The numbers that a forward pass reads and writes count once for it, twice for the backward pass
-    (values and gradients), and once more if cheap results are recomputed.
+    The numbers of a forward pass count once for it, twice for the backward pass, and once more if
+    recomputed.
     """
     model = request.model
     hidden = model.hidden_size
@@ -380,8 +372,8 @@ def _elementwise_bytes(request: BenchRequest) -> float:
     # Head norms and rotation, fused.
     numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     if (moe := model.moe) is not None:
-        numbers += 2 * moe.num_experts_per_token * hidden  # rows to experts
-        numbers += (moe.num_experts_per_token + 1) * hidden  # their sum
+        numbers += 2 * moe.num_experts_per_token * hidden
+        numbers += (moe.num_experts_per_token + 1) * hidden
         numbers += 3 * moe.num_experts_per_token * moe.expert_intermediate_size  # SwiGLU
     else:
         numbers += 3 * model.intermediate_size

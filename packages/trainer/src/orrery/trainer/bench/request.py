@@ -1,9 +1,8 @@
 """What to measure: a manifest's model and trainer, fitted to the devices, and made-up batches.
 
-- Another number of `devices` than the mesh's changes `dp_shard`, and `ep` if it no longer divides
-  the ranks. A mesh given as an option is used unchanged, or refused.
-- `layers` makes the model shallower, to measure it on fewer devices.
-- The SFT loss is measured with the SFT stage's optimizer and clipping, if the manifest has one.
+Another number of devices than the mesh's changes `dp_shard`, and `ep` if it no longer divides the
+ranks. A mesh given as an option is used unchanged, or refused. The SFT loss is measured with the
+SFT stage's optimizer and clipping.
 """
 
 import json
@@ -50,7 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line or the run's row; None: as the manifest has it.
+    """Options of the command line or the run's row. None: as the manifest has it.
 
     `memory`, `fsdp`, `mesh` and `trainer` are JSON objects, merged over that section.
     """
@@ -167,7 +166,6 @@ def make_request(manifest: Manifest, options: Options) -> BenchRequest:
 
 
 def given_options(options: Options) -> dict[str, Any]:
-    """Return the options that are not None, for a record."""
     return {name: value for name, value in asdict(options).items() if value is not None}
 
 
@@ -219,13 +217,13 @@ def _parse(section: str, text: str) -> dict[str, Any]:
 
 
 def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, Any]) -> Trainer:
-    """Merge `new` over a section of the trainer, or over the trainer; validate by the schema."""
+    """Merge `new` over a section of the trainer, or over the trainer."""
     whole = trainer.model_dump(mode="json")
     fields = {**whole, **(new if section == "trainer" else {section: {**whole[section], **new}})}
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` raises an error that names the field.
+        # Names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
@@ -249,7 +247,7 @@ def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
 
 
 def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    """Return the fields whose two values differ; sections of the trainer field by field."""
+    """Return the fields whose values differ, in sections of the trainer field by field."""
     found: dict[str, list[Any]] = {}
     for name, (old, new) in fields.items():
         if isinstance(new, Memory | Fsdp | Mesh):
@@ -266,11 +264,7 @@ def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
 
 
 def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Columns]:
-    """Return one step's random micro-batches for one data rank, the same for the same arguments.
-
-    With the SFT loss every token but a document's first has weight 1 of cross-entropy. With the RL
-    loss these tokens carry all three components.
-    """
+    """Return one step's micro-batches of one data rank, the same for the same arguments."""
     rng = np.random.default_rng([request.seed, step, data_rank])
     return [
         _columns(request, _document_lengths(request, rng), rng)
@@ -279,7 +273,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return lengths that fill a micro-batch, counting the padding of a model that pads.
+    """Return lengths that fill a micro-batch, with the padding of a model that pads.
 
     Variable lengths are log-uniform from a sixteenth of the longest to the longest.
     """
@@ -312,7 +306,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.loss == "rl":
-        # Close to a new network's log-probs, so that ratios stay finite.
+        # Close to a new network's, so that ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -331,7 +325,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [T, L, K]: each token takes the K experts after those of the token before."""
+    """Return routes [T, L, K]: each token takes the K experts after those of the last."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

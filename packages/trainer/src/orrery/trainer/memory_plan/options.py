@@ -1,10 +1,8 @@
-"""Memory options: manifest changes that free device memory, cheapest first, and which to choose.
+"""Memory options: manifest changes that free device memory, and which to choose.
 
-- An option frees the difference of two plans' peaks. It frees nothing if it acts on another moment
-  than the fullest.
-- `choose_options` prefers one option on the same devices, then several, then host memory for all
-  state (tier 1), then more devices (tier 2).
-- Options that need more host memory than a node's ranks have are not chosen.
+An option frees the difference of two plans' peaks. One option on the same devices is best, then
+several, then all state in host memory (tier 1), then more devices (tier 2). Options that need more
+host memory than a node has are not chosen.
 """
 
 import sys
@@ -16,19 +14,19 @@ from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCh
 from orrery.trainer.memory_plan.plan import MemoryPlan, Workload, plan_memory
 from orrery.trainer.memory_plan.sizes import ParameterCounts, is_sparse
 
-CHUNKS = (4096, 1024, 256)  # rows of logits; with fewer, products are slow
+CHUNKS = (4096, 1024, 256)  # rows of logits
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention", "projections", "experts"),
     ("attention", "projections"),
     ("attention",),
 )
-HOST_LINK_BYTES_PER_S = 50e9  # pinned copies over PCIe 5
-WORTH_BYTES = 64 << 20  # a smaller gain is not worth a change
+HOST_LINK_BYTES_PER_S = 50e9  # of pinned copies, PCIe 5
+WORTH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One field's change, with the trainer and workload that follow from it."""
+    """One field's change, with the trainer and workload that follow."""
 
     field: str
     value: Any
@@ -36,8 +34,8 @@ class MemoryOption:
     cost: str
     trainer: Trainer
     load: Workload
-    place: str = "the manifest's memory axis"  # where its author finds the field
-    tier: int = 0  # 1: all state in host memory; 2: more devices
+    place: str = "the manifest's memory axis"
+    tier: int = 0
 
     def __str__(self) -> str:
         return (
@@ -57,7 +55,7 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options that the trainer, whose plan is `before`, has not applied, by cost."""
+    """Yield the options still to apply, cheapest first. `before`: the trainer's plan."""
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     for kind, cost in _checkpointing(model, trainer):
@@ -75,7 +73,7 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option that frees `needed_bytes`, else the most effective together.
+    """Return the cheapest option that frees `needed_bytes`, or the most effective together.
 
     `host_bytes`: host memory that a rank may use beside its present use.
     """
@@ -107,7 +105,7 @@ def _combine(
     freed: Callable[[MemoryOption], int],
     max_tier: int,
 ) -> ChosenOptions:
-    """Add the most effective option until they are enough; one option a field."""
+    """Add the most effective option until they are enough."""
     applied: dict[str, MemoryOption] = {}
     total = 0
     while total < needed_bytes:
@@ -119,7 +117,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # adding devices would never end
+        if best.tier == 2:  # would never end
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 
@@ -202,7 +200,6 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
         half = one.trainer.mesh.model_copy(update={"dp_shard": mesh.dp_shard // 2})
         changed = one.trainer.model_copy(update={"mesh": half})
         field = f"trainer.mesh.dp_shard: {half.dp_shard} and trainer.mesh.cp"
-        # The same step on half as many data ranks.
         twice = replace(load, micro_batches=2 * load.micro_batches)
         yield replace(one, field=field, trainer=changed, load=twice)
     if moe is not None:
@@ -222,14 +219,13 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
         kept = memory.model_copy(update={"optimizer_offload": False})
         yield replace(one, trainer=one.trainer.model_copy(update={"memory": kept}))
     one = _change(trainer, load, "mesh", "dp_shard", 2 * mesh.dp_shard, "twice the devices", tier=2)
-    # The same step on twice as many data ranks.
     yield replace(one, load=replace(load, micro_batches=-(-load.micro_batches // 2)))
 
 
 def _checkpointing(
     model: Model, trainer: Trainer
 ) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
-    """Yield the kinds that keep less than the present kind, with their costs."""
+    """Yield the kinds that keep less than the present one, with their costs."""
     now = trainer.memory.activation_checkpointing
     if now.kind == "full":
         return

@@ -1,10 +1,8 @@
 """Out-of-memory errors as one sentence: which manifest field to change, what it frees and costs.
 
-- Needed bytes: the failed allocation, or the plan's excess over torch's memory if that is larger,
-  plus a margin for fragments.
-- CUDA and NCCL report other errors than torch's allocator, without numbers. Pinning host memory
-  failed if the device has room, a field that pins is on, and the error is not NCCL's.
-- The failed rank leaves collectives unfinished. An orderly end may wait for them, so it gets END_S.
+Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
+margin. CUDA and NCCL report other errors than torch's allocator, without numbers: pinning host
+memory failed if the device has room, a field that pins is on, and the error is not NCCL's.
 """
 
 import os
@@ -26,8 +24,8 @@ from orrery.trainer.memory_plan.plan import Workload, plan_memory
 from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
 from orrery.transport.weight_wire import DIRECT_KINDS
 
-MARGIN = 0.02  # of the device, for fragments too small to use
-END_S = 10.0
+MARGIN = 0.02  # of the device, for fragments
+END_S = 10.0  # for an orderly end, which may wait for unfinished collectives
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
     ("memory", "activation_offload"),
@@ -37,14 +35,14 @@ PINNING_FIELDS = (
 
 
 class StageProgress:
-    """How far a stage has come; `learner` is None while it is being built."""
+    """`learner` is None while it is being built."""
 
     learner: Learner | None = None
 
 
 @contextmanager
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
-    """Raise RunFailed with an explanation if the stage's work runs out of memory.
+    """Raise RunFailed with an explanation if the stage runs out of memory.
 
     Rank 0 first logs a warning if the plan predicts that.
     """
@@ -82,9 +80,9 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """Return the sentence for an out-of-memory error; `step` None: before the first step.
+    """Return the sentence for an out-of-memory error. `step` None: before the first step.
 
-    `ranks_here`: number of ranks that share this host's memory.
+    `ranks_here`: ranks that share this host's memory.
     """
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError)
@@ -111,9 +109,9 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return the warning for a stage whose plan exceeds the device's `capacity` bytes.
+    """Return a warning if the stage's plan exceeds the device's `capacity` bytes, else None.
 
-    None if it fits, or if there is no plan. `host_bytes`: host memory that a rank may use.
+    `host_bytes`: host memory that a rank may use.
     """
     if not capacity:
         return None
@@ -142,15 +140,11 @@ def device_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Return the device's free bytes outside of torch's allocator."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the stage's trainer and its largest workload: every sample has full length.
-
-    That is the engines' context for a rollout, and a full micro-batch for a chat.
-    """
+    """Return the stage's trainer and its largest workload, with samples of full length."""
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
     longest = manifest.inference.max_model_len_tokens
@@ -178,10 +172,10 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return the sentence for torch's text `error`; `step` None: before the first step.
+    """Return the sentence for torch's text `error`. `step` None: before the first step.
 
-    `capacity` of the device in bytes is used if the text does not say it. `host_bytes`: host
-    memory that this rank may use beside its present use.
+    `capacity`: bytes of the device, if the text has none. `host_bytes`: host memory that this rank
+    may use beside its present use.
     """
     asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

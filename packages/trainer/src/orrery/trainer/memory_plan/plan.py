@@ -3,9 +3,6 @@
 n parameters of an FSDP unit as gathered on one rank · s ranks that shard it · T tokens here
 M scored tokens · V vocabulary · D hidden · bytes of a value: p of weights, c in computation,
 r in reductions
-
-Always: weights, optimizer states, and the gradients that wait for the optimizer. A gathered unit is
-c·n. A unit's own gradients are c·n until it reduces them. `_StepPlan` has the rest by moment.
 """
 
 from collections.abc import Iterator
@@ -36,7 +33,7 @@ CATEGORIES = (
     "LM head",
 )
 BLOCKS_ON_DEVICE = 2  # with activation offload
-MUON_COPIES = 4  # temporaries of the iteration, in bfloat16, for each batch of matrices
+MUON_COPIES = 4  # bfloat16 temporaries of a batch of matrices
 
 Bytes = dict[str, int]
 
@@ -45,8 +42,7 @@ Bytes = dict[str, int]
 class Workload:
     """One data rank's work: tokens of a micro-batch, its longest document, micro-batches a step.
 
-    `merged_width`: bytes of a value of the merged copies that adapted weights have for a direct
-    weight transfer, or 0.
+    `merged_width`: bytes of a value of adapted weights' merged copies, for a direct transfer, or 0.
     """
 
     tokens: int
@@ -57,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Device bytes by category for every named moment of a step, and bytes in host memory."""
+    """Device bytes by category for every moment of a step, and bytes in host memory."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -78,17 +74,14 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Return one rank's plan. `counted`: the model's parameters with adapters, if known.
-
-    Raise OrreryError as `count_parameters` does.
-    """
+    """Return one rank's plan. Raise OrreryError as `count_parameters` does."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
 
 
 def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
-    """Return the number of values of optimizer state for the whole model, over all ranks."""
+    """Return the number of values of the whole model's optimizer state."""
     per_value = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}
     in_block, outside = per_value[optimizer.kind]
     if optimizer.kind == "sgd" and not optimizer.momentum:
@@ -123,16 +116,16 @@ class _StepPlan:
         self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield each moment of a step, beside weights, states and waiting gradients:
+        """Yield each moment, beside weights, states and waiting gradients:
 
-        - LM head: all activations; the head and the last block (or all units, if not resharded)
-          gathered; the head's gradient; T·D·(3c + 4) hidden states and their gradient; logits
-        - block i, backward: activations up to i; recomputation and temporaries of i; i and i − 1
-          gathered; i's gradient; the reduction of i + 1; two T·D hidden gradients
-        - block i, reducing: activations before i; i − 1 gathered; i's gradient and its reduction.
-          A single rank copies instead of reducing: 3·r·n at a time
-        - embedding: a dense V·D gradient (two if tied to the head); the reduction of block 0
-        - optimizer: all reduced gradients, and Muon's temporaries
+        LM head           all activations · gathered head and last block · the head's gradient (c·n)
+                          · logits · T·D·(3c + 4) hidden states and their gradient
+        block, backward   activations up to it · recomputation · it and the block before, gathered
+                          (c·n) · its gradient · the reduction of the next · two T·D gradients
+        block, reducing   activations before it · the block before, gathered · its gradient and
+                          reduction (r·n; a single rank copies instead: 3·r·n)
+        embedding         a dense V·D gradient (two if tied) · the reduction of block 0
+        optimizer         all reduced gradients · Muon's temporaries
         """
         counted, layers = self.counted, self.counted.layers
         root, alone = counted.root, self.shards == 1
@@ -205,7 +198,6 @@ class _StepPlan:
         return dict(zip(CATEGORIES, (*always, *more), strict=True))
 
     def weights(self) -> int:
-        """Return p·n / s of trained and c·n / s of frozen weights, and merged copies."""
         if self.on_host:
             return 0
         total = 0
@@ -215,7 +207,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return all states (p·n / s each), or with offload the slots that buckets visit."""
+        """Return all states (p·n / s each), or the slots of offloaded ones."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -227,10 +219,7 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return the bytes in host memory.
-
-        Offloaded activations count twice, because buffers are powers of two.
-        """
+        """Return bytes in host memory. Activations count twice, as buffers are powers of two."""
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -246,24 +235,23 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def gathered_before(self, layer: int) -> int:
-        """Return the gathered bytes beside `layer`: the unit before it, or all if not resharded."""
+        """Return the gathered unit before `layer`, or all if not resharded."""
         units: tuple[UnitParameters, ...] = (self.counted.before, *self.counted.layers[:layer])
         if self.trainer.fsdp.reshard_after_forward:
             units = units[-1:]
         return self.gathered(self.counted.root) + sum(map(self.gathered, units))
 
     def own(self, unit: UnitParameters) -> int:
-        """Return the bytes of a unit's gradients before their reduction."""
         return (self.c if self.is_sharded else self.p) * unit.gathered_trained(self.ep)
 
     def reducing(self, unit: UnitParameters) -> int:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
-        """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
+        """Return the gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` have reduced theirs (p·n / s). The others have those of the micro-batches
-        before: the same, or whole (r·n) with `reduce_gradients: step`.
+        Units in `done` have reduced theirs (p·n / s). Others have those of earlier micro-batches:
+        the same, or whole (r·n) with `reduce_gradients: step`.
         """
         total = 0
         for unit in self.counted.units:
@@ -284,7 +272,7 @@ class _StepPlan:
     def logits(self) -> int:
         """Return 6 bytes a logit of the largest tile, or 4·M·V and 2 of a tile if logits are kept.
 
-        M = T: all tokens count as scored, an upper bound if prompts are long.
+        M = T is an upper bound, for long prompts.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

@@ -1,12 +1,12 @@
 """Sizes that a memory plan adds up: a block's activations, and parameters by FSDP unit.
 
-All activations are in bytes a token of this rank. Symbols:
+Activations are in bytes a token of this rank.
 
 c bytes of the compute dtype · D hidden · h = query heads · head size · g = key heads · head size
 F dense (or shared) intermediate · E experts · K experts a token · I expert intermediate
 
-Blocks of transformers networks count as dense blocks of ours: grouped heads, SwiGLU, no experts,
-attention that keeps no scores. Other blocks need other amounts, and far more if they keep scores.
+Blocks of transformers networks count as dense blocks of ours. If their attention keeps scores they
+need far more.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,7 @@ from orrery.trainer.parallel.compiled import is_one_graph
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes a token of one block.
-
-    `kept` stays from forward to backward. `backward` is the peak of what the backward pass adds:
-    recomputed results and temporary gradients.
-    """
+    """Bytes a token: `kept` from forward to backward, and the most that `backward` adds."""
 
     kept: int
     backward: int
@@ -33,11 +29,10 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class _Results:
-    """Bytes of a block's results.
+    """Bytes of a block's results: `named` for checkpointing, and `rest`.
 
-    `named`: by the names of activation checkpointing. `unread`: those of them that no backward
-    pass reads. `rest`: all others. `for_attention`: bytes not kept that only attention's backward
-    pass reads.
+    No backward pass reads the `unread` part of `named`. Only attention's reads `for_attention`,
+    the results that are not kept.
     """
 
     named: dict[str, int]
@@ -47,11 +42,10 @@ class _Results:
 
 
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
-    """Return the activation bytes of a block under the trainer's checkpointing.
+    """Return a block's activation bytes under the trainer's checkpointing.
 
-    - `none` keeps all results; as one graph, all that a product's backward pass reads.
-    - `selective` keeps the input (c·D) and the named results, `full` the input.
-    - A block with exchanges also keeps the unread results: inside its graphs they have no name.
+    `none` keeps all results, `full` the input (c·D), `selective` also the named results. A block
+    with exchanges keeps the unread results too, because they have no name inside its graphs.
     """
     results = _results(model, trainer, layer)
     entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
@@ -66,7 +60,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     again = max(0, every - kept)
     if "attention" not in trainer.kept or not is_graph:
         return ActivationBytes(kept, again + max(attention, feed_forward))
-    # The feed-forward's backward pass comes first. Attention's inputs are recomputed after it.
+    # Attention's inputs are recomputed after the feed-forward's backward pass.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
 
@@ -82,15 +76,15 @@ def is_sparse(model: Model, layer: int) -> bool:
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     """Return the bytes of a block's results.
 
-    - attention: c·h output, 4 · query heads log-sum-exps
-    - projections: c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
-      · 4·E router logits (float32)
-    - experts: c·2·K·I gate and up
-    - rest: c·2D normalised inputs · c·(h + g) rotated queries and keys (after a norm)
-      · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics, row orders
+        attention     c·h output · 4 · query heads log-sum-exps
+        projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
+                      · 4·E router logits
+        experts       c·2·K·I gate and up
+        rest          c·2D normalised inputs · c·(h + g) rotated queries and keys · c·F activation
+                      · c·K·D rows in expert order · c·K·I activation · statistics, row orders
 
-    An adapter (LoRA) repeats its projection's result and adds its narrow one. A frozen product
-    without an adapter needs no input. An expert's product and adapter are one operator.
+    An adapter repeats its projection's result and adds its narrow one. A frozen product without an
+    adapter needs no input. An expert's product and adapter are one operator.
     """
     c, hidden = dtype_bytes(trainer.compute_dtype), model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -133,7 +127,6 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
 
 def _dense_width(model: Model, layer: int) -> int:
-    """Return F: the dense feed-forward's width, or that of the shared experts in a mixture."""
     if not is_sparse(model, layer):
         return model.intermediate_size
     return model.moe.num_shared_experts * model.moe.expert_intermediate_size
@@ -142,10 +135,10 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes of attention's backward pass and of the feed-forward's.
 
-    - attention: its gradients and float32 sums of the queries': c·(3h + 2g) + 4·h
-    - dense feed-forward: c·(3F + D)
-    - mixture, besides: gradients of rows (c·K·D, thrice under ep) and between products (c·K·I in
-      one graph, else thrice); c·K·D for the down projection of recomputed experts with adapters
+    attention   c·(3h + 2g) gradients · 4·h float32 sums of the queries'
+    dense       c·(3F + D)
+    mixture     also c·K·D gradients of rows (thrice under ep) · c·K·I between products (thrice
+                unless one graph) · c·K·D to recompute the down projection with adapters
     """
     c = dtype_bytes(trainer.compute_dtype)
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -166,7 +159,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Numbers of parameters of an FSDP unit; `adapted`: frozen ones with adapters."""
+    """Numbers of parameters of an FSDP unit. `adapted` are frozen with adapters."""
 
     trained: int = 0
     frozen: int = 0
@@ -189,9 +182,9 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """FSDP units in forward order. With tied embeddings `root` has the parameters of both ends.
+    """FSDP units in forward order. With tied embeddings `root` has both ends.
 
-    `largest_in_a_layer`: parameters of the largest trained weight, such as a stack of experts.
+    `largest_in_a_layer`: parameters of the largest trained weight. A stack of experts is one.
     """
 
     before: UnitParameters
@@ -208,7 +201,7 @@ class ParameterCounts:
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
     """Count on the manifest's network, built without storage.
 
-    Raise OrreryError if it cannot be built here, such as one of transformers without transformers.
+    Raise OrreryError if it cannot be built, such as one of transformers without transformers.
     """
     network = build(model, torch.float32, "meta")
     if adapters is not None:

@@ -1,10 +1,7 @@
-"""Optimizers: the manifest's kinds behind one `Optimizer` (`optimizer.py`).
+"""Optimizers: the manifest's kinds behind one `Optimizer`.
 
-- A kind turns named weights into groups with an update rule. Norms and biases (fewer than two
-  dimensions, or named so) never decay: decaying a gain fights its normalisation.
-- Gradients are already summed over ranks (`parallel/fsdp.py`). `gradient.py` has their norm.
-- Checkpoints use `named_state(optimizer, weights)`. Reading its tensors saves this rank's state,
-  and filling them in place loads it. State exists, zeroed, from construction on.
+Norms and biases never decay, because decaying a gain fights its normalisation. Checkpoints read
+or fill in place the tensors of `named_state`.
 """
 
 from collections.abc import Callable
@@ -36,9 +33,6 @@ KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[ParamGroup]]] = {
 
 
 def make_optimizer(policy: nn.Module, spec: schema.Optimizer, offload: bool = False) -> Optimizer:
-    """Return the manifest's optimizer over all trainable weights.
-
-    With `offload`, its state is in host memory (`memory.optimizer_offload`).
-    """
+    """Return the manifest's optimizer over all trainable weights. `offload`: state on the host."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     return Optimizer(KINDS[spec.kind](spec, weights), offload)

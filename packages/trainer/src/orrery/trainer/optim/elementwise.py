@@ -1,7 +1,6 @@
 """Update rules that work value by value: AdamW, SGD with momentum and sign SGD.
 
-AdamW and SGD call torch's fused kernels on CPU and CUDA: one pass over memory. The kernels also
-divide the gradients, for clipping, as they read them.
+AdamW and SGD call torch's fused kernels, which also divide the gradients.
 """
 
 import torch
@@ -32,7 +31,7 @@ class AdamWRule:
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copies: `adamw` increments them, once for each bucket that cuts the weight.
+            # Copies, because `adamw` increments them for each bucket that cuts the weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
@@ -47,7 +46,7 @@ class AdamWRule:
 
 
 class SgdRule:
-    """SGD with momentum. Weight decay is L2: added to the clipped gradient, before momentum."""
+    """SGD with momentum. Weight decay is L2, added to the clipped gradient."""
 
     counts_steps = False
     needs_whole_shards = False
@@ -77,7 +76,7 @@ class SgdRule:
 class SignSgdRule:
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    It has no state, and ignores the divisor, which changes no sign.
+    It has no state, and the divisor changes no sign.
     """
 
     keys: tuple[str, ...] = ()

@@ -1,9 +1,7 @@
 """Global gradient norm, clipping, and the search for values that are not finite.
 
-- Gradients are already summed over ranks (`parallel/fsdp.py`). Each shard counts once in the norm.
-- A weight's own mesh says which ranks hold its other shards. So the same code serves FSDP weights,
-  experts, replicas and unsharded weights.
-- Only local shards are read. A norm costs a few kernels and one scalar all-reduce a mesh axis.
+Gradients are already summed over ranks. A weight's own mesh says which ranks hold its other
+shards, so the same code serves FSDP weights, experts, replicas and unsharded weights.
 """
 
 from collections.abc import Iterable
@@ -23,7 +21,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # of a Shard, or a strided one (FSDP over expert parallel)
+        axis: placement.dim  # a strided shard under FSDP and ep
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -31,10 +29,9 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """Return the L2 norm of the whole gradient: float32 scalar on the device, equal on all ranks.
+    """Return the L2 norm of the whole gradient, a float32 scalar equal on all ranks. A collective.
 
-    Squares are summed in float64. Weights without a gradient count as zero, but still take part in
-    the all-reduces, because another rank may have a gradient.
+    Weights without a gradient count as zero. Squares are summed in float64.
     """
     alike: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for weight in weights:
@@ -46,14 +43,14 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
                 shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), shards in alike.items():
-        # Sums of CPU-offloaded gradients move to the device, because nccl needs them there.
+        # Offloaded gradients are summed on the CPU, and nccl needs the device.
         square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Replicas sum in different orders. Without one common number their weights would diverge.
+        # Replicas sum in different orders, and different norms would let their weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -77,12 +74,12 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Return the position of the last tensor whose local part has a NaN or infinity, or −1.
+    """Return the position of the last tensor with a NaN or infinity in its local part, or −1.
 
-    It costs one pass over memory and one sync a device.
+    It costs one sync a device.
     """
     positions: dict[torch.device, list[int]] = {}
-    extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum; a NaN is both
+    extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum
     for position, tensor in enumerate(tensors):
         if tensor is not None and (part := local_tensor(tensor)).numel():
             positions.setdefault(part.device, []).append(position)

@@ -3,12 +3,11 @@
     m ← momentum · m + (1 − momentum) · g;   u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-- The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
-- A stack of experts is one matrix an expert. A fused `gate_up_proj`, or `b` of its adapter, is two,
-  one above the other. Not so in transformers networks (`body`), which interleave gate and up.
-- Embedding, LM head, routers, norms, biases and convolutions use AdamW (`rest`).
-- Either all ranks that share a weight have a gradient of it or none: `orthogonalize` is collective.
-- B matrices of a stack · M rows · N columns
+The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+Embedding, LM head, routers, norms, biases and convolutions use AdamW (`rest`). All ranks that
+share a weight have a gradient of it, or none: `orthogonalize` is collective.
+
+B matrices of a stack · M rows · N columns
 """
 
 import math
@@ -29,14 +28,13 @@ from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.optimizer import ParamGroup, WeightPart, is_bias
 
 RMS = 0.2
-# The second alternative: stacked experts and their adapter.
+# Gate above up: a projection, or stacked experts and their adapter, but not of transformers.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
-# `A_log` has a row of rates for each channel of Mamba.
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# Of the odd quintics that keep singular values near one, the steepest at zero.
+# The odd quintic that is steepest at zero and keeps singular values near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # values orthogonalized at a time; bounds the temporary memory
+BATCH_VALUES = 1 << 27  # orthogonalized at a time; bounds temporary memory
 
 
 class MuonRule:
@@ -45,7 +43,7 @@ class MuonRule:
     needs_whole_shards = True
 
     def __init__(self, spec: Muon, fused: set[nn.Parameter]):
-        """`fused`: the weights that hold two matrices, one above the other."""
+        """`fused`: weights of two matrices, one above the other."""
         self.spec, self.fused = spec, fused
 
     def update(
@@ -97,7 +95,7 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of a direction [M, N] or [B, M, N], as its weight `source` is sharded.
+    """This rank's shard of a direction [M, N] or [B, M, N], sharded like the weight `source`.
 
     Each matrix is `num_fused` matrices, one above the other.
     """
@@ -116,10 +114,7 @@ class MatrixShard:
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """(mesh, axis, dim) if ranks along the axis hold parts of matrices along dim 0 or 1.
-
-        None if every matrix is whole on its rank, as unsharded weights and stacks of experts are.
-        """
+        """(mesh, axis, dim) if ranks hold parts of matrices along dim 0 or 1, else None."""
         first = self.source.ndim - 2
         axes = {
             axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first
@@ -137,7 +132,7 @@ class MatrixShard:
 
     @property
     def device(self) -> torch.device:
-        """The device to compute on: the mesh's, even if the weight is offloaded to the CPU."""
+        """The device to compute on, even if the weight is on the CPU."""
         if isinstance(self.source, DTensor):
             return torch.device(self.source.device_mesh.device_type)
         return self.shard.device
@@ -159,10 +154,9 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
-    """Return this rank's shard of each orthogonalized weight, shaped like `shard`.
+    """Return this rank's shard of each orthogonalized weight, shaped like `shard`. A collective.
 
-    Collective for split matrices, which must be the same on every rank. Computes in bfloat16 on
-    CUDA and in the shard's dtype on CPU.
+    Computes in bfloat16 on CUDA, and in the shard's dtype on CPU.
     """
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
@@ -206,7 +200,7 @@ def _orthogonalize_whole(
 
 @dataclass(frozen=True)
 class _SplitMatrix:
-    """Matrix `position` of stack `stack`, of which each rank holds a part along `dim`."""
+    """One matrix of which each rank holds a part along `dim`."""
 
     stack: int
     position: int
@@ -233,10 +227,9 @@ class _SplitMatrix:
 def _orthogonalize_split(
     stacks: list[Tensor], shards: list[MatrixShard], mesh: DeviceMesh, axis: int, num_steps: int
 ) -> list[Tensor]:
-    """Take stacks of parts [B, M or less, N or less]; return the same parts, orthogonalized.
+    """Orthogonalize stacks of parts, [B, M, N] with M or N cut.
 
-    One all-to-all sends the parts of each matrix to its owner, another sends the results back.
-    Dion (Ahn et al. 2025, arXiv 2504.05295) distributes Muon in this way.
+    Parts travel to their matrix's owner and back (Dion, Ahn et al. 2025, arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)
@@ -247,7 +240,7 @@ def _orthogonalize_split(
     to_owners = [sum(one.part_numel(rank) for one in matrices) for matrices in assigned]
     to_me = [sum(one.part_numel(sender) for one in own) for sender in ranks]
     arrived = _exchange(sent, to_owners, to_me, group)
-    # Parts arrive by sender, and from each sender in the order of `own`.
+    # By sender, then in the order of `own`.
     parts = iter(arrived.split([one.part_numel(sender) for sender in ranks for one in own]))
     by_sender = [[next(parts).view(one.part_shape(sender)) for one in own] for sender in ranks]
     whole = [
@@ -293,7 +286,7 @@ def _exchange(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return where DTensor's Shard cuts `size`: as `torch.chunk`, so later ranks may be empty."""
+    """Return where DTensor's Shard cuts `size`. Later ranks may be empty."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

@@ -1,12 +1,8 @@
 """Optimizer state in pinned host memory that visits the device during the step.
 
-- The state of `FlatShards` under one key is one host block. A bucket is a window of it, so a visit
-  is one copy a key each way, whatever the weights' sizes.
-- The device has three slots: bucket i is updated, i + 1 copied in and i − 1 copied out, each
-  direction on its own stream. Slots exist from `prefetch` to the end of the step.
-- A slot is refilled only after its bucket is back on the host. A window is fetched only after its
-  copy of the step before is back.
-- On a CPU the same code runs without streams.
+The state of `FlatShards` under one key is one host block, and a bucket is a window of it. The
+device has three slots: bucket i is updated, i + 1 copied in and i − 1 copied out, each direction
+on its own stream. Slots exist from `prefetch` to the end of the step.
 """
 
 from collections.abc import Iterator
@@ -41,7 +37,7 @@ class StateOffload:
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
         self._slots: list[Tensor] = []
-        self._num_fetched = 0  # buckets of this or the next step that are on the device or coming
+        self._num_fetched = 0  # of this step, or ahead of the next
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self._device)
@@ -50,19 +46,19 @@ class StateOffload:
             self._returned = [torch.cuda.Event() for _ in buckets]  # no wait until recorded
 
     def prefetch(self) -> None:
-        """Start the step's first fetches; a second call has no effect."""
+        """Start the step's first fetches, if they have not started."""
         if not self._slots:
             self._slots = [
                 torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
                 for _ in range(NUM_SLOTS)
             ]
-            if self._cuda:  # queued work may still use the slots' memory
+            if self._cuda:  # queued work may use the slots' memory
                 self._inward.wait_stream(torch.cuda.current_stream(self._device))
         while self._num_fetched < min(NUM_SLOTS, len(self._buckets)):
             self._fetch()
 
     def visits(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield each bucket's index and its state on the device, by key. Changes reach the host."""
+        """Yield each bucket's index and its state on the device, to be changed in place."""
         self.prefetch()
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         for index in range(len(self._buckets)):
@@ -70,15 +66,15 @@ class StateOffload:
                 stream.wait_event(self._arrived[index])
             yield index, self._views(index)
             self._send_back(index)
-            # The previous bucket's return is already queued, so its slot can take the next fetch.
+            # The previous bucket's return is queued, so its slot can take the next fetch.
             if index and self._num_fetched < len(self._buckets):
                 self._fetch()
         if stream is not None:
-            stream.wait_stream(self._outward)  # the slots are freed below
+            stream.wait_stream(self._outward)
         self._slots, self._num_fetched = [], 0
 
     def settle(self) -> None:
-        """Wait until the host blocks have the last step's state, and drop fetched windows."""
+        """Wait until the host has the newest state, and drop fetched windows."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()
@@ -113,7 +109,7 @@ class StateOffload:
             (view if inward else host).copy_(host if inward else view, non_blocking=True)
 
     def _views(self, index: int) -> dict[str, Tensor]:
-        """Return the bucket's windows in its slot; the keys are contiguous."""
+        """Return the bucket's windows in its slot."""
         bucket, slot = self._buckets[index], self._slots[index % NUM_SLOTS]
         size = bucket.num_bytes
         return {

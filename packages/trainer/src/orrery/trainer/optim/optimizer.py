@@ -1,12 +1,8 @@
 """The optimizer: groups of weights, each with an update rule, stepped bucket by bucket.
 
-- `FlatShards` places a group's local shards end to end. A bucket is a window of them: of even size
-  for elementwise rules, of whole weights (the same on every rank) for rules on matrices.
-- State exists from the start, so it can be saved and loaded before any step. Each key has a tensor
-  like the weight, sharded like it unless offloaded. Rules that count steps add a float32 `step`.
-- With offload, state is in host memory and its windows visit the device (`offload.py`). The
-  arithmetic is the same.
-- A weight without a gradient does not change, and neither does its `step`.
+`FlatShards` places a group's local shards end to end, and a bucket is a window of them. State
+exists from the start, so it can be saved and loaded before any step. Each key has a tensor like
+the weight, sharded like it unless offloaded. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -20,18 +16,18 @@ from orrery.models.placement import Box, local_box, local_tensor
 from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.offload import StateOffload
 
-# Bytes of state on this rank in a bucket (of weights, where a rule has no state).
-OFFLOADED_BYTES = 128 << 20  # enough for full bus speed; three are on the device
-RESIDENT_BYTES = 1 << 30  # few calls, but bounds the rule's temporary memory
-WHOLE_BYTES = 256 << 20  # equal with and without offload, so that batches and bits are equal
-ALIGNMENT = 128  # values; vectorised kernels need aligned windows
+# Bytes of local state in a bucket, or of weights without state.
+OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
+RESIDENT_BYTES = 1 << 30  # bounds temporary memory
+WHOLE_BYTES = 256 << 20  # with and without offload, for equal bits
+ALIGNMENT = 128  # in values, for vectorised kernels
 
 
 @dataclass(frozen=True)
 class WeightPart:
     """A part of one weight with its gradient and state, on the device.
 
-    Tensors are flat, or have the local shard's shape if the rule needs whole shards.
+    Tensors are flat, or whole local shards if the rule needs those.
     """
 
     source: nn.Parameter
@@ -41,9 +37,9 @@ class WeightPart:
 
 
 class UpdateRule(Protocol):
-    """How weights move. `keys` name the states that have the weight's shape.
+    """How weights move. `keys` name the states like the weight.
 
-    `counts_steps`: parts have a state `step`, the number of steps done before.
+    With `counts_steps` there is also `step`, a float32 scalar: the steps done before.
     """
 
     keys: tuple[str, ...]
@@ -53,12 +49,12 @@ class UpdateRule(Protocol):
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Move the weights by their gradients divided by `divisor`. May overwrite gradients."""
+        """Move the weights by gradient / divisor. May overwrite gradients."""
 
 
 @dataclass
 class ParamGroup:
-    """Weights that share a rule; `lr` is the peak of the schedule."""
+    """Weights that share a rule. `lr` is the peak of the schedule."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -69,7 +65,7 @@ class ParamGroup:
 def split_by_decay(
     rule: UpdateRule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]
 ) -> list[ParamGroup]:
-    """Return the group of matrices, with decay, and the group of biases and vectors, without."""
+    """Return the group of matrices, with decay, and that of biases and vectors, without."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in weights.items():
@@ -94,8 +90,6 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Values `begin` to `end` of `shards`, and the slices of weights among them."""
-
     group: ParamGroup
     shards: "FlatShards"
     begin: int
@@ -109,7 +103,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """Local shards of weights of one dtype, end to end; `starts` has each one's position."""
+    """Local shards of weights of one dtype, end to end."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -122,7 +116,7 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of at most `num_values`, which may cut weights."""
+        """Yield windows of at most `num_values`. They may cut weights."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)
@@ -142,10 +136,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights.
-
-        An even share per rank counts, not the local shard, so every rank cuts at the same weight.
-        """
+        """Yield windows of whole weights, the same on all ranks: even shares count."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -160,10 +151,7 @@ class FlatShards:
 
 
 class Optimizer:
-    """Call `set_rate` and `step` once a training step; `prefetch` and `prepare` are hints.
-
-    Between steps `state` may be read and filled in place.
-    """
+    """Call `set_rate` and `step` once a training step. `prefetch` and `prepare` are hints."""
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
@@ -183,26 +171,23 @@ class Optimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """State by weight and key.
-
-        With offload these are host tensors of this rank's shards; access waits for copies.
-        """
+        """State by weight and key. With offload, host tensors of local shards."""
         if self._offload is not None:
             self._offload.settle()
         return self._state
 
     def set_rate(self, factor: float) -> None:
-        """Set the share of its peak learning rate with which every group steps."""
+        """Set the share of its peak learning rate that every group uses."""
         self._rate = factor
 
     def prefetch(self) -> None:
-        """Start to fetch the first buckets of offloaded state, such as during a backward pass."""
+        """Start to fetch the first buckets of offloaded state."""
         if self._offload is not None:
             self._offload.prefetch()
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Build the parts of the next step ahead; the gradients' tensors must exist."""
+        """Build the next step's parts. The gradients' tensors must exist."""
         if self._offload is None:
             self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
 
@@ -216,7 +201,7 @@ class Optimizer:
             parts = prepared[index] if prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # here, because fused kernels copy to a CPU unsynced
+                if device not in divisors:  # fused kernels would copy without a sync
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -237,7 +222,6 @@ class Optimizer:
                 weight.grad = None
 
     def _visits(self) -> Iterator[tuple[Bucket, dict[str, Tensor] | None]]:
-        """Yield every bucket, with its windows of state on the device if state is offloaded."""
         if self._offload is None:
             yield from ((bucket, None) for bucket in self._buckets)
         else:
@@ -297,10 +281,10 @@ class Optimizer:
 def named_state(
     optimizer: Optimizer, weights: dict[str, nn.Parameter]
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
-    """Yield (key, weight name, local tensor, box), in the order of `weights`, with keys sorted.
+    """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    Filling a tensor in place loads it. It may be on the CPU, and is never a DTensor. The box is
-    `local_box(weight)`, or () for a scalar, which is equal on all ranks.
+    Filling a tensor in place loads it. The box is `local_box(weight)`, or () for a scalar, which is
+    equal on all ranks.
     """
     state = optimizer.state
     for name, weight in weights.items():

@@ -1,14 +1,11 @@
 """Parallelism from outside: model code is written for one device, and this package wraps it.
 
-The order is fixed:
-
-0. adapters (LoRA): freeze the weights and add adapters.
-1. context parallel: replaces the core of attention.
-2. expert parallel: replaces the token exchange and shards the experts.
-3. activation checkpointing and 4. compile: checkpointing goes first where a block is one graph.
-   Where ranks exchange inside a block, the compiled block goes inside the checkpoint.
-5. activation offload: wraps both, because it moves the activations that they save.
-6. FSDP2: last, because its hooks must wrap everything above.
+1. context parallel replaces the core of attention.
+2. expert parallel replaces the token exchange and shards the experts.
+3. activation checkpointing and compile: the compiled block goes inside the checkpoint if it has
+   exchanges, else outside.
+4. activation offload wraps both, because it moves the activations that they save.
+5. FSDP2 comes last, because its hooks must wrap all of these.
 """
 
 import torch
@@ -29,10 +26,7 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the manifest's parallelized policy with unset weights.
-
-    A sharded policy is built on "meta", so no rank ever holds it whole.
-    """
+    """Return the manifest's parallelized policy with unset weights, on "meta" if it is sharded."""
     network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
     memory = trainer.memory
     policy = Policy(network, memory.lm_head_chunk_tokens, memory.lm_head_keeps_logits)
@@ -41,9 +35,9 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 
 
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
-    """Return the network for one device, in the trainer's dtypes and with its adapters.
+    """Return the network for one device, with its adapters.
 
-    Frozen weights are held in the compute dtype, because no updates accumulate in them.
+    Frozen weights have the compute dtype, because no updates accumulate in them.
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:
@@ -54,7 +48,6 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
 
 
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
-    """Apply every step above to the policy, in place."""
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
     if compiled.is_without_exchange(trainer.mesh):

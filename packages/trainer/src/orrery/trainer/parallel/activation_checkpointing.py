@@ -1,10 +1,7 @@
-"""Activation checkpointing: which results of a block stay for backward; the rest is recomputed.
+"""Activation checkpointing: which results of a block stay for the backward pass.
 
-- `full` keeps each block's input. `selective` also keeps the results of named operations.
-- `none` keeps what autograd saves. The compiler still recomputes cheap results.
-- Where a compiled block runs inside the checkpoint, both runs must find the same graphs. So
-  neither run may receive a view (`without_view`): FSDP hands out views, activation offload does
-  not, and a graph with symbolic lengths that was traced with a view requires its base.
+`full` keeps each block's input. `selective` also keeps the results of named operations. `none`
+keeps all that autograd saves.
 """
 
 from collections.abc import Callable
@@ -46,32 +43,28 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)
-        # Replacing `forward` keeps module names, and FSDP's hooks stay outside the recomputation.
+        # On `forward`, so that FSDP's hooks stay outside the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return the keyword arguments of torch's `checkpoint` that name the operations to keep.
+    """Return the keyword arguments of torch's `checkpoint` that select the operations to keep.
 
-    A block compiled as one graph gets a context even if it keeps none: without one, the
-    partitioner of torch 2.11 keeps rows of experts.
+    A block that is one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if trainer.compile and compiled.is_without_exchange(trainer.mesh):
         if kept or compiled.is_one_graph(trainer, model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
-    # Eager code, perhaps with compiled parts or the hooks of the experts' FSDP unit inside.
+    # Eager code, perhaps with graphs or FSDP hooks inside.
     if kept or trainer.mesh.ep > 1:
         return {"context_fn": partial(recomputation.contexts, kept, _called_by_graphs(trainer))}
     return {}
 
 
 def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
-    """Return the operations inside the compiled parts of a block with exchanges.
-
-    Attention is outside of the graphs with cp, experts are outside with ep.
-    """
+    """Return the operations inside graphs. Attention is outside with cp, experts with ep."""
     if not trainer.compile:
         return frozenset()
     ranks = {"attention": trainer.mesh.cp, "experts": trainer.mesh.ep}
@@ -80,7 +73,7 @@ def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy that keeps the results of `operations` and recomputes the rest."""
+    """Return the policy that recomputes all but the results of `operations`."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in operations:
@@ -98,7 +91,11 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def without_view(x: Tensor) -> Tensor:
-    """Return x as a tensor that is no view, in the same memory; its gradient is x's."""
+    """Return x as a tensor that is no view, in the same memory. Its gradient is x's.
+
+    A graph inside a checkpoint must find no view in either run, or both trace different graphs.
+    FSDP hands out views, activation offload does not.
+    """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
 
@@ -115,7 +112,7 @@ class _WithoutView(torch.autograd.Function):
 def _operations(name: str) -> list[Any]:
     aten, orrery = torch.ops.aten, torch.ops.orrery
     match name:
-        case "attention":  # our operator, and torch's for transformers networks
+        case "attention":  # ours and torch's
             theirs = (getattr(aten, f"_scaled_dot_product_{kind}") for kind in SCALED_DOT_PRODUCT)
             ours = orrery.varlen_attention_forward
             return [ours.default, *(operation.default for operation in theirs)]

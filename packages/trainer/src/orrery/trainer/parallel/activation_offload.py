@@ -1,14 +1,9 @@
 """Activation offload: what a block saves for its backward pass waits in pinned host memory.
 
-    forward    block i computes | copies out of block i − 1 run beside it
-    backward   block i computes | copies in of block i − 1 run beside it
+While block i computes, block i − 1 is copied out (forward) or in (backward), each direction on its
+own stream. So at most two blocks' tensors are on the device.
 
-- Each direction copies on its own stream. Compute waits only for a copy that it would overtake.
-- At most two blocks' tensors are on the device: a block's are freed once the next is enqueued.
-- Host buffers come from a pool, in powers of two as torch's pinned blocks do. Micro-batches of
-  other lengths reuse them, so nothing is pinned after the first steps.
-- These stay on the device: weights, tensors that all blocks share, small or gapped tensors, and
-  the last block's, which the backward pass reads at once.
+Weights, tensors that all blocks share, small or gapped tensors and the last block's stay there.
 """
 
 from collections import defaultdict
@@ -39,7 +34,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Host buffers of powers of two bytes; `num_bytes` counts all that were ever made."""
+    """Reusable host buffers of powers of two bytes. `num_bytes` counts all that were made."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -47,20 +42,19 @@ class HostBufferPool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return a buffer of at least `num_bytes`, and the event to wait for before writing it."""
+        """Return a buffer of at least `num_bytes`, and the event to wait for before writing."""
         size = 1 << (num_bytes - 1).bit_length()
         if self._free[size]:
             return self._free[size].pop()
         self.num_bytes += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned), None
 
-    def give(self, buffer: Tensor, read: Any) -> None:
-        """Take `buffer` back; `read` is the event of its last reader."""
-        self._free[buffer.numel()].append((buffer, read))
+    def give(self, buffer: Tensor, last_read: Any) -> None:
+        self._free[buffer.numel()].append((buffer, last_read))
 
 
 class OffloadedTensor:
-    """One saved tensor. `device_tensor` is None while it is only in host memory."""
+    """One saved tensor. `device_tensor` is None while only the host has it."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype
@@ -73,12 +67,11 @@ class OffloadedTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def view_of(self, flat: Tensor) -> Tensor:
-        """Return the bytes [num_bytes or more] of `flat` with this tensor's dtype and strides."""
         return flat[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class BlockActivations:
-    """The tensors that one block saved in one forward pass, linked to the block before it."""
+    """The tensors that a block saved in one forward pass."""
 
     def __init__(self, previous: "BlockActivations | None"):
         self.previous = previous
@@ -95,10 +88,10 @@ class ActivationOffload:
         self.pool = HostBufferPool(pinned=on_gpu)
         self._out = torch.cuda.Stream(device) if on_gpu else None
         self._in = torch.cuda.Stream(device) if on_gpu else None
-        self._last: BlockActivations | None = None  # the newest, perhaps still being copied out
+        self._last: BlockActivations | None = None
 
     def run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `forward(*args)`; its saved tensors leave the device while the next block runs."""
+        """Call `forward`, and start to copy the tensors that it saves."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         activations = BlockActivations(self._last)
@@ -128,7 +121,6 @@ class ActivationOffload:
         if not _is_dense(tensor):
             return tensor
         storage = tensor.untyped_storage().data_ptr()
-        # `local_tensor`: a DTensor, such as an expert's weight outside its forward, has no storage.
         weights = (
             local_tensor(weight).untyped_storage().data_ptr() for weight in block.parameters()
         )
@@ -151,7 +143,6 @@ class ActivationOffload:
             activations.copied_out = self._out.record_event()
 
     def _free(self, activations: BlockActivations | None) -> None:
-        """Free the device memory of tensors that were sent out."""
         if activations is None or activations.is_fetched:
             return
         if activations.copied_out is not None:
@@ -163,7 +154,7 @@ class ActivationOffload:
         if isinstance(saved, Tensor):
             return saved
         owner = saved.owner
-        self._last = None  # backward has begun: the next forward pass starts a new chain
+        self._last = None  # the next forward pass starts a new chain
         self._fetch(owner)
         if owner.previous is not None:
             self._fetch(owner.previous)
@@ -178,7 +169,7 @@ class ActivationOffload:
             return
         activations.is_fetched = True
         if self._in is not None:
-            # The new tensors may reuse memory that the current stream still reads.
+            # New tensors may reuse memory that the current stream still reads.
             self._in.wait_stream(torch.cuda.current_stream(self.device))
             self._in.wait_event(activations.copied_out)
         for saved in activations.saved.values():
@@ -199,7 +190,7 @@ class ActivationOffload:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps or overlaps, in any order."""
+    """Return whether the elements fill their memory without gaps, in any order."""
     if not tensor.numel():
         return False
     expected = 1

@@ -1,11 +1,7 @@
 """torch.compile, one block at a time: equal blocks share one compilation.
 
-- A block compiles as one graph without a break (`fullgraph`). Attention and grouped products are
-  operators of `orrery.kernels`.
-- A transformers block must compile as one graph too; `explain_compile_error` reports one that
-  does not.
-- Where ranks exchange tokens or keys inside a block, the exchange stays outside of the graph.
-- The first micro-batch length is compiled as a constant, the second as a symbol for all lengths.
+- A block is one graph (`fullgraph`), unless ranks exchange tokens or keys inside it.
+- The first micro-batch length is compiled as a constant, the second as a symbol.
 """
 
 import textwrap
@@ -19,17 +15,17 @@ from orrery.manifest.schema import Mesh, Model, Trainer
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
-# torch allows 8 graphs a function. Kinds of block, gradients and replayed routes multiply to more.
+# torch's 8 a function are too few for all kinds of blocks, with and without gradients or routes.
 MAX_GRAPHS = 64
 
 
 def is_without_exchange(mesh: Mesh) -> bool:
-    """Return whether a block runs without communication, so that it can be one graph."""
+    """Return whether a block runs without communication."""
     return mesh.cp == mesh.ep == 1
 
 
 def is_one_graph(trainer: Trainer, model: Model) -> bool:
-    """Return whether a block is one graph of our own code, whose saved tensors are known."""
+    """Return whether a block is one graph of our own code, so that its saved tensors are known."""
     return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
 
 

@@ -1,13 +1,9 @@
 """FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
-- The model names the units (`models/<arch>/sharding.py`); the root takes the rest. With expert
-  parallel a layer's experts are their own unit, sharded over the ranks with the same experts.
-- Gradients are *summed* over ranks: the loss already divides by global counts.
-- `reduce_gradients: step` accumulates whole gradients and reduces them once a step. With
-  `micro_batch` they are reduced after each micro-batch; only HSDP's all-reduce waits for the last.
-- The last unit stays gathered between forward and backward, which reads it first.
-- One rank is left unwrapped (`is_needed`): it has nothing to shard, and the hooks cost time. If it
-  computes in another dtype it uses `ComputeCopies`, unless one unit at a time must be converted.
+- The model names the units, and the root takes the rest. With expert parallel a layer's experts
+  are one more unit, sharded over the ranks with the same experts.
+- Gradients are summed over ranks, because the loss already divides by global counts.
+- One rank is left unwrapped (`is_needed`). `ComputeCopies` replaces FSDP's mixed precision there.
 """
 
 import itertools
@@ -30,13 +26,13 @@ from orrery.trainer.policy import Policy
 
 
 def is_needed(trainer: Trainer) -> bool:
-    """Return whether weights are wrapped, and so whether a process group is needed."""
+    """Return whether weights are wrapped and a process group is needed."""
     by_unit = trainer.param_dtype != trainer.compute_dtype and trainer.fsdp.reshard_after_forward
     return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
 
 
 def has_copies(trainer: Trainer) -> bool:
-    """Return whether a single unwrapped rank computes on copies of its weights."""
+    """Return whether one unwrapped rank computes on copies of its weights."""
     return not is_needed(trainer) and trainer.param_dtype != trainer.compute_dtype
 
 
@@ -60,7 +56,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        is_last = unit is units[-1]
+        is_last = unit is units[-1]  # the backward pass reads it first
         shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
     shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
@@ -75,7 +71,6 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def _allocate_on_host(policy: Policy, device: torch.device) -> None:
-    """Allocate weights on the host, as FSDP requires, and buffers on the device."""
     policy.to_empty(device="cpu")
     for module in policy.modules():
         for name, buffer in module._buffers.items():
@@ -85,7 +80,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Prefetch layers explicitly, because a token exchange keeps the host from running ahead."""
+    """Prefetch by name, because a token exchange keeps the host from running ahead."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -96,7 +91,10 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Set which reductions the next backward pass does; `last`: it is the last of its step."""
+    """Set what the next backward pass reduces. `last`: it is the step's last.
+
+    `step` reduces once a step. With `micro_batch` only HSDP's all-reduce waits for the last.
+    """
     if not isinstance(policy, FSDPModule):
         return
     if spec.reduce_gradients == "step":
@@ -106,10 +104,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard weights that a pass left gathered.
-
-    Otherwise an export would read them in the compute dtype.
-    """
+    """Reshard all weights, or an export would read them in the compute dtype."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():
@@ -118,11 +113,10 @@ def reshard_all(policy: Policy) -> None:
 
 
 class ComputeCopies:
-    """One rank's weights in the compute dtype, beside the trained weights of another dtype.
+    """One rank's weights in the compute dtype, beside trained weights of another dtype.
 
-    - A forward pass fills all copies and puts them into the modules; `restore` undoes both.
-    - A gradient moves to the trained weight, in that weight's dtype, as soon as the backward pass
-      has it. So the sums over micro-batches have the bits of FSDP on one rank.
+    A forward pass fills the copies and puts them into the modules. A gradient moves to its trained
+    weight at once, in that weight's dtype, so the sums have the bits of FSDP on one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):
@@ -149,7 +143,7 @@ class ComputeCopies:
         self._are_filled = True
 
     def restore(self) -> None:
-        """Put the trained weights back into the modules and free the copies' memory."""
+        """Put the trained weights back and free the copies."""
         if not self._are_filled:
             return
         for module, name, weight in self._places:

@@ -1,12 +1,8 @@
-"""Values that a block's forward pass keeps for its recomputation: host answers and op results.
+"""Values that a block's forward pass keeps for its recomputation.
 
-- A host answer costs a wait for the device. The recomputation reads the kept one (`keep`,
-  `recall`, in call order), so the host does not wait again.
-- Results of named operations are kept as by torch's selective checkpointing. Unlike torch, this
-  lets the other operations differ between both runs, as FSDP's hooks inside a block make them.
-- Compiled code may overwrite the result of an operation that it calls. Such results are cloned.
-- Autograd does not see these results; `store_results_with` lets activation offload move them.
-- Outside of checkpointing nothing is kept or recalled.
+- Answers to the host (`keep`, `recall`): the recomputation does not wait for the device again.
+- Results of named operations, as in torch's selective checkpointing. Unlike there, the other
+  operations may differ between both runs, as FSDP's hooks make them.
 """
 
 from collections import defaultdict, deque
@@ -35,9 +31,9 @@ _hooks: ContextVar[tuple[Pack, Unpack]] = ContextVar("hooks", default=(_identity
 def contexts(
     operations: Collection[Any] = (), compiled: Collection[Any] = ()
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the pair for `context_fn` of torch's `checkpoint`: forward, recomputation.
+    """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    `operations` return tensors, perhaps beside numbers. Compiled code calls those in `compiled`.
+    Graphs call the operations in `compiled`. They may overwrite the results, so these are cloned.
     """
     answers: list[Any] = []
     if not operations:
@@ -49,7 +45,7 @@ def contexts(
 
 @contextmanager
 def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """Pass kept results through `pack` here, and through `unpack` when they are recalled."""
+    """Pass kept results through `pack`, and recalled results through `unpack`."""
     token = _hooks.set((pack, unpack))
     try:
         yield
@@ -58,7 +54,7 @@ def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 def keep(answer: Any) -> Any:
-    """Return `answer`, and keep it if this is the forward pass of a checkpointed block."""
+    """Return `answer`, and keep it in the forward pass of a checkpointed block."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)
@@ -66,7 +62,7 @@ def keep(answer: Any) -> Any:
 
 
 def recall() -> Any:
-    """Return the answer that the forward pass kept here, or None outside of a recomputation."""
+    """Return the next kept answer, or None outside of a recomputation."""
     run = _current.get()
     if run is None or not run.is_recomputation:
         return None
@@ -75,8 +71,6 @@ def recall() -> Any:
 
 
 class _Run(AbstractContextManager):
-    """One run of a block. Entering it again recalls from the first answer."""
-
     def __init__(
         self, answers: list[Any], is_recomputation: bool, mode: TorchDispatchMode | None
     ) -> None:
@@ -102,7 +96,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # do not disable compiled code; still see the operations that it calls by name
+        return True  # let compiled code run
 
 
 class _KeepResults(_Mode):
@@ -120,7 +114,7 @@ class _KeepResults(_Mode):
             pack, unpack = _hooks.get()
 
             def store(value: Tensor) -> partial:
-                value = value.detach()  # the recomputation gives it a place in its own graph
+                value = value.detach()
                 return partial(unpack, pack(value.clone() if function in self._compiled else value))
 
             self._results[function].append(tree_map_only(Tensor, store, result))

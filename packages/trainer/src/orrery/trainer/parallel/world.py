@@ -1,13 +1,10 @@
-"""The ranks of a trainer, their meshes, and the few collectives called directly.
+"""The ranks of a trainer and their meshes, innermost axis last.
 
-- One rank has no process group; every collective is the identity.
-- Several ranks join a TCPStore that rank 0 serves (`open_rendezvous`): gloo on CPU, nccl on GPU.
-- Three meshes cover the same ranks, innermost axis last:
-      mesh          dp_replicate × dp_shard × cp       documents, and parts of documents (cp)
-      fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
-      expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
-- The ranks of one cp group have the same documents; `data_rank` counts these groups.
-- The process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
+    mesh          dp_replicate × dp_shard × cp       documents; cp ranks share one
+    fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
+    expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
+
+A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 """
 
 import os
@@ -30,27 +27,26 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # from the first rank to the last; imports from a shared disk are slow
-COLLECTIVE_BLOCKS = 16  # multiprocessors for an NCCL collective; with 8 a step waits for them
+JOIN_DEADLINE_S = 600.0  # slow imports from a shared disk
+COLLECTIVE_BLOCKS = 16  # of an NCCL collective
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among all ranks."""
+    """This rank's place among all ranks. With one rank every collective is the identity."""
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None  # None: one rank, no process group
-    fsdp_mesh: DeviceMesh | None = None  # two axes for HSDP, else one
-    expert_mesh: DeviceMesh | None = None  # None with ep 1: every rank holds all experts
+    mesh: DeviceMesh | None  # None: one rank
+    fsdp_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None  # None: ep is 1
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place."""
         if self.mesh is not None:
             dist.all_reduce(tensor)
         return tensor
@@ -70,12 +66,11 @@ class World:
         return [int(one) for one in every]
 
     def barrier(self) -> None:
-        if self.mesh is not None:  # a sum, because backends' own barriers guess the device
+        if self.mesh is not None:  # backends' own barriers guess the device
             self.sum(torch.zeros(1, device=self.device))
 
     @property
     def replica(self) -> int:
-        """The index of the replica of all weights that this rank holds a part of."""
         return self.axis_rank("dp_replicate")
 
     @property
@@ -85,7 +80,6 @@ class World:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
-        """The mesh that shards an ep rank's experts further."""
         if self.expert_mesh is None:
             return None
         if self.axis_size("dp_replicate") > 1:
@@ -101,7 +95,7 @@ class World:
         return 0 if mesh is None else mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return this rank's process group along `axis`, which a mesh must have."""
+        """Return this rank's process group along `axis`."""
         mesh = self._mesh_with(axis)
         assert mesh is not None, f"no mesh has an axis {axis!r}"
         return mesh.get_group(axis)
@@ -114,18 +108,18 @@ class World:
 
 
 def device_for(accelerator: str, index: int) -> torch.device:
-    """Return rank `index`'s CUDA device, or the CPU with OMP_NUM_THREADS (default 1) threads."""
+    """Return the rank's CUDA device, or the CPU with OMP_NUM_THREADS (default 1) threads."""
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # The launcher limits CUDA_VISIBLE_DEVICES per process, so ordinals start from 0 again.
+    # The launcher sets CUDA_VISIBLE_DEVICES per process, so ordinals restart at 0.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
 
 
 def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
-    """Form the process group over `store` and return its world; without one there is no group."""
+    """Form the process group over `store`. Without a store the world is one rank."""
     if store is None:
         return World(rank, 1, device, None)
     name_interface()
@@ -142,10 +136,7 @@ def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | 
 
 
 def _divide_multiprocessors() -> None:
-    """Limit collectives to a few multiprocessors, and keep grouped products off these.
-
-    An NCCL_MAX_CTAS that is already set stays.
-    """
+    """Limit collectives to a few multiprocessors, and keep grouped products off these."""
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
         raise RunFailed(
@@ -156,10 +147,7 @@ def _divide_multiprocessors() -> None:
 
 
 def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
-    """Build the meshes over all ranks of the process group. A collective.
-
-    Raise RunFailed if the group has another size than `mesh`.
-    """
+    """Build the meshes. A collective. Raise RunFailed if the group has another size."""
     if (found := dist.get_world_size()) != mesh.world_size:
         size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
         raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
@@ -178,10 +166,7 @@ def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
 
 
 def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
-    """Return the TCPStore of this stage's trainer ranks.
-
-    Rank 0 serves it and publishes its address (`orrery.transport.rendezvous`).
-    """
+    """Return the stage's TCPStore, which rank 0 serves and publishes."""
     from orrery.transport import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))

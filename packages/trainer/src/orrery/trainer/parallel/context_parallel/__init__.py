@@ -1,12 +1,10 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-- `apply` replaces `Attention.core`. The rest of the network sees this rank's tokens with their
-  true positions. The cores stay outside of compiled graphs.
-- `shard` cuts a whole micro-batch on the host. A scored token goes to the rank that predicts it;
-  the loss sums scored tokens with global counts, so no log-prob is gathered.
-- Kinds (`trainer.mesh.cp_style`), each a core and its way to shard the tokens:
-      ulysses   contiguous shares; an all-to-all gives each rank all tokens of 1/cp of the heads
-      ring      pieces r and 2·cp − 1 − r of each document; keys and values pass around the ring
+`apply` replaces `Attention.core`, and `shard` cuts a micro-batch. A scored token belongs to the
+rank that predicts it. The kinds (`trainer.mesh.cp_style`) are a core and its way to cut:
+
+    ulysses   contiguous shares; an all-to-all gives each rank all tokens of 1/cp of the heads
+    ring      pieces r and 2·cp − 1 − r of each document; keys and values pass around the ring
 """
 
 from collections.abc import Callable
@@ -38,7 +36,6 @@ KINDS: dict[str, tuple[MakeCore, MakeShard]] = {
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    """Replace the attention cores. Raise OrreryError if the network has no `Attention`."""
     if trainer.mesh.cp == 1:
         return
     attentions = [module for module in policy.network.modules() if isinstance(module, Attention)]
@@ -53,17 +50,14 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` with each core's output.
-
-    Its gradient is local to this rank. The core's backward pass spreads it over the group.
-    """
+    """Call `observe` with each core's output, whose gradient is local to this rank."""
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore):
             module.watch = observe
 
 
 def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
-    """Return this rank's part of `batch`, which is on the CPU."""
+    """Return this rank's part of `batch`, on the CPU."""
     if mesh.cp == 1:
         return batch
     lengths, rank = batch.cu_seqlens.diff().tolist(), world.axis_rank("cp")

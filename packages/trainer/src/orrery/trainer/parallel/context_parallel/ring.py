@@ -1,15 +1,13 @@
 """Ring attention (Liu et al. 2023, arXiv 2310.01889) in zig-zag order.
 
-T tokens here · H query heads · G key and value heads · K head size · r this rank · j source rank
+T tokens here · H query heads · G key and value heads · K head size
 
-Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Keys and
-values pass around the ring. A step is one of three cases, each of equal work:
+Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`), and keys
+and values pass around. With those of rank j, a step is one of three cases of equal work:
 
     j = r   all queries, all keys, causal in the order of places here
-    j < r   all queries attend to all early keys and to no late ones
-    j > r   late queries attend to all keys, early queries to none
-
-Each rank adds in the fixed order of its ring, so results are deterministic.
+    j < r   all queries, early keys
+    j > r   late queries, all keys
 """
 
 from collections.abc import Callable
@@ -23,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from orrery.kernels.attention import Documents, attention_backward, attention_forward
 
-_KEYS, _GRADIENTS = 0, 1  # tags, for backends that match messages by tag
+_KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 class Halves(NamedTuple):
-    """The places of the documents' early and late halves among T, and their offsets."""
+    """Places of the documents' early and late halves among T, and offsets."""
 
     early: Tensor  # i64 [T / 2]
     late: Tensor  # i64 [T / 2]
@@ -49,7 +47,7 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Ring attention over `group`. `documents` are the pairs of halves, equal on every rank."""
+    """Attention over `group`. `documents` are the pairs of halves, equal on every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -70,7 +68,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """The queries and keys of one step, as places; None means all."""
+    """The queries and keys of one step, as places. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -106,7 +104,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part`. Places are unique, so copying sums avoids the atomics of `index_add_`."""
+    """Add `part`. Places are unique, so this avoids the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:
@@ -159,7 +157,7 @@ class _Ring(torch.autograd.Function):
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
         dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
-        # The gradient of keys and values passes on behind them, and is complete after cp steps.
+        # Passes around behind the keys and values, and is complete after cp steps.
         dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
         passing = None
         for step in range(size):
@@ -193,7 +191,7 @@ class _Passing(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> _Passing:
-    """Start to send `x` to the next rank and to receive its equal from the previous rank."""
+    """Start to send `x` to the next rank, and to receive the previous rank's."""
     ranks = dist.get_process_group_ranks(group)
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)

@@ -1,9 +1,7 @@
 """Which tokens of a packed micro-batch each context-parallel rank gets.
 
-- All ranks get equally many tokens. Padding repeats a real token and is never scored. It stands
-  behind its document or in its own document, so no real token attends to it.
-- `zigzag` pads each document to a multiple of 2·cp. So all ranks have the same offsets and equal
-  work, and a block of keys needs no description. Documents shorter than 2·cp are mostly padding.
+All ranks get equally many. Padding repeats a real token, is never scored, and stands where no real
+token attends to it: behind its document, or in its own document.
 """
 
 from dataclasses import fields, replace
@@ -21,13 +19,13 @@ class TokenShard(NamedTuple):
 
     source: np.ndarray  # i64 [t]: the token of the stream at each place here
     is_real: np.ndarray  # bool [t]: not padding
-    cu_seqlens: np.ndarray  # i32: offsets as this rank's attention core expects them
+    cu_seqlens: np.ndarray  # i32: offsets for the attention core
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the rank-th of equal runs of the stream; padding is one document at its end.
+    """Return the rank-th of equal runs of the stream, with the offsets of the whole padded stream.
 
-    The offsets are those of the whole padded stream.
+    The padding is one document at its end.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
@@ -41,9 +39,9 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut documents into 2·num_ranks equal pieces; return the rank-th from the front and the back.
+    """Cut documents into 2·num_ranks equal pieces. Return the rank-th from the front and the back.
 
-    The offsets are those of the pairs of pieces.
+    The offsets are those of the pairs of pieces, so all ranks have the same offsets and equal work.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -61,10 +59,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the part of `batch` (on the CPU) with `tokens`.
-
-    The group's first rank alone counts samples and tokens.
-    """
+    """Return the part of `batch` with `tokens`. Only the group's first rank counts samples."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)  # here, of each token of the stream
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -93,7 +88,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the routes of this shard. Padding has none, or its mismatches would count twice."""
+    """Return the routes. Padding has none, or its mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]
@@ -102,7 +97,7 @@ def _routes(
 
 
 def _with_unweighted_token(batch: MicroBatch) -> MicroBatch:
-    """Score one token with weight zero, so that the LM head's collectives run on this rank too."""
+    """Score one token with weight 0, so that this rank joins the LM head's collectives."""
     zeros = {
         field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype)
         for field in fields(Targets)

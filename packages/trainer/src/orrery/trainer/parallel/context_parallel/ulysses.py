@@ -2,8 +2,7 @@
 
 t tokens here · T = cp·t tokens of the group · H query heads · G key and value heads · K head size
 
-With fewer key heads than ranks, heads are repeated for the ranks that share them. Autograd sums
-the gradients of the repeats here.
+Ranks that share a key head have copies of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from orrery.kernels.attention import Documents, varlen_attention
 
 
 class UlyssesCore(nn.Module):
-    """Attention over `group`. `documents` cover all T tokens; rank r has the r-th t of them."""
+    """Attention over `group`. `documents` cover all T tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -37,19 +36,19 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K], all tensors at once."""
+    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K]."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
     return tuple(x.flatten(0, 1) for x in _all_to_all(group, leaving))
 
 
 def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Exchange this rank's heads [T, H/cp, K] for its tokens [t, H, K]."""
+    """The inverse of `_to_heads`."""
     leaving = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(group, leaving))
 
 
 def _all_to_all(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
-    """Send entry i of each tensor to rank i; entry i of a result comes from rank i."""
+    """Send entry i of each tensor to rank i. Entry i of a result comes from rank i."""
     arriving = [torch.empty_like(x) for x in leaving]
     works = [
         dist.all_to_all_single(into, x, group=group, async_op=True)

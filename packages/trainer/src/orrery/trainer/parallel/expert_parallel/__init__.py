@@ -1,11 +1,8 @@
-"""Expert parallel: each ep rank holds 1/ep of every layer's experts; tokens travel to them.
+"""Expert parallel: each ep rank holds 1/ep of every layer's experts, and tokens travel to them.
 
-- `apply` replaces `MixtureOfExperts.exchange`. Expert parameters become DTensors with Shard(0) on
-  the mesh axis `ep`; FSDP shards them further over `expert_fsdp`.
-- An exchange is `forward(x_TD, score_TK, expert_TK, experts) -> out_TD`. Its backward is the
-  inverse exchange, so an expert's gradient covers the tokens of all ep ranks without a reduction.
-- Kinds (`trainer.mesh.ep_backend`): `torch` is deterministic; `deepep` uses DeepEP's kernels.
-- The exchange, and the experts that it calls, stay outside of compiled graphs.
+`apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
+the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers the
+tokens of all ep ranks. Kinds (`trainer.mesh.ep_backend`): `torch` is deterministic, `deepep` fast.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +43,6 @@ def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> n
 
 
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    """Shard the experts. Raise OrreryError if the model has none."""
     if trainer.mesh.ep == 1:
         return
     mesh, moe = world.expert_mesh, policy.network.config.moe
@@ -67,7 +63,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # No source rank: each rank cuts its own share, since "meta" has no data to send.
+            # Each rank cuts its own share: "meta" has no data to send.
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -78,13 +74,13 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args)
 
-    # Replace `forward`, to run inside FSDP's hooks: these set and later read the parameters.
+    # On `forward`, inside FSDP's hooks, which read the parameters.
     experts.forward = on_local_shares
 
 
 @contextmanager
 def _local_shares(experts: nn.Module) -> Iterator[None]:
-    """Replace each DTensor parameter by its local tensor; gradients still reach the parameter."""
+    """Replace DTensor parameters by their local tensors. Gradients reach the parameters."""
     found = [
         (module, name, parameter)
         for module in experts.modules()

@@ -3,9 +3,8 @@
 T tokens here · K experts a token · N tokens from all ranks with an expert here
 M rows of this rank's experts · E experts · D hidden
 
-- A token travels once to each rank with experts for it. That rank sums the results of its experts
-  for the token; the token's own rank sums over ranks.
-- `dispatch` and `combine` are each other's transposes, so each is the other's gradient.
+A token travels once to each rank with experts for it. `dispatch` and `combine` are each other's
+gradient.
 """
 
 from functools import cache
@@ -22,7 +21,7 @@ from orrery.manifest.errors import OrreryError
 
 
 class DeepEpExchange(nn.Module):
-    """DeepEP's exchange over `group`. Raise OrreryError if deep_ep is not installed."""
+    """Raise OrreryError if deep_ep is not installed."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class DeepEpExchange(nn.Module):
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, num_rows)
         real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
-        # Kernels skip rows without an expert. Zero these rows, and so their gradients.
+        # Kernels skip rows without an expert, so these rows are zeroed.
         x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
         score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
         y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
@@ -52,14 +51,14 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> Plan:
-    """Plan the rows in expert order, then one row for all slots with an expert elsewhere (−1)."""
+    """Plan rows in expert order, then one row for all slots with an expert elsewhere (−1)."""
     rows = plan(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
     return Plan(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
 
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the group's communication buffer, which all layers share. A collective."""
+    """Return the group's buffer, which all layers share. A collective."""
     from deep_ep import Buffer
 
     size = group.size()

@@ -3,13 +3,8 @@
 T tokens here · K experts a token · M = T·K rows here · N rows of this rank's experts, from all
 ranks · R ranks · E experts · D hidden
 
-1. Rows are sorted by (expert, slot), so that each rank's rows are contiguous.
-2. Counts travel first, because torch's all-to-all needs lengths on the host: one host wait, during
-   which the device sorts rows. Backward and recomputation reuse the lengths.
-3. Rows and scores arrive by (source rank, expert, slot) and are sorted by (expert, source, slot).
-4. Results return the same way. A token sums its rows in the order of its slots.
-
-Every sort is stable, so results are deterministic.
+Counts travel first, because torch's all-to-all needs lengths on the host. Backward pass and
+recomputation reuse them. Every sort is stable, so results are deterministic.
 """
 
 from collections.abc import Sequence
@@ -52,7 +47,7 @@ class TorchExchange(nn.Module):
         return combine_rows(y_MD, rows)
 
     def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
-        """Return the arriving rows by (source rank, local expert) and the lengths for the host."""
+        """Return the arriving rows by (source rank, local expert), and lengths for the host."""
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
         arriving_E = torch.empty_like(counts_E)
         dist.all_to_all_single(arriving_E, counts_E, group=self.group)
@@ -62,7 +57,7 @@ class TorchExchange(nn.Module):
 
 
 class HostLengths:
-    """Lengths that are being copied from the device to the host."""
+    """Lengths on their way to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
@@ -83,10 +78,9 @@ class HostLengths:
 def exchange_rows(
     tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Send rows of each tensor [M, …]: the first `sent[0]` to rank 0 of `group`, and so on.
+    """Exchange rows of tensors [M, …]: the first `sent[0]` go to rank 0 of `group`, and so on.
 
-    Return tensors [N, …] with `arriving[r]` rows of each rank r, in rank order. The gradient is
-    the inverse exchange. All tensors travel at once, and counts may be 0.
+    Return tensors [N, …] with `arriving[r]` rows of each rank r, in rank order.
     """
     return _ExchangeRows.apply(sent, arriving, group, *tensors)
 
