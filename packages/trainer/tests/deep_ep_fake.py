@@ -1,7 +1,8 @@
-"""A stand-in for the package deep_ep on CPUs: the same calls and results as deep_ep.Buffer has, through pickled objects over gloo.
+"""A stand-in for `deep_ep.Buffer` on CPUs, through pickled objects over gloo.
 
-From https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py): `dispatch` sends each token once to each rank that has experts for it, with
-its choices there as that rank counts its experts, −1 elsewhere; `combine` sends rows back and sums them. Each is the other's gradient.
+As in https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py): `dispatch` sends each token once to
+each rank with experts for it, with its choices as that rank counts them, −1 elsewhere. `combine`
+sends rows back and sums them. Each is the other's gradient.
 """
 
 import importlib.machinery

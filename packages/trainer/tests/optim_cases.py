@@ -1,7 +1,7 @@
-"""A toy policy for optimizer tests, its made-up gradients, and ranks that step it under every layout of shards.
+"""A toy policy for optimizer tests, its made-up gradients, and ranks that step it when sharded.
 
-`optim_cases.py FOLDER WORLD_SIZE` writes FOLDER/rank_<i>.json: by layout, the gradient norm, which shards are empty, and the largest error
-of weights by kind.
+`optim_cases.py FOLDER WORLD_SIZE` writes FOLDER/rank_<i>.json: by layout, the gradient norm, which
+shards are empty, and the largest error of weights by kind.
 """
 
 import json
@@ -133,7 +133,7 @@ def sharded(
 
 
 def fully_sharded(mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_fsdp_mesh: DeviceMesh) -> Toy:
-    """As the trainer does it: experts cut by expert parallel, then FSDP over what is left; all else FSDP over all ranks of a replica."""
+    """Shard as the trainer: experts by expert parallel and FSDP, the rest by FSDP."""
     toy = Toy()
     experts = toy.get_submodule("layers.0.mlp.experts")
     for name, weight in list(experts.named_parameters()):
@@ -172,7 +172,7 @@ def layouts() -> dict[str, Toy | None]:
 
 
 def try_layout(toy: Toy, world: World) -> dict:
-    """The gradient norm, which shards are empty, and how far two steps of each kind end from those of the unsharded toy."""
+    """Return the norm, which shards are empty, and the errors after two steps of each kind."""
     for name, weight in toy.named_parameters():
         weight.grad = like(weight, gradients(1)[name]) if weight.requires_grad else None
     norm = gradient_norm(toy.parameters(), world)
@@ -217,7 +217,7 @@ def run_rank(folder: Path, size: int, rank: int) -> None:
 
 def main() -> None:
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
-    # Forked, so that imports, by far the longest part, are done once; nothing has begun a thread yet.
+    # Forked, so that imports, the slowest part, are done once. No thread has started yet.
     ranks = [
         multiprocessing.get_context("fork").Process(target=run_rank, args=(folder, size, rank))
         for rank in range(size)

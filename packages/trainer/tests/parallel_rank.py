@@ -1,9 +1,10 @@
-"""One of several ranks that train one step in many layouts: `parallel_rank.py FOLDER PORT NUM_RANKS RANK`.
+"""One of several ranks that train one step in many layouts.
 
-FOLDER/cases.json is {name: keywords of `manifest`}. Layouts of four ranks run one after the other on all; of those of two ranks every
-other one runs on ranks 0 and 1, the rest at the same time on ranks 2 and 3; of those of one rank each takes its share. A case's name
-begins with that of its network, whose weights are the folder FOLDER/<network>. Each case's gradients go to
-FOLDER/<name>.safetensors; the last line of stdout says, for each case that this rank took part in, what the step said.
+`parallel_rank.py FOLDER PORT NUM_RANKS RANK`. FOLDER/cases.json is {name: keywords of `manifest`}.
+Layouts of four ranks run on all. Those of two ranks alternate between ranks 0, 1 and ranks 2, 3,
+and those of one rank are shared out. A name begins with its network, whose weights are
+FOLDER/<network>. Gradients go to FOLDER/<name>.safetensors. The last line of stdout has the
+results of this rank's cases.
 """
 
 import json
@@ -80,7 +81,7 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
 
 
 def exchanges(world: World) -> dict[str, list]:
-    """What each kind of exchange makes of the same tokens of this rank: output, and gradients of tokens, scores and expert weights."""
+    """Return each exchange's output and gradients of tokens, scores and expert weights."""
     deep_ep_fake.install()
     generator = torch.Generator().manual_seed(world.rank)
     num_tokens, num_experts, group = (5, 0, 11, 1)[world.rank], 8, dist.group.WORLD

@@ -1,4 +1,4 @@
-"""`orrery bench trainer`: what is measured, made-up batches, phases of a trace, and a measurement on two CPU ranks."""
+"""`orrery bench trainer`: requests, batches, phases of a trace, and a run on two CPU ranks."""
 
 import importlib.util
 import json
@@ -323,7 +323,8 @@ def test_copies_into_gathers_are_shardings_whatever_their_kernel_is_called():
     ("name", "around", "kind"),
     [
         (
-            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel<cutlass::gemm::GroupProblemShape",
+            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel<"
+            "cutlass::gemm::GroupProblemShape",
             (),
             "grouped products",
         ),
@@ -430,7 +431,8 @@ def test_two_ranks_measure_and_say_everything(tmp_path):
     done = bench(tmp_path, spec, *given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "tiny: measured with --devices 2 --steps 2 --warmup 1 --lengths fixed --routing balanced --loss rl --micro-batches 1\n"
+        "tiny: measured with --devices 2 --steps 2 --warmup 1 --lengths fixed "
+        "--routing balanced --loss rl --micro-batches 1\n"
     )
     result = json.loads((tmp_path / "result.json").read_text())
     assert (
@@ -501,7 +503,8 @@ def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tm
         ),
         (
             ["--profile", "{tmp}/manifest.json"],
-            r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); name a folder of yours",
+            r"--profile: nothing can be written in {tmp}/manifest\.json \(.+\); "
+            "name a folder of yours",
         ),
     ],
 )
@@ -555,7 +558,8 @@ def test_what_a_cpu_cannot_hold_is_refused_before_any_rank_starts(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 24 << 30)
     with pytest.raises(
         OrreryError,
-        match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* add --devices 1 --layers 1",
+        match=r"qwen3_30b_a3b_16k: its weights.* take 455 GiB in float32 .* "
+        "add --devices 1 --layers 1",
     ):
         check_devices(make_request(find_manifest("qwen3_30b_a3b_16k"), Options(device="cpu")))
     check_devices(make_request(find_manifest("reverse_text"), Options(device="cpu")))
@@ -618,7 +622,7 @@ def test_the_optimizers_expected_time_follows_its_kind():
         40 * expected_s(one) / expected_s(ADAMW) for one in (momentum, sgd, decayed, signs)
     ]
     assert num_bytes == pytest.approx([32, 24, 32, 24])
-    # By hand: 12 layers of 128 experts of three matrices 768 × 2048, and attention's 4096 (twice) and 512 (twice) × 2048, halved over two.
+    # 12 layers of 128 experts of three matrices 768 × 2048, and attention, halved over two.
     operations = (
         12 * (128 * 3 * _step(768, 2048) + 2 * _step(2048, 4096) + 2 * _step(512, 2048)) / 2
     )
@@ -634,8 +638,7 @@ def test_the_optimizers_expected_time_follows_its_kind():
 
 
 def test_muons_expected_time_has_its_all_to_alls_which_only_offloaded_states_hide():
-    # By hand: of 12 layers attention's matrices, 4096 × 2048 and 512 × 2048 (two each), are cut over four, the experts' are not. A device
-    # holds a quarter and sends three quarters of it, two bytes a value, to the owners; and as much of what it owns.
+    # Attention's matrices are cut over four. A device sends 3/4 of its parts, and of its results.
     cut_s = 2 * 2 * 12 * (2 * 4096 * 2048 + 2 * 512 * 2048) / 4 * 3 / 4 / 350e9
     muon, adamw = expected_with(MUON, devices=4), expected_with(ADAMW, devices=4)
     assert muon["communication in all"] - adamw["communication in all"] == pytest.approx(cut_s)
@@ -683,7 +686,8 @@ def test_mistakes_in_options_are_sentences():
         Options(device="cpu", mesh="[1]"): r"--mesh: \[1\] is no JSON object",
         Options(
             device="cpu", memory='{"activation_offlod": true}'
-        ): "--memory: trainer.memory.activation_offlod = true: there is no such field; did you mean 'activation_offload'?",
+        ): "--memory: trainer.memory.activation_offlod = true: there is no such field; "
+        "did you mean 'activation_offload'?",
         Options(device="cpu", fsdp="{"): "--fsdp: Expecting property name",
         Options(
             device="cpu", document_tokens=1
@@ -877,7 +881,8 @@ def test_memory_options_go_on_where_the_last_call_ended_and_one_that_fails_stops
     norms["muon"] = 0.501
     with pytest.raises(
         SystemExit,
-        match=r"muon: its gradients' norm is 0\.50100, that of 'as the manifest has it' 0\.50000; one of them is wrong",
+        match=r"muon: its gradients' norm is 0\.50100, "
+        r"that of 'as the manifest has it' 0\.50000; one of them is wrong",
     ):
         memory_options.main()
 
@@ -892,7 +897,8 @@ def test_a_measurement_that_takes_too_long_says_which_ranks_have_no_result_and_t
     try:
         with pytest.raises(
             RunFailed,
-            match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\nrank 2 last wrote: words of 2",
+            match=r"ranks \[0, 2\] have no result yet\nrank 0 last wrote: words of 0\n"
+            "rank 2 last wrote: words of 2",
         ):
             bench_main._watch(sleeping, tmp_path, time.monotonic())
     finally:

@@ -99,7 +99,7 @@ def test_attention_of_a_network_of_transformers_stays_where_it_is_to_be_kept(tmp
             for one in profiled.events()
             if one.name == "aten::_scaled_dot_product_flash_attention_for_cpu"
         ]
-        # One that makes room for its result is one that computes it; others hand a call on, or give what was kept.
+        # An operator that allocates its result computes it. Others pass a call on or recall.
         return found, sum(
             any(child.name.startswith("aten::empty") for child in one.cpu_children)
             for one in attention
@@ -135,7 +135,10 @@ def test_a_network_of_transformers_is_compiled_whole_or_refused_in_a_sentence(
         "family": "hugging_face",
         "hf_config": {**GEMMA2, **experts},
     }
-    told = r"trainer\.compile true: torch does not compile blocks of model\.hf_config\.model_type 'granitemoe' whole \(.*\); set trainer\."
+    told = (
+        r"trainer\.compile true: torch does not compile blocks of "
+        r"model\.hf_config\.model_type 'granitemoe' whole \(.*\); set trainer\."
+    )
     with pytest.raises(OrreryError, match=told) as caught:
         steps_with(tmp_path, model, compile=True, activation_checkpointing={"kind": kind})
     assert "\n" not in str(caught.value)
@@ -247,7 +250,7 @@ def test_what_selective_checkpointing_keeps_waits_in_host_memory_too(tmp_path, m
 
 
 def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(monkeypatch):
-    """With an exchange inside, it is compiled inside of what is checkpointed; it is given a view, and offload gives back what is none."""
+    """The graph is inside the checkpoint. It receives a view, and offload returns no view."""
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(
         torch,
@@ -276,7 +279,7 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
 
 
 def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():
-    """As in a block that is compiled around an exchange (`cp` of tokens, `ep` of rows): the memory plan counts on it."""
+    """As in a block compiled around an exchange (`cp`, `ep`). The memory plan relies on it."""
     weight, ends = (
         torch.randn(4, 16, 8, requires_grad=True),
         torch.tensor([4, 8, 12, 16], dtype=torch.int32),
@@ -384,7 +387,8 @@ def test_weights_and_what_blocks_share_stay_on_the_device():
 def test_a_rank_lets_segments_grow_unless_its_environment_says_otherwise_and_before_torch_is_loaded(
     said,
 ):
-    script = "import os, sys, orrery.trainer.__main__ as m; m.grow_segments(); assert 'torch' not in sys.modules; "
+    script = "import os, sys, orrery.trainer.__main__ as m; m.grow_segments(); "
+    script += "assert 'torch' not in sys.modules; "
     script += (
         "print({name: value for name, value in os.environ.items() if name.endswith('ALLOC_CONF')})"
     )

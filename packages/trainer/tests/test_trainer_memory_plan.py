@@ -60,7 +60,7 @@ NOT_KEPT, RESHARD, WHOLE = (
 )
 FOUR = {"devices": 4}
 
-# Runs on H200 with torch 2.11, of which benchmarks/trainer has no record: peak, and between steps, in GiB.
+# Runs on H200 with torch 2.11 without a record: GiB at the peak, and between steps.
 MEASURED = [
     ("qwen3_30b_a3b_16k", {"devices": 1, "layers": 4}, 50.03, 34.81),
     ("qwen3_30b_a3b_64k", {**FOUR, "layers": 24}, 75.85, 43.52),
@@ -84,7 +84,7 @@ def case(name, **options):
 
 
 def recorded():
-    """Name, options, peak and bytes before steps in GiB of every GPU run in benchmarks/trainer, without single memory options."""
+    """Return (name, options, peak, before steps), in GiB, of GPU runs in benchmarks/trainer."""
     for path in sorted(RECORDS.rglob("*.json")):
         rows = (
             []
@@ -115,16 +115,14 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(one):
     name, options, peak, resting = one
     model, trainer, load = case(name, **options)
     found = plan_memory(model, trainer, load, H200_BYTES)
-    # Weights and states, counted: nothing to estimate. Buckets of offloaded states are there from the first step on.
+    # Weights and states are exact. Buckets of offloaded states exist from the first step on.
     counted = (
         found.moments["optimizer"]["weights"]
         if trainer.memory.optimizer_offload
         else resting_bytes(found)
     )
     assert counted / GIB == pytest.approx(resting, rel=2e-3)
-    # Errors when written: −6.6 %, the whole model recomputed on four devices; +7.5 % with adapters of experts made again, measured before
-    # they were one operator; +6.1 % with cp; at most +2.2 % elsewhere where a block's backward pass is fullest; below 0.7 % where the LM
-    # head is.
+    # The largest errors are −6.6 % (all recomputed on four devices) and +7.5 % (adapters).
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.1)
 
 
@@ -137,7 +135,7 @@ OPTIONS = [
 ]
 
 
-# Where a block's backward pass is fullest (+0.9 % when written), and where ranks exchange (up to 1.1 %).
+# The fullest moment is a block's backward pass (+0.9 %), or ranks exchange (up to 1.1 %).
 ROUGH = {
     "lm_head_chunk_tokens 1024",
     "ep 2",
@@ -148,7 +146,7 @@ ROUGH = {
 
 
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row["variant"])
-def test_the_plan_of_each_memory_option_is_within_two_percent_of_what_was_measured_and_of_most_within_a_tenth_of_one(
+def test_the_plan_of_each_memory_option_is_within_two_percent_and_of_most_within_a_tenth_of_one(
     row,
 ):
     found = plan_memory(*case("qwen3_30b_a3b_16k", **row["bench"]["options"]), H200_BYTES)
@@ -181,8 +179,7 @@ def selective(*keep):
 
 
 class MostOfTokens(TorchDispatchMode):
-    """The most bytes that tensors of tokens or of their experts' rows, made inside, have had at once. Without float32, which compiled code
-    holds in registers."""
+    """The peak bytes of tensors of tokens, without float32, which graphs hold in registers."""
 
     def __init__(self):
         super().__init__()
@@ -225,8 +222,7 @@ class MostOfTokens(TorchDispatchMode):
     ],
 )
 def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkeypatch):
-    """A compiled block as on a GPU, divided into passes but without code: the bytes that autograd holds after the forward pass, and of a
-    mixture those that come and go in the backward pass."""
+    """A compiled block as on a GPU: bytes after the forward pass, and temporary ones."""
     monkeypatch.setattr(
         expert_rows, "_choose_backend", lambda x: "triton"
     )  # the operators that a GPU's graph has
@@ -480,9 +476,10 @@ def test_no_memory_option_makes_an_sft_micro_batch_smaller_than_the_longest_chat
 
 
 TORCH_SAYS = (
-    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of which {free} is free. "
-    "Including non-PyTorch memory, this process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by "
-    "PyTorch, and {kept} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB "
+    "of which {free} is free. Including non-PyTorch memory, this process has {own} GiB memory "
+    "in use. Of the allocated memory {allocated} GiB is allocated by PyTorch, and {kept} GiB is "
+    "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF."
 )
 
@@ -507,10 +504,12 @@ def test_the_cheapest_memory_option_that_suffices_is_named_with_what_it_frees_an
     text = torch_says(asked="1.16 GiB", free="203.00 MiB", allocated="132.10", kept="5.10")
     said = describe_device_error(text, 2, 7, model, trainer, load)
     assert said.startswith(
-        "rank 2 ran out of device memory in step 7: 1.2 GiB were asked for, 0.2 GiB of 139.8 GiB were free; "
+        "rank 2 ran out of device memory in step 7: 1.2 GiB were asked for, "
+        "0.2 GiB of 139.8 GiB were free; "
     )
     found = re.search(
-        r"; (trainer\.memory\.\w+): (.*) instead of (.*) frees about ([\d.]+) GiB on each rank \(cost: [^)]+\); set it in",
+        r"; (trainer\.memory\.\w+): (.*) instead of (.*) frees about ([\d.]+) GiB on each rank "
+        r"\(cost: [^)]+\); set it in",
         said,
     )
     assert found, said
@@ -668,8 +667,14 @@ def test_what_a_stage_will_take_of_host_memory_itself_is_not_there_for_a_memory_
     assert left == [GIB - before.host_bytes] and before.host_bytes > 0
 
 
-PINNED = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call."
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+PINNED = (
+    "CUDA error: out of memory\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call."
+)
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\n"
+    "Last error:\nCuda failure 2 'out of memory'"
+)
 
 
 @pytest.mark.parametrize(
@@ -679,19 +684,22 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\nLast err
             PINNED,
             True,
             GIB,
-            r"could not have host memory pinned in step 5, .*; set trainer.memory.activation_offload to false in the mani",
+            r"could not have host memory pinned in step 5, .*; "
+            "set trainer.memory.activation_offload to false in the mani",
         ),
         (
             PINNED,
             False,
             GIB,
-            r"ran out of device memory in step 5; .* \(it was not torch's allocator that ran out: CUDA error: out of memory\)$",
+            r"ran out of device memory in step 5; .* \(it was not torch's allocator that ran out: "
+            r"CUDA error: out of memory\)$",
         ),
         (
             PINNED,
             True,
             0,
-            r"ran out of device memory in step 5; .*\(it was not torch's allocator that ran out: CUDA error: out of memory\)$",
+            r"ran out of device memory in step 5; .*\(it was not torch's allocator that ran out: "
+            r"CUDA error: out of memory\)$",
         ),
         (
             NCCL,

@@ -226,8 +226,10 @@ def test_attention_beside_exchanged_experts_makes_the_gradients_of_experts_that_
     expected = [
         run(whole, rank, "cpu", torch.float32) for rank in range(num_ranks)
     ]  # weight gradients add up
-    pairs = [(f"{what} of rank {i}", a, e) for i, (r, one) in enumerate(zip(ranks, expected, strict=True)) for what, a, e in
-             zip(("output", "gradient"), r, one, strict=False)]  # fmt: skip
+    pairs = []
+    for i, (actual, one) in enumerate(zip(ranks, expected, strict=True)):
+        for what, a, e in zip(("output", "gradient"), actual, one, strict=False):
+            pairs.append((f"{what} of rank {i}", a, e))
     for name, parameter in whole.named_parameters():
         parts = [gradients[name].float().cpu() for *_, gradients in ranks]
         pairs.append(
