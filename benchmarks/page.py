@@ -167,7 +167,10 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("trainer/qwen3_30b_a3b_16k_offload", "Qwen3-30B-A3B, 16k, offload, 12 layers"),
             Line("trainer/qwen3_30b_a3b_lora_16k", "Qwen3-30B-A3B, 16k, LoRA"),
             Line("trainer/qwen3_30b_a3b_lora_64k", "Qwen3-30B-A3B, 64k, LoRA, 12 layers"),
-            Line("trainer/memory_options_qwen3_30b_a3b_16k", "The run with each memory option in turn"),
+            Line(
+                "trainer/memory_options_qwen3_30b_a3b_16k",
+                "The run with each memory option in turn",
+            ),
             Line(
                 "trainer/memory_options_qwen3_30b_a3b_16k_planned",
                 "Planned peak memory of a GPU, Qwen3-30B-A3B",

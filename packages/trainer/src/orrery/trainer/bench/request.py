@@ -140,7 +140,8 @@ def make_request(manifest: Manifest, options: Options) -> BenchRequest:
         raise OrreryError(
             f"--document-tokens: {document} exceed model.max_positions {model.max_positions}"
         )
-    fields = {"model.num_layers": (manifest.model.num_layers, model.num_layers)}
+    fields: dict[str, tuple[Any, Any]] = {}
+    fields["model.num_layers"] = manifest.model.num_layers, model.num_layers
     for field in Trainer.model_fields:
         fields[f"trainer.{field}"] = getattr(base, field), getattr(trainer, field)
     fields["hardware.accelerator"] = manifest.hardware.accelerator, accelerator
