@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import copy_out
 
 from orrery.manifest.schema import AdamW, Muon
-from orrery.trainer.optim import Optimizer, clip, gradient_norm, make_optimizer
+from orrery.trainer.optim import BucketedOptimizer, clip, gradient_norm, make_optimizer
 from orrery.trainer.parallel.world import World
 from record import record
 
@@ -140,7 +140,7 @@ def offloaded(
 ) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
     """Return the rows of the offloaded step, its time over its bound, and the bound's parts."""
     begin = time.perf_counter()
-    optimizer: Optimizer = make_optimizer(policy, ADAMW, offload=True)
+    optimizer: BucketedOptimizer = make_optimizer(policy, ADAMW, offload=True)
     pin_s = time.perf_counter() - begin
     memory_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     if device.type == "cuda":

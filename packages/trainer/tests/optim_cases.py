@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from orrery.manifest import schema
 from orrery.models.placement import local_box, local_tensor
-from orrery.trainer.optim import Optimizer, gradient_norm, make_optimizer
+from orrery.trainer.optim import BucketedOptimizer, gradient_norm, make_optimizer
 from orrery.trainer.parallel.world import World
 
 ADAMW = {"kind": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -83,7 +83,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 def take_steps(
     toy: nn.Module,
-    optimizer: Optimizer,
+    optimizer: BucketedOptimizer,
     steps: list[int],
     divisor: float | None = None,
     prefetch: bool = False,

@@ -11,7 +11,7 @@ from trainer_rank import train
 
 from orrery.trainer.optim import clip, gradient_norm, make_optimizer, muon, named_state
 from orrery.trainer.optim.muon import _bounds, is_block_matrix, newton_schulz
-from orrery.trainer.optim.optimizer import Optimizer
+from orrery.trainer.optim.optimizer import BucketedOptimizer
 from orrery.trainer.parallel.world import World
 
 DEVICES = [
@@ -23,10 +23,10 @@ DEVICES = [
 WORLD = World(0, 1, torch.device("cpu"), None)
 
 
-def small_buckets(toy: Toy, kind: str, offload: bool) -> Optimizer:
+def small_buckets(toy: Toy, kind: str, offload: bool) -> BucketedOptimizer:
     """As `make_optimizer`, with buckets of 2 KiB that cut the toy's weights in many places."""
     made = make_optimizer(toy, spec_of(kind))
-    return Optimizer(made.groups, offload, bucket_bytes=2048)
+    return BucketedOptimizer(made.groups, offload, bucket_bytes=2048)
 
 
 def equal(one: Toy, other: Toy) -> bool:

@@ -224,7 +224,7 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # Names the field.
+        # `check` raises an error that names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 

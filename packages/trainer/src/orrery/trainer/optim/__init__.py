@@ -1,4 +1,4 @@
-"""Optimizers: the manifest's kinds behind one `Optimizer`.
+"""Optimizers: the manifest's kinds behind one `BucketedOptimizer`.
 
 Norms and biases never decay, because decaying a gain fights its normalisation. Checkpoints read
 or fill in place the tensors of `named_state`.
@@ -12,11 +12,11 @@ from torch import nn
 from orrery.manifest import schema
 from orrery.trainer.optim import elementwise, muon
 from orrery.trainer.optim.gradient import clip, gradient_norm, last_not_finite
-from orrery.trainer.optim.optimizer import Optimizer, ParamGroup, named_state
+from orrery.trainer.optim.optimizer import BucketedOptimizer, ParamGroup, named_state
 
 __all__ = [
     "KINDS",
-    "Optimizer",
+    "BucketedOptimizer",
     "clip",
     "gradient_norm",
     "last_not_finite",
@@ -32,7 +32,9 @@ KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[ParamGroup]]] = {
 }
 
 
-def make_optimizer(policy: nn.Module, spec: schema.Optimizer, offload: bool = False) -> Optimizer:
+def make_optimizer(
+    policy: nn.Module, spec: schema.Optimizer, offload: bool = False
+) -> BucketedOptimizer:
     """Return the manifest's optimizer over all trainable weights. `offload`: state on the host."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
-    return Optimizer(KINDS[spec.kind](spec, weights), offload)
+    return BucketedOptimizer(KINDS[spec.kind](spec, weights), offload)

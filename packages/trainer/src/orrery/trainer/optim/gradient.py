@@ -68,7 +68,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(norm: Tensor, max_norm: float) -> Tensor:
-    """Return `Optimizer.step`'s divisor (1 or more) that clips to `max_norm`, without a sync."""
+    """Return the optimizer's divisor (1 or more) that clips to `max_norm`, without a sync."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 

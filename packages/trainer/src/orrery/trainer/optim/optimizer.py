@@ -136,7 +136,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights, the same on all ranks: even shares count."""
+        """Yield windows of whole weights, the same on all ranks: local sizes do not count."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -150,7 +150,7 @@ class FlatShards:
             yield begin, self.length, slices
 
 
-class Optimizer:
+class BucketedOptimizer:
     """Call `set_rate` and `step` once a training step. `prefetch` and `prepare` are hints."""
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
@@ -279,7 +279,7 @@ class Optimizer:
 
 
 def named_state(
-    optimizer: Optimizer, weights: dict[str, nn.Parameter]
+    optimizer: BucketedOptimizer, weights: dict[str, nn.Parameter]
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 

@@ -1,6 +1,6 @@
 """The ranks of a trainer and their meshes, innermost axis last.
 
-    mesh          dp_replicate × dp_shard × cp       documents; cp ranks share one
+    mesh          dp_replicate × dp_shard × cp       documents; a cp group shares them
     fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
     expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
 

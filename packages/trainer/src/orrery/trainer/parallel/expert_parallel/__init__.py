@@ -2,7 +2,8 @@
 
 `apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers the
-tokens of all ep ranks. Kinds (`trainer.mesh.ep_backend`): `torch` is deterministic, `deepep` fast.
+tokens of all ep ranks. The kinds (`trainer.mesh.ep_backend`) are `torch`, which is deterministic,
+and `deepep`, with DeepEP's kernels.
 """
 
 from collections.abc import Callable, Iterator
