@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Rows of the trainer on a GPU host without network, one after the other; one that fails or takes too long does not stop the next.
+# Measure rows of the trainer on a GPU host without network. A failed row does not stop the next.
 #
-#   LIMIT_S=280 OUT=/tmp/out bash benchmarks/trainer/session.sh "qwen3_0_6b_16k --peer" "qwen3_8b_8k --devices 4 --peer"
+#   LIMIT_S=280 OUT=/tmp/out bash benchmarks/trainer/session.sh "qwen3_0_6b_16k --peer" "qwen3_8b_8k --devices 4"
 #
-# Each argument is a row and options of rows.py. Out: $OUT/rows.tar.gz with every JSON and log, and the smallest six traces beside it
-# (`--profile`). The site of packages is that of ../async/gpu_host.sh; torchtitan, for `--peer`, is fetched by gpu_site.sh.
+# Each argument is a row with options of rows.py. $OUT/rows.tar.gz gets every JSON and log. The six
+# smallest traces (`--profile`) stand beside it. ../async/gpu_host.sh makes the site of packages;
+# gpu_site.sh downloads torchtitan for `--peer`.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-/tmp/orrery-out} work=/tmp/orrery-rows site=${ORRERY_HOST_FOLDER:-/tmp/orrery-host}/site
@@ -20,7 +21,7 @@ for row in "$@"; do
   folder=$work/$(printf '%02d' $number)_${row%% *}
   rm -rf "$folder" && mkdir -p "$folder"
   begin=$SECONDS
-  # shellcheck disable=SC2086  # a row's options are words
+  # shellcheck disable=SC2086  # splits a row's options
   timeout -k 15 "${LIMIT_S:-280}" bash benchmarks/async/gpu_host.sh python benchmarks/trainer/rows.py $row --out "$folder" >"$folder/log" 2>&1
   code=$?
   echo "=== $row: code $code after $((SECONDS - begin)) s"
