@@ -817,7 +817,7 @@ def test_memory_options_differ_from_the_manifest_and_from_each_other(memory_opti
     ):
         every = memory_options.variants(memory_options.SHAPES[name], devices, layers)
         assert every[0].name == memory_options.BASE and len(
-            {one.asked.trainer.model_dump_json() for one in every}
+            {one.request.trainer.model_dump_json() for one in every}
         ) == len(every)
         assert ("ep 4" in [one.name for one in every]) == (name == "qwen3_30b_a3b_16k")
     assert {section for _, _, changes in memory_options.CHANGES for section in changes} <= set(

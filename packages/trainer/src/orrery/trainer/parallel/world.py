@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from orrery.kernels.grouped_matmul import reserve_multiprocessors
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Mesh
-from orrery.runtime.timing import scaled
 from orrery.runtime.network import name_interface
+from orrery.runtime.timing import scaled
 
 if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
