@@ -198,7 +198,7 @@ def test_a_stage_is_submitted_beside_the_job_of_another_checkout_and_once(two_ch
 
 def test_ctrl_c_at_the_terminal_does_not_reach_a_command_of_slurm(tmp_path, monkeypatch):
     command = tmp_path / "squeue"
-    command.write_text("#!/bin/sh\nps -o pgid= -p $$\n")
+    command.write_text('#!/bin/sh\ncut -d" " -f5 /proc/$$/stat\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert int(queue.call("squeue")) != os.getpgrp()
