@@ -113,7 +113,7 @@ def main() -> None:
         )
     convert(directory)
     from orrery.manifest.digest import sha256_of
-    from orrery.tasks.chat import FILES
+    from orrery.tasks.tokenizer import FILES
 
     files = [directory / name for name in FILES if (directory / name).is_file()]
     print(f"model.init.sha256: {sha256_of([directory / 'model.safetensors'])}")

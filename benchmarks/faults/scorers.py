@@ -18,7 +18,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.tasks.reasoning_gym import Family
-from orrery.tasks.scorers import HASH_SEED, Scorers
+from orrery.tasks.scorer_pool import HASH_SEED, ScorerPool
 from record import record
 
 FAMILIES = {
@@ -36,7 +36,7 @@ def processor_s(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:4])
 
 
-async def measured(scorers: Scorers, family: str, num_problems: int) -> dict[str, Any]:
+async def measured(scorers: ScorerPool, family: str, num_problems: int) -> dict[str, Any]:
     items = [(seed, Family(family, {}).dataset(seed)[0]) for seed in range(num_problems)]
     answers = [
         (seed, item["question"], item["answer"] if i == 0 else str(i))
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=50)
     args = parser.parse_args()
-    load_before, scorers = os.getloadavg()[0], Scorers()
+    load_before, scorers = os.getloadavg()[0], ScorerPool()
 
     async def every() -> dict[str, dict[str, Any]]:
         return {family: await measured(scorers, family, args.problems) for family in FAMILIES}

@@ -28,8 +28,8 @@ from orrery.orchestrator.scheduler import Scheduler
 from orrery.orchestrator.updates import Updates
 from orrery.runtime.health import read_health
 from orrery.runtime.preemption import Preempted, request_path
-from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.task import Judgement, Message
+from orrery.tasks.tokenizer import write_tokenizer
 from orrery.transport import checkpoints, rollout_store
 
 

@@ -11,8 +11,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from orrery.manifest.schema import Model, TaskUse
-from orrery.tasks.chat import Renderer, vocab_size, write_tokenizer
+from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Judgement, Message, Problem, Task
+from orrery.tasks.tokenizer import vocab_size, write_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 

@@ -20,12 +20,12 @@ from task_chats import (
 from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.tasks import Message, Tool, ToolCall, make
-from orrery.tasks.chat import (
+from orrery.tasks.chat import Renderer
+from orrery.tasks.tokenizer import (
     END_ID,
     PAD_ID,
     SPECIALS,
-    Renderer,
-    _take_calls,
+    take_calls,
     vocab_size,
     write_tokenizer,
 )
@@ -341,14 +341,14 @@ def test_malformed_json_calls_are_text(qwen, text):
 def test_a_call_begins_at_the_first_marker_ends_at_the_next_end_and_leaves_the_rest_as_text(
     text, content, calls
 ):
-    rest, found = _take_calls(text, characters=True)
+    rest, found = take_calls(text, characters=True)
     assert (rest.strip(), [call.arguments["input"] for call in found]) == (content, calls)
 
 
 @pytest.mark.parametrize("opens", ["<|call|>", "<tool_call>"])
 def test_openings_without_an_end_cost_time_in_proportion(opens):
     few, many = (
-        fastest_s(lambda n=n: _take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000)
+        fastest_s(lambda n=n: take_calls(opens * n, opens == "<|call|>")) for n in (500, 4000)
     )
     assert (
         many < 25 * few

@@ -9,8 +9,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import Message, ToolCall, make
 from orrery.tasks.calculator import evaluate, result, text_calls
-from orrery.tasks.reverse_text import longest_common_subsequence
-from orrery.tasks.split import split_of
+from orrery.tasks.reverse import longest_common_subsequence
+from orrery.tasks.task import split_of
 
 SMALL = [
     ("reverse_text", {"alphabet": "abc"}),

@@ -12,9 +12,9 @@ from task_chats import task_use
 
 import orrery.tasks.reasoning_gym
 from orrery.manifest.errors import OrreryError
-from orrery.tasks import Message, make, scorers
+from orrery.tasks import Message, make, scorer_pool
 from orrery.tasks.reasoning_gym import Family
-from orrery.tasks.scorers import Scorers
+from orrery.tasks.scorer_pool import ScorerPool
 from orrery.tasks.task import JudgeBroken
 
 HANGS = "9**9**9**9"
@@ -26,7 +26,7 @@ TASK = task_use(
 @pytest.fixture
 def kept(monkeypatch):
     """Scorers of this test's own, two at most, with little time."""
-    mine = Scorers(num_scorers=2, limit_s=2.0)
+    mine = ScorerPool(num_scorers=2, limit_s=2.0)
     monkeypatch.setattr(orrery.tasks.reasoning_gym, "SCORERS", mine)
     yield mine
     for scorer in mine._idle:
@@ -143,7 +143,7 @@ async def test_what_an_answer_starts_ends_with_it(kept, task):
 async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_rollout_and_is_no_zero(
     kept, task, monkeypatch, signal, how
 ):
-    monkeypatch.setattr(scorers, "SLACK_S", 0.5)
+    monkeypatch.setattr(scorer_pool, "SLACK_S", 0.5)
     await said(task, "RIGHT")
     with pytest.raises(OrreryError, match=how):
         await said(
@@ -210,7 +210,7 @@ import asyncio
 import orrery.tasks.reasoning_gym as gym
 from orrery.runtime.parent_watch import drop_privileges
 from orrery.runtime.token import take
-from orrery.tasks.scorers import Scorers
+from orrery.tasks.scorer_pool import ScorerPool
 if {asks_as == "an ordinary user"}:
     drop_privileges()
 token = take()
@@ -218,7 +218,7 @@ assert len(token) == {len(token)}
 item = gym.Family("spiral_matrix", {{}}).dataset(0)[0]
 answers = open({str(tmp_path / "answer")!r}).read(), "RIGHT if True else []"
 async def main():
-    scorers = Scorers(limit_s=60.0)
+    scorers = ScorerPool(limit_s=60.0)
     texts = [each.replace("RIGHT", repr(item["answer"].split())) for each in answers]
     print([await scorers.score("spiral_matrix", {{}}, 0, item["question"], text) for text in texts])
 asyncio.run(main())
@@ -251,11 +251,11 @@ async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
 
 
 async def test_known_answers_come_again_after_so_many(kept, task, monkeypatch):
-    monkeypatch.setattr(scorers, "CANARY_EVERY", 2)
+    monkeypatch.setattr(scorer_pool, "CANARY_EVERY", 2)
     for _ in range(2):
         await said(task, "RIGHT")
-    question, _ = scorers._canary()
-    monkeypatch.setattr(scorers, "_canary", lambda: (question, "wrong"))
+    question, _ = scorer_pool._canary()
+    monkeypatch.setattr(scorer_pool, "_canary", lambda: (question, "wrong"))
     with pytest.raises(JudgeBroken, match=r"gave 0\.0 to a known answer"):
         await said(task, "RIGHT")
 
@@ -309,9 +309,9 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
     ):
         await said(task, "RIGHT")
     monkeypatch.undo()
-    monkeypatch.setattr(scorers, "START_S", 0.001)
+    monkeypatch.setattr(scorer_pool, "START_S", 0.001)
     with pytest.raises(OrreryError, match="did not start: it was too slow"):
-        await Scorers().score("spiral_matrix", {}, 0, "", "")
+        await ScorerPool().score("spiral_matrix", {}, 0, "", "")
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])

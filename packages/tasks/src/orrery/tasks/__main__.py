@@ -1,4 +1,4 @@
-"""`python -m orrery.tasks check MANIFEST…`: do the tasks of these manifests build and fit? One line a task, or one error."""
+"""`python -m orrery.tasks check MANIFEST…`: print one line per task that fits, or one error."""
 
 import argparse
 import sys

@@ -1,12 +1,11 @@
 """Work out an integer expression with a calculator tool. Multi-turn.
 
-- The model calls `calculator` with the expression as its one argument `input`, gets the value as a tool message, and then answers with the
-  value alone. Three calls a turn are answered at most.
-- `call_syntax`: "chat_format" leaves it to the chat format how a tool is announced and called; "text" is for models whose format has none:
-  `calculator(12+7)` in the answer's text is a call, and the prompt says nothing of it (`few_shot` can show it).
-- Reward: `call_reward` for at least one call that the calculator could evaluate, and the rest, 1 − `call_reward`, for the right answer.
-  The partial reward is what a policy climbs on before it copies the result; 0 turns it off.
-- A malformed call is no call: it ends the episode like any other final answer.
+- The model calls `calculator` with the argument `input`, gets the value as a tool message, and
+  answers with the value alone. At most three calls per turn are answered.
+- `call_syntax`: "chat_format" uses the tool calls of the chat format. With "text", for models
+  without such a format, `calculator(12+7)` in the answer is a call. The prompt does not say so.
+- Reward: `call_reward` for at least one valid call, and 1 − `call_reward` for the right answer.
+- A malformed call is text, so it ends the episode like a final answer.
 """
 
 import ast
@@ -19,19 +18,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from orrery.manifest.schema import Count, PositiveInt, Probability, Record
-from orrery.tasks.split import Split, draw
-from orrery.tasks.task import Judgement, Message, Problem, Tool, ToolCall
+from orrery.tasks.task import Judgement, Message, Problem, Split, Tool, ToolCall, draw
 
+INPUT = {"type": "string", "description": "the expression, such as 12*(3+4)"}
 TOOL = Tool(
     "calculator",
     "Value of an integer expression of +, -, * and parentheses.",
-    {
-        "type": "object",
-        "properties": {
-            "input": {"type": "string", "description": "the expression, such as 12*(3+4)"}
-        },
-        "required": ["input"],
-    },
+    {"type": "object", "properties": {"input": INPUT}, "required": ["input"]},
 )
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 MAX_EXPRESSION_CHARS = 200
@@ -39,7 +32,7 @@ MAX_CALLS_PER_TURN = 3
 
 
 def evaluate(expression: str) -> int:
-    """Value of an expression of integers, + - * and parentheses. Raises ValueError on anything else."""
+    """Return the value of an expression of integers, + - * and (). Raise ValueError otherwise."""
 
     def value(node: ast.AST) -> int:
         match node:
@@ -72,47 +65,35 @@ class Calculator:
         self.args, self.seed = args, seed
 
     def _expression(self, rng: random.Random) -> str:
-        operands = [
-            str(rng.randint(0, self.args.max_operand)) for _ in range(self.args.num_operations + 1)
-        ]
-        return operands[0] + "".join(
-            rng.choice(self.args.operators) + operand for operand in operands[1:]
-        )
+        num_operands, most = self.args.num_operations + 1, self.args.max_operand
+        first, *others = [str(rng.randint(0, most)) for _ in range(num_operands)]
+        return first + "".join(rng.choice(self.args.operators) + operand for operand in others)
 
     def problem(self, index: int) -> Problem:
         expression = draw(self.args.split, "calculator", self.seed, index, self._expression)
         tools = (TOOL,) if self.args.call_syntax == "chat_format" else ()
-        return Problem(
-            index, (Message("user", expression),), answer=str(evaluate(expression)), tools=tools
-        )
+        answer = str(evaluate(expression))
+        return Problem(index, (Message("user", expression),), answer=answer, tools=tools)
 
     def _calls(self, message: Message) -> Sequence[ToolCall]:
         if self.args.call_syntax == "chat_format" or message.role != "assistant":
             return message.tool_calls
-        return [
-            ToolCall(TOOL.name, {"input": expression}) for expression in text_calls(message.content)
-        ]
+        return [ToolCall(TOOL.name, {"input": text}) for text in text_calls(message.content)]
 
     def reply(self, problem: Problem, messages: Sequence[Message]) -> list[Message] | None:
-        calls = self._calls(messages[-1])
-        return (
-            [Message("tool", result(call), name=call.name) for call in calls[:MAX_CALLS_PER_TURN]]
-            if calls
-            else None
-        )
+        calls = self._calls(messages[-1])[:MAX_CALLS_PER_TURN]
+        return [Message("tool", result(call), name=call.name) for call in calls] or None
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
-        said = messages[len(problem.messages) :]
+        turns = messages[len(problem.messages) :]
+        last = turns[-1]
         called = any(
             not result(call).startswith("error")
-            for message in said
+            for message in turns
             for call in self._calls(message)
         )
-        right = (
-            said[-1].role == "assistant"
-            and not self._calls(said[-1])
-            and said[-1].content.strip() == problem.answer
-        )
+        is_answer = last.role == "assistant" and not self._calls(last)
+        right = is_answer and last.content.strip() == problem.answer
         reward = self.args.call_reward * called + (1.0 - self.args.call_reward) * right
         return Judgement(reward, {"called": float(called), "exact": float(right)})
 
@@ -122,16 +103,15 @@ class Calculator:
         call = Message("assistant", "", (ToolCall(TOOL.name, {"input": expression}),))
         if self.args.call_syntax == "text":
             call = Message("assistant", f"{TOOL.name}({expression})")
-        return [
-            *problem.messages,
-            call,
-            Message("tool", problem.answer, name=TOOL.name),
-            Message("assistant", problem.answer),
-        ]
+        value = Message("tool", problem.answer, name=TOOL.name)
+        return [*problem.messages, call, value, Message("assistant", problem.answer)]
 
 
 def text_calls(text: str) -> list[str]:
-    """What stands in each line of a text between its first `calculator(` and its last `)`. In time linear in the text."""
+    """Return the text between the first `calculator(` and the last `)` of each line.
+
+    The time is linear in the text.
+    """
     calls = []
     for line in text.split("\n"):
         _, opened, behind = line.partition(f"{TOOL.name}(")
@@ -142,7 +122,7 @@ def text_calls(text: str) -> list[str]:
 
 
 def result(call: ToolCall) -> str:
-    """What the calculator says to a call: a number, or a text that begins with `error`."""
+    """Return the calculator's answer to a call: a number, or a text that begins with `error`."""
     if call.name != TOOL.name:
         return "error no such tool"
     if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):

@@ -1,170 +1,49 @@
-"""Chats as tokens, for any Hugging Face tokenizer folder, without transformers.
+"""Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- In: a folder with `tokenizer.json`, `tokenizer_config.json` and a chat template (in the config or in `chat_template.jinja`).
-- `prompt` is the whole chat up to where the assistant speaks. What it then samples stays verbatim for ever: `next_turn` gives only the
-  tokens that follow, found by rendering the new messages behind a placeholder assistant turn. No token is ever decoded and encoded again.
-- `example` composes the same parts, so SFT sees exactly the tokens that RL produces. Which of them are trained is said by role; where a
-  message stands in what the template writes is found by writing it once more with other content there.
-- The character format (written by `write_tokenizer`): `<|user|>abc<|end|><|assistant|>cba<|end|>`; a call is
-  `<|call|>name input<|end_call|>` inside an assistant turn, a result is a `<|tool|>` turn. Tools are not announced in the prompt.
-- A template that asks for the date (`strftime_now`) gets TODAY, whatever the clock says: a prompt is the same on every day of a run and
-  in every reproduction of it.
-- Calls in pretrained formats: the Hermes / Qwen syntax, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+- `prompt` is the whole chat up to the assistant's turn. `next_turn` gives the tokens after a
+  sampled turn: it renders the new messages behind a placeholder turn. No token is decoded and
+  encoded again.
+- `example` joins the same parts, so SFT sees exactly the tokens that RL makes. A role's messages
+  are found in the template's output by rendering them once more with other content.
 """
 
-import datetime
-import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import msgspec
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
-from orrery.manifest.schema import Model
 from orrery.tasks.task import Message, Role, Tool, ToolCall
-
-# The character format -------------------------------------------------------------------------------------------------
-
-PAD, END = "<|pad|>", "<|end|>"
-CALL, END_CALL = "<|call|>", "<|end_call|>"
-SPECIALS = (
-    PAD,
-    END,
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|tool|>",
-    CALL,
-    END_CALL,
-)  # ids 0 … 7, then the alphabet
-PAD_ID, END_ID = 0, 1
-
-TODAY = datetime.datetime(
-    2024, 7, 26
-)  # what Llama's templates write where there is no clock; others call the clock without a test
-
-CHARACTER_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message.role + '|>' + message.content -}}
-{%- for call in message.tool_calls or [] -%}
-{%- set arguments = call.function.arguments -%}
-{{- '<|call|>' + call.function.name + ' ' -}}
-{{- arguments.input if arguments.keys() | list == ['input'] and arguments.input is string else arguments | tojson -}}
-{{- '<|end_call|>' -}}
-{%- endfor -%}
-{{- '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
-
-# What is copied of a pretrained tokenizer, as far as it is there; generation_config.json names the tokens that end a turn.
-FILES = (
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-
-
-def vocab_size(alphabet: str) -> int:
-    """Tokens of the character tokenizer: the 8 specials, then one a character. Jsonnet derives `model.vocab_size` by this formula."""
-    return len(SPECIALS) + len(alphabet)
-
-
-def write_tokenizer(model: Model, folder: Path) -> None:
-    """Write `model.tokenizer` into `folder` as Hugging Face files; a pretrained one is copied, if the `sha256` of its files is right."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if model.tokenizer.kind == "characters":
-        _write_character_tokenizer(model.tokenizer.alphabet, model, folder)
-        return
-    source = Path(model.tokenizer.path)
-    if not (source / "tokenizer.json").is_file():
-        raise OrreryError(
-            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; name the folder of the pretrained model"
-        )
-    files = [source / name for name in FILES if (source / name).is_file()]
-    if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
-        raise OrreryError(
-            f"model.tokenizer.sha256 {expected}: {' '.join(file.name for file in files)} of {source} have {found}; "
-            "write that if they are the ones that you mean, else fetch the manifest's files again"
-        )
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-
-
-def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
-    if len(set(alphabet)) != len(alphabet):
-        twice = sorted(c for c in set(alphabet) if alphabet.count(c) > 1)
-        raise OrreryError(
-            f"model.tokenizer.alphabet: {''.join(twice)!r} stands in it twice; each character is one token"
-        )
-    # More is padding, as in many a published model: rows that no token has.
-    if model.vocab_size < vocab_size(alphabet):
-        rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
-        raise OrreryError(
-            f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
-        )
-    vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    tokenizer = tokenizers.Tokenizer(
-        models.WordLevel(vocab, unk_token=PAD)
-    )  # an unknown character is refused in `Renderer.encode`
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.max_positions,
-        "clean_up_tokenization_spaces": False,
-        "pad_token": PAD,
-        "eos_token": END,
-        "unk_token": PAD,
-        "chat_template": CHARACTER_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": END_ID, "pad_token_id": PAD_ID}, indent=2) + "\n"
-    )
-
-
-# Any format -----------------------------------------------------------------------------------------------------------
+from orrery.tasks.tokenizer import CALL, take_calls, template_environment, template_source
 
 PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # of a text: tokens without characters too
+EVERYTHING = (0, -1)  # also tokens without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
 class _Part(NamedTuple):
-    """A text that is tokenised by itself, and the characters of it, from … to, whose tokens are trained."""
+    """A text that is tokenised alone, and its trained ranges of characters."""
 
     text: str
     trained: list[tuple[int, int]]
 
 
 class Renderer:
-    """The chat format of one tokenizer folder. `stop_token_ids` end an assistant turn; the first is the one that chats are written with.
+    """The chat format of one tokenizer folder.
 
-    With `vocab_size`, the model's, a text that has a token beyond it is refused: the model has no row for it. The tokenizer may have more.
+    `stop_token_ids` end an assistant turn; chats are written with the first. With the model's
+    `vocab_size`, tokens beyond it raise OrreryError, because the model has no row for them.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -174,53 +53,55 @@ class Renderer:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception on a missing or broken file
             raise OrreryError(
-                f"tokenizer: cannot read {folder}: {error}; it needs tokenizer.json and tokenizer_config.json"
+                f"tokenizer: cannot read {folder}: {error}; "
+                "it needs tokenizer.json and tokenizer_config.json"
             ) from error
-        source = _template_source(config, folder)
-        self._template = _environment().from_string(source)
+        source = template_source(config, folder)
+        self._template = template_environment().from_string(source)
         self._globals = {
             name: _content(config[name])
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if config.get(name)
         }
         self._unknown_id = self._token_id(config.get("unk_token"))
-        self._syntax = (
-            CALL if CALL in source else "<tool_call>" if "<tool_call>" in source else None
-        )
+        self._is_characters = CALL in source
+        self._has_calls = self._is_characters or "<tool_call>" in source
         self._vocab_size = vocab_size
         self.stop_token_ids = self._stop_token_ids(folder)
         self._end = self._end_of_turn()
-        self._known: set[str] | None = set(self.tokenizer.get_vocab()) if CALL in source else None
+        self._known = set(self.tokenizer.get_vocab()) if self._is_characters else None
 
-    # Tokens of a chat
+    # Tokens of a chat ---------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Tokens of the whole chat, and of what opens the assistant's turn."""
-        return self.encode(
-            self._render([_hugging_face(m) for m in messages], tools, add_generation_prompt=True)
-        )
+        """Return the tokens of the whole chat and of the opening of the assistant's turn."""
+        chat = [_hugging_face(message) for message in messages]
+        return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Tokens to append after the assistant's sampled ones: `messages`, and what opens its next turn.
+        """Return the tokens after the assistant's: `messages` and the opening of its next turn.
 
-        `closed`: the sampled tokens end with a stop token, as they do unless generation was cut by its length.
+        `closed`: the sampled tokens end with a stop token, unless the length limit cut them.
         """
-        opens = self._after_turn([_hugging_face(m) for m in messages])
-        return self.encode(opens if closed else self._end + opens)
+        chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
+        whole = self._render(chat, add_generation_prompt=True)
+        opening = whole[self._begin(whole) :]
+        return self.encode(opening if closed else self._end + opening)
 
     def completion(self, message: Message) -> list[int]:
-        """Tokens that the assistant would have sampled to say `message`, with the end-of-turn token."""
-        return self.encode(self._said(message))
+        """Return the tokens that the assistant samples to say `message`, with the end of turn."""
+        return self.encode(self._assistant_text(message))
 
-    def _said(self, message: Message) -> str:
+    def _assistant_text(self, message: Message) -> str:
         opened = self._render([ASK], add_generation_prompt=True)
         whole = self._render([ASK, _hugging_face(message)])
         if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
             raise OrreryError(
-                "tokenizer: the chat template does not continue its own generation prompt, so turns cannot be told apart"
+                "tokenizer: the chat template does not continue its own generation prompt, "
+                "so turns cannot be told apart"
             )
-        said = whole[len(opened) :]
-        return said[: said.rindex(self._end) + len(self._end)]
+        text = whole[len(opened) :]
+        return text[: text.rindex(self._end) + len(self._end)]
 
     def example(
         self,
@@ -228,119 +109,114 @@ class Renderer:
         tools: Sequence[Tool] = (),
         trained_roles: Sequence[Role] = ("assistant",),
     ) -> Example:
-        """A finished chat as (token ids i32 [T], trained bool [T]); trained are the messages whose role is in `trained_roles`:
+        """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        - the assistant's: all that it would sample, its calls and the end-of-turn token too;
-        - of others: the content, and what follows it up to the end-of-turn token, that token too; the content alone where the template
-          writes no end of turn before the next message, as between the results of several calls.
+        Trained are the messages of `trained_roles`:
 
-        Never trained are headers (`<|im_start|>user`), what stands between turns, what a template adds of its own, the chat's first token.
-        A token that lies partly in trained text is trained.
+        - the assistant's: all that it samples, with calls and the end-of-turn token;
+        - of others: the content and what follows it up to the end-of-turn token, inclusive. If the
+          template writes no end of turn before the next message, only the content.
 
-        Raises OrreryError where the chat begins with the assistant, ends with a message that is neither the assistant's nor trained, or has
-        nothing to train; and where the template does not write a message of a trained role as a text of its own.
+        Headers (`<|im_start|>user`), text between turns, text that the template adds, and the first
+        token are never trained. A token that lies partly in trained text is trained.
+
+        Raise OrreryError if the chat begins with the assistant, ends with a message that is neither
+        the assistant's nor trained, or has nothing to train; or if the template does not write a
+        trained message as a text of its own.
         """
         parts = self._parts(messages, tools, trained_roles)
-        return self._joined(
-            parts,
-            self.tokenizer.encode_batch([part.text for part in parts], add_special_tokens=False),
-        )
+        return self._joined(parts, self._encode_batch([part.text for part in parts]))
 
     def examples(
         self,
         chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]],
         trained_roles: Sequence[Role],
     ) -> list[Example]:
-        """`example` of each (where it stands, messages, tools), at once: with all cores, and other threads of Python go on meanwhile.
+        """Return `example` of each (place, messages, tools), on all cores and without the GIL.
 
-        An OrreryError begins with where the chat stands.
+        An OrreryError begins with the chat's place.
         """
         parts = []
-        for where, messages, tools in chats:
-            with _naming(where):
+        for place, messages, tools in chats:
+            with _naming(place):
                 parts.append(self._parts(messages, tools, trained_roles))
-        encodings = iter(
-            self.tokenizer.encode_batch(
-                [part.text for one in parts for part in one], add_special_tokens=False
-            )
-        )
+        encodings = iter(self._encode_batch([part.text for chat in parts for part in chat]))
         made = []
-        for (where, _, _), one in zip(chats, parts, strict=True):
-            with _naming(where):
-                made.append(self._joined(one, list(islice(encodings, len(one)))))
+        for (place, _, _), chat in zip(chats, parts, strict=True):
+            with _naming(place):
+                made.append(self._joined(chat, list(islice(encodings, len(chat)))))
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message that was sampled. A malformed call is text; so are special tokens out of place."""
+        """Return the sampled assistant message. A malformed call or stray special token is text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         calls: list[ToolCall] = []
-        if self._syntax is not None:
-            text, calls = _take_calls(text, self._syntax == CALL)
+        if self._has_calls:
+            text, calls = take_calls(text, self._is_characters)
         return Message("assistant", text.strip() if calls else text, tuple(calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included: for people to read."""
+        """Return the text of tokens, with special ones, for people to read."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text in which special tokens stand by name. Raises OrreryError on a character that the tokenizer does not know, and
-        on a token that the model does not."""
+        """Return the tokens of a text with special tokens by name.
+
+        Raise OrreryError on a character that the tokenizer, or a token that the model, lacks.
+        """
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        return self.tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def _known_ids(self, text: str, encoding: tokenizers.Encoding) -> list[int]:
         ids = encoding.ids
         if self._known is not None and self._unknown_id in ids:
-            strange = sorted({c for c in re.sub(r"<\|\w+\|>", "", text) if c not in self._known})
+            characters = set(re.sub(r"<\|\w+\|>", "", text)) - self._known
+            strange = "".join(sorted(characters))
             raise OrreryError(
-                f"model.tokenizer.alphabet has no {''.join(strange)!r}, which stands in {text!r}; add them to the alphabet"
+                f"model.tokenizer.alphabet has no {strange!r}, which stands in {text!r}; "
+                "add them to the alphabet"
             )
         if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
+            token = self.tokenizer.id_to_token(most)
             raise OrreryError(
-                f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {self.tokenizer.id_to_token(most)!r} the token {most}, "
-                f"which is no row of the model; set model.tokenizer to the model's own, or leave that text out"
+                f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {token!r} the "
+                f"token {most}, which is no row of the model; set model.tokenizer to the model's "
+                "own, or leave that text out"
             )
         return ids
 
-    # Examples: a chat as texts that are tokenised each by itself, as RL does, and what of them is trained
+    # Parts of an example ------------------------------------------------------------------------
 
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
     ) -> list[_Part]:
-        """What is heard before the first turn, the turn, what is heard after it, …"""
+        """Split into the messages before an assistant turn, the turn, the messages after it, …"""
         roles = [message.role for message in messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant"]
         last = ["assistant", *(role for role in trained_roles if role != "assistant")]
         if not roles or roles[0] == "assistant" or roles[-1] not in last:
             raise OrreryError(
-                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message and does not begin with an assistant's"
+                f"chat of roles {roles}: an example ends with an {' or '.join(last)} message "
+                "and does not begin with an assistant's"
             )
-        parts = [
-            self._heard(
-                messages[: turns[0] if turns else None], 0, bool(turns), tools, trained_roles
-            )
-        ]
+        of_assistant = [EVERYTHING] if "assistant" in trained_roles else []
+        first = messages[: turns[0] if turns else None]
+        parts = [self._heard(first, 0, bool(turns), tools, trained_roles)]
         for turn, following in zip(turns, [*turns[1:], None][: len(turns)], strict=True):
-            parts.append(
-                _Part(
-                    self._said(messages[turn]), [EVERYTHING] if "assistant" in trained_roles else []
-                )
-            )
+            parts.append(_Part(self._assistant_text(messages[turn]), of_assistant))
+            heard = messages[turn + 1 : following]
             if turn + 1 < len(messages):
-                parts.append(
-                    self._heard(
-                        messages[turn + 1 : following],
-                        turn + 1,
-                        following is not None,
-                        (),
-                        trained_roles,
-                    )
-                )
+                is_answered = following is not None
+                parts.append(self._heard(heard, turn + 1, is_answered, (), trained_roles))
         if not any(part.trained for part in parts):
             raise OrreryError(
-                f"chat of roles {roles}: nothing of it is trained with trained_roles {list(trained_roles)}; leave the chat out"
+                f"chat of roles {roles}: nothing of it is trained with trained_roles "
+                f"{list(trained_roles)}; leave the chat out"
             )
         return parts
 
@@ -358,7 +234,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # nothing stands before it to predict it from
+        trained[:1] = False  # no token precedes it, so it cannot be predicted
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -369,9 +245,10 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Messages between two turns of the assistant; `first` is the number of the first. `is_answered`: the assistant speaks next.
+        """Return the messages between two assistant turns, of which `first` is the number.
 
-        The chat's beginning is rendered by itself, later messages behind a placeholder turn.
+        `is_answered`: an assistant turn follows. The chat's beginning is rendered alone, later
+        messages behind a placeholder turn.
         """
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
@@ -387,9 +264,8 @@ class Renderer:
             for message, (start, end), until in zip(messages, found, following, strict=True):
                 if message.role in trained_roles:
                     at = whole.find(self._end, end, until)
-                    trained.append(
-                        (start - begin, (end if at < 0 else at + len(self._end)) - begin)
-                    )
+                    stop = end if at < 0 else at + len(self._end)
+                    trained.append((start - begin, stop - begin))
         return _Part(whole[begin:], trained)
 
     def _content_in(
@@ -401,21 +277,21 @@ class Renderer:
         tools: Sequence[Tool],
         is_answered: bool,
     ) -> tuple[int, int]:
-        """Where the content of message `at` of `chat`, number `number` of the example, stands in `whole`."""
-        marked = self._render(
-            [*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]], tools, is_answered
-        )
+        """Return where in `whole` the content of `chat[at]` is, the example's message `number`."""
+        role = chat[at]["role"]
+        marked_chat = [*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]]
+        marked = self._render(marked_chat, tools, is_answered)
         before, _, after = marked.partition(CONTENT)
         is_alone = marked.count(CONTENT) == 1 and len(before) + len(after) <= len(whole)
         if not is_alone or not whole.startswith(before) or not whole.endswith(after):
-            role = chat[at]["role"]
             raise OrreryError(
-                f"tokenizer: its chat template does not write message {number} ({role}) as a text of its own, so its tokens cannot be told "
-                f"from the others; leave {role!r} out of stages.sft.trained_roles"
+                f"tokenizer: its chat template does not write message {number} ({role}) as a text "
+                "of its own, so its tokens cannot be told from the others; "
+                f"leave {role!r} out of stages.sft.trained_roles"
             )
         return len(before), len(whole) - len(after)
 
-    # Finding out what the folder's format is
+    # The folder's format ------------------------------------------------------------------------
 
     def _render(
         self,
@@ -424,9 +300,10 @@ class Renderer:
         add_generation_prompt: bool = False,
     ) -> str:
         functions = [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools]
-        if functions and self._syntax is None:
+        if functions and not self._has_calls:
             raise OrreryError(
-                "tokenizer: its chat template has no tool calls that we can parse; use a task without tools or another model"
+                "tokenizer: its chat template has no tool calls that we can parse; "
+                "use a task without tools or another model"
             )
         try:
             return self._template.render(
@@ -437,17 +314,15 @@ class Renderer:
                 **self._globals,
             )
         except jinja2.TemplateError as error:
+            roles = [message["role"] for message in messages]
             raise OrreryError(
-                f"tokenizer: its chat template refuses the roles {[m['role'] for m in messages]}: {error}"
+                f"tokenizer: its chat template refuses the roles {roles}: {error}"
             ) from error
 
-    def _after_turn(self, messages: list[dict[str, Any]]) -> str:
-        whole = self._render([*BEHIND, *messages], add_generation_prompt=True)
-        return whole[self._begin(whole) :]
-
     def _begin(self, whole: str) -> int:
-        """Where the placeholder's turn has ended."""
-        return whole.index(self._end, whole.rindex(PLACEHOLDER) + len(PLACEHOLDER)) + len(self._end)
+        """Return where the placeholder's turn ends in `whole`."""
+        after = whole.rindex(PLACEHOLDER) + len(PLACEHOLDER)
+        return whole.index(self._end, after) + len(self._end)
 
     def _end_of_turn(self) -> str:
         whole = self._render(BEHIND)
@@ -456,14 +331,12 @@ class Renderer:
                 "tokenizer: its chat template drops what the assistant said; use another model"
             )
         after = whole.rpartition(PLACEHOLDER)[2]
-        ends = [
-            (after.index(token), token)
-            for i in self.stop_token_ids
-            if (token := self.tokenizer.id_to_token(i)) in after
-        ]
+        tokens = [self.tokenizer.id_to_token(number) for number in self.stop_token_ids]
+        ends = [(after.index(token), token) for token in tokens if token in after]
         if not ends:
             raise OrreryError(
-                f"tokenizer: no stop token follows the assistant's turn in its chat template but {after!r}; set eos_token to its end"
+                "tokenizer: no stop token follows the assistant's turn in its chat template but "
+                f"{after!r}; set eos_token to its end"
             )
         return min(ends)[1]
 
@@ -473,11 +346,12 @@ class Renderer:
         if path.is_file():
             more = read_object(path, "copy the model's folder again").get("eos_token_id")
             stops += more if isinstance(more, list) else [more]
-            if odd := [one for one in stops if not isinstance(one, int | None)]:
+            if odd := [stop for stop in stops if not isinstance(stop, int | None)]:
                 raise OrreryError(
-                    f"{path}: eos_token_id {odd[0]!r}: it is a token's number, or a list of them; copy the model's folder again"
+                    f"{path}: eos_token_id {odd[0]!r}: it is a token's number, or a list of them; "
+                    "copy the model's folder again"
                 )
-        stops = list(dict.fromkeys(i for i in stops if i is not None))
+        stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
         if not stops:
             raise OrreryError(f"tokenizer: {folder} names no eos_token, so no turn would ever end")
         return stops
@@ -486,49 +360,13 @@ class Renderer:
         return None if token is None else self.tokenizer.token_to_id(_content(token))
 
 
-def _take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """The text without its calls, and these; a malformed one stays text. In time linear in the text, whatever a policy wrote."""
-    opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
-    kept, calls, after = [], [], 0
-    while (begin := text.find(opens, after)) >= 0 and (
-        end := text.find(closes, begin + len(opens))
-    ) >= 0:
-        call = _parse_call(text[begin + len(opens) : end], characters)
-        before, after = after, end + len(closes)
-        kept.append(text[before : after if call is None else begin])
-        calls += [] if call is None else [call]
-    return "".join([*kept, text[after:]]), calls
-
-
-def _parse_call(text: str, characters: bool) -> ToolCall | None:
-    """A call from the text between its markers; None where it is malformed."""
-    try:
-        if characters:
-            name, _, rest = text.partition(" ")
-            arguments = json.loads(rest) if rest.startswith("{") else {"input": rest}
-        else:
-            call = json.loads(text)
-            name, arguments = call["name"], call["arguments"]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode(
-            (name, arguments)
-        )  # JSON can spell what UTF-8 cannot: half a surrogate pair, which no file could hold
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return (
-        ToolCall(name, arguments)
-        if isinstance(name, str) and name and isinstance(arguments, dict)
-        else None
-    )
-
-
 def _hugging_face(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it."""
+    """Return a message as chat templates expect it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         entry["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in message.tool_calls
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
         ]
     if message.name is not None:
         entry["name"] = message.name
@@ -536,65 +374,12 @@ def _hugging_face(message: Message) -> dict[str, Any]:
 
 
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
+def _naming(place: str) -> Iterator[None]:
     try:
         yield
     except OrreryError as error:
-        raise OrreryError(f"{where}: {error}") from error
+        raise OrreryError(f"{place}: {error}") from error
 
 
 def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
-
-
-def _template_source(config: dict[str, Any], folder: Path) -> str:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
-    template = config.get("chat_template")
-    if isinstance(template, list):  # named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
-        raise OrreryError(
-            f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add chat_template.jinja"
-        )
-    return template
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text in some templates; it renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    """The sandbox that chat templates are written for: the same options, filters and functions as in transformers."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = TODAY.strftime
-    return environment

@@ -1,9 +1,10 @@
-"""Everything about a manifest's tasks that can be known before a process starts.
+"""Check a manifest's tasks before a process starts.
 
-- Every `TaskUse` builds and makes its first problems, within `MAX_CPU_S` of processor time.
-- They fit the tokenizer's alphabet, the model's vocabulary and the engine's context; so do the tools' replies to nonsense. Not checked
-  where the tokenizer is pretrained and not on this machine: specs are written on other machines than those that run them.
-- What trains, SFT included, and evaluation do not use the same problems: the same kind, args and seed is a mistake, also within `few_shot`.
+- Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
+- They fit the tokenizer's alphabet, the vocabulary and the context. So do tool replies to nonsense
+  calls. This is skipped if the tokenizer is pretrained and not on this machine.
+- Training (SFT too) and evaluation must not share problems: the same kind, args and seed is an
+  error, also inside `few_shot`.
 """
 
 import signal
@@ -17,15 +18,16 @@ from typing import Any
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, Model, TaskUse
 from orrery.tasks import make
-from orrery.tasks.chat import Renderer, write_tokenizer
+from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Message, Role, Task, ToolCall
+from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
 
 
 def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
-    """Every task use of a manifest with its path in it."""
+    """Yield every task use of a manifest with its path."""
     for side in ("train", "evaluation"):
         for i, use in enumerate(getattr(manifest.tasks, side)):
             yield f"tasks.{side}[{i}]", use
@@ -37,51 +39,56 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """One line a task use that is well. Raises OrreryError, one sentence, at the first that is not."""
-    renderer, lines, sft = _renderer(manifest.model), [], manifest.stages.sft
+    """Return one line per task use that fits. Raise OrreryError at the first that does not."""
+    renderer, sft = _renderer(manifest.model), manifest.stages.sft
+    lines = []
     for path, use in task_uses(manifest):
-        try:
-            with _limited(use):
-                longest = _longest_prompt_tokens(
-                    use, renderer, sft.trained_roles if path.startswith("stages.sft") else ()
-                )
-        except OrreryError as error:
-            raise OrreryError(f"{path}: {error}") from error
-        except Exception as error:  # a task is plug-in code, and may raise anything
-            raise OrreryError(
-                f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); correct {path}.args"
-            ) from error
+        roles = sft.trained_roles if sft is not None and path.startswith("stages.sft") else ()
+        longest = _checked_use(path, use, renderer, roles)
+        line = f"{path}: {use.kind} {use.name!r}, prompts"
         if renderer is None:
-            lines.append(
-                f"{path}: {use.kind} {use.name!r}, prompts not counted: the tokenizer is not here"
-            )
+            lines.append(f"{line} not counted: the tokenizer is not here")
             continue
-        context, turn = (
-            manifest.inference.max_model_len_tokens,
-            manifest.orchestrator.sampling.max_tokens_per_turn,
-        )
+        context = manifest.inference.max_model_len_tokens
+        turn = manifest.orchestrator.sampling.max_tokens_per_turn
         if longest + turn > context:
             raise OrreryError(
-                f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit inference.max_model_len_tokens {context}; "
-                f"give it at least {longest + turn}"
+                f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
+                f"inference.max_model_len_tokens {context}; give it at least {longest + turn}"
             )
-        lines.append(f"{path}: {use.kind} {use.name!r}, prompts up to {longest} tokens")
-    trained = [
-        (path, use)
-        for path, use in task_uses(manifest)
-        if path.startswith(("tasks.train", "stages.sft.data"))
-    ]
+        lines.append(f"{line} up to {longest} tokens")
+    _check_sides(manifest)
+    return lines
+
+
+def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
+    """Return the longest prompt's number of tokens. Raise OrreryError with `path` on any error."""
+    try:
+        with _limited(use):
+            return _longest_prompt_tokens(use, renderer, roles)
+    except OrreryError as error:
+        raise OrreryError(f"{path}: {error}") from error
+    except Exception as error:  # a task is plug-in code, and may raise anything
+        raise OrreryError(
+            f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); "
+            f"correct {path}.args"
+        ) from error
+
+
+def _check_sides(manifest: Manifest) -> None:
+    sides = ("tasks.train", "stages.sft.data")
+    trained = [(path, use) for path, use in task_uses(manifest) if path.startswith(sides)]
     for i, use in enumerate(manifest.tasks.evaluation):
         for path, other in trained:
             if _problems(use) == _problems(other):
                 raise OrreryError(
-                    f"tasks.evaluation[{i}]: these are the problems of {path}; give it another seed or split"
+                    f"tasks.evaluation[{i}]: these are the problems of {path}; "
+                    "give it another seed or split"
                 )
-    return lines
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
-    """What determines the problems: examples before them do not make them others."""
+    """Return what determines the problems. Examples before them do not."""
     if use.kind == "few_shot":
         return use.args["kind"], use.args["args"], use.seed
     return use.kind, use.args, use.seed
@@ -89,10 +96,8 @@ def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
 
 def _renderer(model: Model) -> Renderer | None:
     """Return the renderer, or None if a pretrained tokenizer is not on this machine."""
-    if (
-        model.tokenizer.kind == "pretrained"
-        and not (Path(model.tokenizer.path) / "tokenizer.json").is_file()
-    ):
+    tokenizer = model.tokenizer
+    if tokenizer.kind == "pretrained" and not Path(tokenizer.path, "tokenizer.json").is_file():
         return None
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(model, Path(folder))
@@ -116,7 +121,8 @@ def _limited(use: TaskUse) -> Iterator[None]:
         yield
     except _TooLong:
         raise OrreryError(
-            f"task {use.name!r}: args {use.args}: its first {NUM_PROBLEMS} problems take more than {MAX_CPU_S:g} s; make them smaller"
+            f"task {use.name!r}: args {use.args}: its first {NUM_PROBLEMS} problems take more than "
+            f"{MAX_CPU_S:g} s; make them smaller"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -125,7 +131,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 @cache
 def _task(use: str) -> Task:
-    """Manifests share tasks, and a task keeps what it drew: a held-out puzzle can take tenths of a second."""
+    """Build a task once, since manifests share tasks and a held-out puzzle is slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 
@@ -142,9 +148,10 @@ def _longest_prompt_tokens(
         problem = task.problem(index)
         if trained_roles and demonstrate is None:
             raise OrreryError(
-                f"task {use.name!r}: kind {use.kind} has no demonstrations; use stages.sft.data of kind chat_file or sft: null"
+                f"task {use.name!r}: kind {use.kind} has no demonstrations; "
+                "use stages.sft.data of kind chat_file or sft: null"
             )
-        example = demonstrate(index) if trained_roles else None
+        example = demonstrate(index) if demonstrate is not None and trained_roles else None
         if renderer is None:
             continue
         longest = max(longest, len(renderer.prompt(problem.messages, problem.tools)))

@@ -1,8 +1,9 @@
-"""Another task with solved examples before every problem: how a small pretrained model is told what is wanted.
+"""Another task with solved examples before every problem, for small pretrained models.
 
-- In: `kind` and `args` of the task, `num_examples` of its demonstrations, and `system`, the chat's first message (null: none).
-- The examples are the same before every problem of every seed and split, so that engines keep them in their prefix cache once a policy
-  version. Where the task has a `split`, they are of its training side.
+- In: `kind` and `args` of the task, `num_examples` of its demonstrations, and `system`, the chat's
+  first message (null: none).
+- All problems of every seed and split have the same examples, so engines cache this prefix once per
+  policy version. If the task has a `split`, the examples are of its training side.
 - Replies, rewards and metrics are the task's own.
 """
 
@@ -16,9 +17,7 @@ from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import Judgement, Message, Problem
 
 NAME = "few_shot"  # the inner task's name
-EXAMPLES_SEED = (
-    30_000  # beyond the seeds of every stream of problems (jsonnet/lib/run.libsonnet, `seeds`)
-)
+EXAMPLES_SEED = 30_000  # beyond the seeds of all problems (jsonnet/lib/run.libsonnet, `seeds`)
 
 
 class FewShot:
@@ -29,39 +28,19 @@ class FewShot:
         system: str | None
 
     def __init__(self, args: Args, seed: int) -> None:
-        from orrery.tasks import make  # which imports the kinds
-
-        def task(seed: int, **changes: Any) -> Any:
-            use = TaskUse(
-                name=NAME,
-                kind=args.kind,
-                args={**args.args, **changes},
-                weight=1.0,
-                seed=seed,
-                max_turns=1,
-            )
-            try:
-                return make(use)
-            except OrreryError as error:  # prefix the inner task's fields
-                raise OrreryError(str(error).removeprefix(f"task {NAME!r}: ")) from error
-
         if args.kind == "few_shot":
             raise OrreryError("kind: few_shot within few_shot; raise num_examples instead")
-        self.task = task(seed)
-        examples = task(EXAMPLES_SEED, **({"split": "train"} if "split" in args.args else {}))
+        self.task = _inner(args.kind, args.args, seed)
+        train = {"split": "train"} if "split" in args.args else {}
+        examples = _inner(args.kind, args.args | train, EXAMPLES_SEED)
         if not hasattr(examples, "demonstration"):
             raise OrreryError(
                 f"kind: {args.kind!r} has no demonstrations to show; use the task itself"
             )
-        first = [] if args.system is None else [Message("system", args.system)]
-        self.before = (
-            *first,
-            *(
-                message
-                for index in range(args.num_examples)
-                for message in examples.demonstration(index)
-            ),
-        )
+        before = [] if args.system is None else [Message("system", args.system)]
+        for index in range(args.num_examples):
+            before += examples.demonstration(index)
+        self.before = tuple(before)
 
     def problem(self, index: int) -> Problem:
         problem = self.task.problem(index)
@@ -79,3 +58,13 @@ class FewShot:
 
     def demonstration(self, index: int) -> list[Message]:
         return [*self.before, *self.task.demonstration(index)]
+
+
+def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
+    from orrery.tasks import make  # it imports this module
+
+    use = TaskUse(name=NAME, kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
+    try:
+        return make(use)
+    except OrreryError as error:  # keep only the inner task's field and sentence
+        raise OrreryError(str(error).removeprefix(f"task {NAME!r}: ")) from error

@@ -1,9 +1,11 @@
-"""Rollouts of drawn lengths, for measuring: every answer has exactly as many tokens as its problem says, whatever is sampled.
+"""Answers of drawn lengths, for measuring speed: every answer has exactly its problem's length.
 
-- In: `median_tokens`, `sigma` and `max_tokens` of a log-normal distribution, and `prompt_words`. The longest of a thousand lengths is about
-  e^(3.1 · sigma) medians: with `sigma` 1 the tail is twenty times the median.
-- Random weights never end a turn, so with them every rollout of another task has its limit's length; real policies have a long tail.
-- Every member of a group has the length of its problem. Reward: a hash of what was said, so that there are gradients and nothing to learn.
+- The lengths are log-normal by `median_tokens` and `sigma`, at most `max_tokens`. The longest of a
+  thousand is about e^(3.1 · sigma) medians.
+- Random weights never end a turn, so in other tasks all rollouts reach the limit. Real policies
+  have a long tail.
+- All members of a group have the same length. The reward is a hash of the answer: there are
+  gradients, but nothing to learn.
 """
 
 import hashlib
@@ -29,7 +31,8 @@ class Lengths:
         def median_is_reached(self) -> "Lengths.Args":
             if self.median_tokens > self.max_tokens:
                 raise ValueError(
-                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; lower it to at most that"
+                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; "
+                    "lower it to at most that"
                 )
             return self
 
@@ -50,7 +53,6 @@ class Lengths:
         return None
 
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
-        digest = hashlib.blake2b(
-            messages[-1].content.encode(errors="replace"), digest_size=2
-        ).digest()
+        text = messages[-1].content.encode(errors="replace")
+        digest = hashlib.blake2b(text, digest_size=2).digest()
         return Judgement(int.from_bytes(digest, "big") / 65535, {})

@@ -1,15 +1,13 @@
-"""Any family of the `reasoning-gym` library by name, judged by the family's own scorer. Single turn.
+"""Any family of the `reasoning-gym` library, judged by the family's own scorer. Single turn.
 
-- In: `family` (`leg_counting`, `countdown`, …), `config`, the family's own options, and `split` (the two sides are disjoint: `split.py`);
-  options left out have the library's defaults, which the Python lock pins.
-- Problem `index` is item 0 of the first dataset whose question stands in `split`, of those whose seeds are hashes of (seed, index, draw).
-  The library itself seeds item i with seed + i, so that the plain seeds 0 and 1 would share all problems but one. Families with few
-  distinct problems can still repeat one across the seeds of a side.
-- A held-out problem takes eight draws in the mean: tenths of a second where the family makes hard puzzles.
-- Reward: the scorer's value, cut to [0, 1], on the text between `<answer>` tags where there are some, else on the whole reply.
-  Scorers parse what a model wrote, some with `eval`, so each reply has a process of its own (`scorers.py`, with limits). A reply on which
-  one raises, ends or takes more than 5 s is a wrong answer (metric `unscorable`).
-- Demonstration: the reference answer. Families without one have no demonstrations.
+- In: `family`, its options `config`, and `split`. Missing options have the library's defaults,
+  which the Python lock pins.
+- Problem `index` is item 0 of a dataset whose library seed is a hash of (seed, index, draw); the
+  first draw on the side `split` counts. The library seeds item i with seed + i, so near seeds would
+  share problems. A family of few problems may repeat some.
+- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or else of the whole reply.
+  Some scorers run the reply, so each is scored in its own process (`scorer_pool.py`). A reply
+  without a score is wrong (metric `unscorable`).
 """
 
 import copy
@@ -24,20 +22,16 @@ from reasoning_gym.factory import DATASETS
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
-from orrery.tasks.nearest import did_you_mean
-from orrery.tasks.scorers import Scorers
-from orrery.tasks.split import Split, split_of
-from orrery.tasks.task import Judgement, Message, Problem
+from orrery.tasks.scorer_pool import ScorerPool
+from orrery.tasks.task import Judgement, Message, Problem, Split, did_you_mean, split_of
 
-MAX_DRAWS = (
-    1000  # a question can take half a second to make; seven of eight are of the training side
-)
-KEPT_DRAWS = 8192  # more than have rollouts in flight, so that a judge, which runs in the event loop, does not draw again
-SCORERS = Scorers()
+MAX_DRAWS = 1000  # making a question can take half a second
+KEPT_DRAWS = 8192  # more than there are rollouts in flight: a judge should not draw again
+SCORERS = ScorerPool()
 
 
 class Family:
-    """A family of the library under a config: its dataset of one problem for any of the library's seeds."""
+    """A family of the library with a config: one dataset of one problem per library seed."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.name, self.config = name, config
@@ -48,16 +42,14 @@ class Family:
         known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
         for option in config:
             if option not in known:
-                raise OrreryError(
-                    f"config: family {name} has no option {option!r}; {did_you_mean(option, known)}"
-                )
+                nearest = did_you_mean(option, known)
+                raise OrreryError(f"config: family {name} has no option {option!r}; {nearest}")
         try:
             self._first, second = self._create(0), self._create(1)
             self._reseeds = self._reseeded(1)[0] == second[0]
         except (AssertionError, TypeError, ValueError) as error:
-            raise OrreryError(
-                f"config: family {name} refuses {config}: {error or type(error).__name__}"
-            ) from error
+            reason = error or type(error).__name__
+            raise OrreryError(f"config: family {name} refuses {config}: {reason}") from error
 
     def dataset(self, seed: int) -> Any:
         return self._reseeded(seed) if self._reseeds else self._create(seed)
@@ -66,7 +58,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """The first dataset under another seed, without reading the family's word lists again (70 ms for `spell_backward`)."""
+        """Return the first dataset with another seed, without reading its word lists again."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset
@@ -84,18 +76,17 @@ class ReasoningGym:
         self._drawn = lru_cache(KEPT_DRAWS)(self._draw)
 
     def _draw(self, index: int) -> tuple[int, dict[str, Any]]:
-        """The library's seed of problem `index`, and the problem."""
+        """Return the library's seed of problem `index`, and the problem."""
         for draw in range(MAX_DRAWS):
-            digest = hashlib.blake2b(
-                f"reasoning_gym/{self.seed}/{index}/{draw}".encode(), digest_size=4
-            ).digest()
+            text = f"reasoning_gym/{self.seed}/{index}/{draw}"
+            digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
             seed = int.from_bytes(digest, "big") >> 1
             item = self._family.dataset(seed)[0]
             if split_of(item["question"]) == self.args.split:
                 return seed, item
         raise OrreryError(
-            f"task reasoning_gym: no {self.args.split} question of family {self.args.family} in {MAX_DRAWS} draws; "
-            f"config {self.args.config} allows too few: widen it"
+            f"task reasoning_gym: no {self.args.split} question of family {self.args.family} in "
+            f"{MAX_DRAWS} draws; config {self.args.config} allows too few: widen it"
         )
 
     def problem(self, index: int) -> Problem:
@@ -107,19 +98,18 @@ class ReasoningGym:
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         seed, item = self._drawn(problem.index)
-        score = await SCORERS.score(
-            self.args.family, self.args.config, seed, item["question"], messages[-1].content
-        )
+        family, config, text = self.args.family, self.args.config, messages[-1].content
+        score = await SCORERS.score(family, config, seed, item["question"], text)
         if score is None:
             return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
-        return Judgement(
-            min(max(score, 0.0), 1.0), {"exact": float(score >= 1.0), "unscorable": 0.0}
-        )
+        reward = min(max(score, 0.0), 1.0)
+        return Judgement(reward, {"exact": float(score >= 1.0), "unscorable": 0.0})
 
     def demonstration(self, index: int) -> list[Message]:
         problem = self.problem(index)
         if not isinstance(problem.answer, str):
             raise OrreryError(
-                f"task reasoning_gym: family {self.args.family} has no reference answers, so it cannot give demonstrations"
+                f"task reasoning_gym: family {self.args.family} has no reference answers, "
+                "so it cannot give demonstrations"
             )
         return [*problem.messages, Message("assistant", problem.answer)]

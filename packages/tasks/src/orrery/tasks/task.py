@@ -1,34 +1,40 @@
-"""What a task is: problems, the environment's replies, and a judge.
+"""The task protocol: problems, replies and a judge; and the split of problems into two sides.
 
-- A task is pure and deterministic given (args, seed, index): the same three give the same problem in any process.
-- Every type here is JSON through msgspec (`msgspec.json.encode`), so that it can stand in a checkpoint or in a file of samples.
-- `reply` and `judge` may be coroutines. An exception from them is a failure of the infrastructure and never a reward of 0:
-  whatever the model wrote, a judge answers.
-- The caller's event loop stands still while one that is no coroutine runs. What may take long, or runs what a model wrote, is a coroutine
-  that waits for another process (`scorers.py`).
-- The orchestrator calls `problem` in a thread of its own, one call at a time, beside `reply` and `judge`, which run in the event loop's.
+- A problem is a pure function of (args, seed, index), in any process.
+- All types are JSON through msgspec, so checkpoints and sample files can hold them.
+- `reply` and `judge` may be coroutines. An exception from them is a failure, never a reward of 0.
+  A judge must accept any text of a model.
+- One that is not a coroutine blocks the caller's event loop. Slow work, and running a model's text,
+  belongs into another process (`scorer_pool.py`).
+- The orchestrator calls `problem` in a thread, one call at a time, beside `reply` and `judge`.
 """
 
-from collections.abc import Awaitable, Sequence
+import difflib
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Record
 
 Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "held_out"]
+
+MAX_DRAWS = 10_000
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool that the assistant asks for. A call of one free text has the arguments `{"input": text}`."""
+    """A tool call of the assistant. A call of one free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn of a chat; `tool_calls` only where the role is assistant, `name` (the tool's) only where it is tool."""
+    """One turn of a chat. Only the assistant has `tool_calls`; `name` is a tool's name."""
 
     role: Role
     content: str
@@ -37,7 +43,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function offered to the model; `parameters` is a JSON schema of its arguments."""
+    """A function offered to the model. `parameters` is a JSON schema of its arguments."""
 
     name: str
     description: str
@@ -45,9 +51,9 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The chat so far, ending before the assistant speaks, and the answer that the judge compares with (JSON).
+    """A chat that ends before the assistant speaks, and the answer for the judge (JSON).
 
-    `exact_tokens`: every turn has so many sampled tokens, no more and no less, whatever they are; None: it ends with a stop token.
+    `exact_tokens`: every turn samples exactly so many tokens. None: a stop token ends a turn.
     """
 
     index: int
@@ -58,7 +64,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """`reward` in [0, 1] and named numbers beside it."""
+    """`reward` in [0, 1], and named numbers for the metrics."""
 
     reward: float
     metrics: dict[str, float]
@@ -70,22 +76,56 @@ class JudgeBroken(RunFailed):
 
 @runtime_checkable
 class Task(Protocol):
-    """Built as `Kind(args, seed)`; `Args` is the record (no defaults) that `args` of a `TaskUse` must fit.
+    """Built as `Kind(args, seed)`. `Args`, without defaults, checks the `args` of a `TaskUse`.
 
-    A task that can also show how it is done has `demonstration(index) -> list[Message]`: the whole chat, for SFT, judged 1.0.
+    A task may also have `demonstration(index) -> list[Message]`: a whole chat for SFT, judged 1.0.
     """
 
     Args: type[Record]
 
     def problem(self, index: int) -> Problem:
-        """Problem number `index` (from 0, without end)."""
+        """Return problem `index`, from 0 without end."""
 
     def reply(
         self, problem: Problem, messages: Sequence[Message]
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """What the environment says after the assistant's last message of `messages` (the whole chat); None: the episode is over."""
+        """Return the reply to the whole chat `messages`, or None if the episode is over."""
 
     def judge(
         self, problem: Problem, messages: Sequence[Message]
     ) -> Judgement | Awaitable[Judgement]:
-        """The verdict on a finished chat."""
+        """Judge a finished chat."""
+
+
+def split_of(text: str) -> Split:
+    """Return the side of a problem's text, whatever the seed: one text of eight is held out.
+
+    A text is held out if the first byte of its BLAKE2b digest is below 32.
+    """
+    return "held_out" if hashlib.blake2b(text.encode()).digest()[0] < 32 else "train"
+
+
+def draw(
+    split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
+) -> str:
+    """Return the first text of `sample` on the side `split`. Pure in (split, kind, seed, index)."""
+    rng = random.Random(f"{kind}/{seed}/{index}")
+    for _ in range(MAX_DRAWS):
+        text = sample(rng)
+        if split_of(text) == split:
+            return text
+    raise OrreryError(
+        f"task {kind}: no {split} text in {MAX_DRAWS} draws; the args allow too few texts: "
+        "widen the lengths or the alphabet"
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?`, or the first twelve known names if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    if not known:
+        return "there are none"
+    return f"choose from {', '.join(known[:12])}{' …' if len(known) > 12 else ''}"

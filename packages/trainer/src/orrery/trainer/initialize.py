@@ -12,8 +12,8 @@ import torch
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.models import weights
 from orrery.runtime.role_context import RoleContext
-from orrery.tasks.chat import write_tokenizer
 from orrery.tasks.check import check
+from orrery.tasks.tokenizer import write_tokenizer
 
 
 def initialize(ctx: RoleContext) -> None:

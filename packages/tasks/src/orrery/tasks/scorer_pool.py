@@ -1,16 +1,13 @@
-"""Scorers: processes that run the library's scorers, some of which execute answers (`eval`, sympy).
+"""A pool of processes that run the library's scorers, some of which execute answers.
 
-- In: a family of reasoning-gym with its config, the library's seed of a problem, its question, the answer. Out: its score, or None where
-  there is none. A process makes the problem again by its seed, and says where that is another one: some families order words by hashes
-  that are of a process, which PYTHONHASHSEED settles (roles have it from the launcher).
-- A process (`scoring.py`) starts at its first use, which takes seconds, and is kept. There are at
-  most NUM_SCORERS, for all tasks. Each scores one answer at a time, in a fork that is then killed.
-- Requests are served in order. LIMIT_S, scaled, counts from an answer's turn; then the fork is
-  killed.
-- OrreryError, never a score of 0: a process cannot start, ends, hangs or replies with no score. The
-  next answer gets a new process. An answer can cause this by a signal, but gains nothing by it.
-- Canaries: see `_try_canaries`. A wrong score of a known answer ends the run.
-- A process ends with this one, even if this one is killed. It inherits no environment and no files.
+- In: family, config, the library's seed, question and answer. Out: the score, or None.
+- Each process (`scorer_process.py`) remakes the problem from its seed. Some families order words by
+  their hashes, so both processes need the same PYTHONHASHSEED; the launcher sets it for roles.
+- At most NUM_SCORERS processes for all tasks. Each scores one answer at a time, in a fork.
+- Requests are served in order. LIMIT_S counts from an answer's turn.
+- A process that cannot start, ends, hangs or sends no score is an OrreryError, never a score of 0.
+  The next answer gets a new process.
+- Processes end with this one, even if it is killed. They inherit no environment and no files.
 """
 
 import asyncio
@@ -26,21 +23,21 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.timing import scaled
-from orrery.tasks.scoring import LIMIT_S, OTHER_PROBLEM
+from orrery.tasks.scorer_process import LIMIT_S, OTHER_PROBLEM
 from orrery.tasks.task import JudgeBroken
 
 NUM_SCORERS = 8
-START_S = 120.0  # for its imports, on a file system that is slow
+START_S = 120.0  # scaled; for imports from a slow file system
 MAX_LINE_BYTES = 200  # of a number and a score
 HASH_SEED = "0"
-SLACK_S = 5.0  # beyond an answer's limit, for the process to kill the fork and reply
-CANARY_EVERY = 500
-CANARY = "spiral_matrix"  # the library's scorer runs its answers
+SLACK_S = 5.0  # scaled; beyond LIMIT_S, to kill the fork and reply
+CANARY_EVERY = 500  # answers
+CANARY = "spiral_matrix"  # a family whose scorer runs answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
-class Scorers:
+class ScorerPool:
     def __init__(self, num_scorers: int = NUM_SCORERS, limit_s: float = LIMIT_S):
         self.num_scorers, self.limit_s = num_scorers, limit_s
         self._idle: list[_Scorer] = []
@@ -49,40 +46,34 @@ class Scorers:
     async def score(
         self, family: str, config: dict[str, Any], seed: int, question: str, text: str
     ) -> float | None:
-        """The library's score of `text` as an answer to its problem of `seed`: finite; None where it cannot be scored.
+        """Return the finite score of answer `text`, or None if it cannot be scored.
 
-        Raises OrreryError where no process can be started to score it, or none makes this `question`.
+        Raise OrreryError if the process fails or makes another question of `seed`.
         """
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # turns are of one loop, processes of none
+        if loop is not self._loop:  # a semaphore belongs to one loop; processes are kept
             self._loop, self._turns = loop, asyncio.Semaphore(self.num_scorers)
         async with self._turns:
             scorer = await self._ready()
             try:
                 await self._try_canaries(scorer)
                 score = await self._ask(scorer, family, config, seed, question, text)
-            except (
-                OSError,
-                EOFError,
-                ValueError,
-                TypeError,
-            ) as error:  # hangs (TimeoutError), has ended, or replies with no score
+            except (OSError, EOFError, ValueError, TypeError) as error:
                 scorer.end()
-                how = (
-                    "stood still"
-                    if isinstance(error, TimeoutError)
-                    else "ended, or said what is no score,"
-                )
+                is_late = isinstance(error, TimeoutError)
+                how = "stood still" if is_late else "ended, or said what is no score,"
                 raise OrreryError(
-                    f"the process that scores answers {how} while it scored one; the next answer gets a new one"
+                    f"the process that scores answers {how} while it scored one; "
+                    "the next answer gets a new one"
                 ) from error
-            except BaseException:  # nobody waits any more: what it is about to say would be taken for the next answer's score
+            except BaseException:  # cancelled: the next answer must not get this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
         if isinstance(score, str):  # OTHER_PROBLEM
             raise OrreryError(
-                f"family {family}: another process makes another problem of seed {seed}; set PYTHONHASHSEED={HASH_SEED}"
+                f"family {family}: another process makes another problem of seed {seed}; "
+                f"set PYTHONHASHSEED={HASH_SEED}"
             )
         return score
 
@@ -92,9 +83,9 @@ class Scorers:
             return await scorer.score(*request, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Raise JudgeBroken if the process scores a known right or a known wrong answer wrongly.
+        """Score a right and a wrong known answer. Raise JudgeBroken on a wrong score.
 
-        Checked at its start and after every CANARY_EVERY answers.
+        Runs at the process's start and after every CANARY_EVERY answers.
         """
         if scorer.num_until_canary == 0:
             question, right = _canary()
@@ -102,9 +93,10 @@ class Scorers:
                 score = await self._ask(scorer, CANARY, {}, 0, question, text)
                 if score != known:
                     raise JudgeBroken(
-                        f"the process that scores answers gave {score} to a known answer to {CANARY!r} that is worth {known:g}; rewards "
-                        "since the last such test may be wrong; go back to a checkpoint before it, or see that reasoning-gym is the "
-                        "release that the lock names, then run again"
+                        f"the process that scores answers gave {score} to a known answer to "
+                        f"{CANARY!r} that is worth {known:g}; rewards since the last such test may "
+                        "be wrong; go back to a checkpoint before it, or see that reasoning-gym is "
+                        "the release that the lock names, then run again"
                     )
             scorer.num_until_canary = CANARY_EVERY
         scorer.num_until_canary -= 1
@@ -118,15 +110,11 @@ class Scorers:
                 await scorer.ready()
         except (OSError, EOFError) as error:
             scorer.end()
-            why = (
-                "it was too slow"
-                if isinstance(error, TimeoutError)
-                else "what it said of it stands above in this log"
-            )
+            why = "what it said of it stands above in this log"
+            if isinstance(error, TimeoutError):
+                why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except (
-            BaseException
-        ):  # nobody waits any more; the next answer's wait goes on where this one's was
+        except BaseException:  # cancelled: the next answer uses this process
             self._idle.append(scorer)
             raise
         return scorer
@@ -142,16 +130,17 @@ def _canary() -> tuple[str, str]:
 
 
 class _Scorer:
-    """One process, and our end of the socket that is its stdin and stdout."""
+    """One process and our end of the socket that is its stdin and stdout."""
 
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair()
         self._wire.setblocking(False)
         self._number, self._is_ready, self.num_until_canary = 0, False, 0
+        command = [sys.executable, "-P", "-m", "orrery.tasks.scorer_process"]
         with theirs:
-            command = [sys.executable, "-P", "-m", "orrery.tasks.scoring"]
+            number = theirs.fileno()
             self.process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=_environment()
+                command, stdin=number, stdout=number, env=_environment()
             )
 
     async def ready(self) -> None:
@@ -164,9 +153,8 @@ class _Scorer:
         line = json.dumps([self._number, *request]).encode() + b"\n"
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
         number, score = json.loads(await self._line())
-        if number != self._number or not (
-            score in (None, OTHER_PROBLEM) or (isinstance(score, float) and math.isfinite(score))
-        ):
+        is_score = isinstance(score, float) and math.isfinite(score)
+        if number != self._number or not (is_score or score in (None, OTHER_PROBLEM)):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
         return score
 
@@ -183,14 +171,16 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        threading.Thread(
-            target=self.process.wait, daemon=True
-        ).start()  # the kernel may take half a second to free what it held
+        # In a thread, because the kernel may take half a second to free the process's memory.
+        threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to find what this process has, and no more; numpy's threads would take address space for every core."""
+    """Return the least environment that Python needs to find this process's modules.
+
+    numpy gets one thread: its threads would take address space for every core.
+    """
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

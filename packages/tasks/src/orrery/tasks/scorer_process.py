@@ -1,15 +1,14 @@
-"""Score answers of reasoning-gym, each in its own fork: `python -m orrery.tasks.scoring`.
+"""Score answers of reasoning-gym, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
 - In, a line per answer: `[number, family, config, seed, question, text, limit_s]`. Out: an empty
-  line once it is ready, then `[number, score]`. The score is null if the library's scorer raises,
-  exits, is too slow or gives no finite number. It is OTHER_PROBLEM if the seed gives another
-  question.
+  line when ready, then `[number, score]`. The score is null if the library's scorer raises, exits,
+  is too slow or gives no finite number. It is OTHER_PROBLEM if the seed gives another question.
 - This process makes problems and never interprets an answer. It has no secret, no capability and no
   open file but its socket. It reads at most MAX_BYTES from a fork.
 - A fork (`_answer`) scores one answer, without output, in a removed folder. It has MEMORY_BYTES of
   address space, the answer's time, no bytes in files and, unless the user is root, no processes.
   After its answer it is killed with its children.
-- This process ends with its parent (`scorers.py`), also while it scores.
+- This process ends with its parent (`scorer_pool.py`), also while it scores.
 """
 
 import gc
@@ -39,34 +38,28 @@ KEPT_PROBLEMS = 64  # cached, because answers to one problem come together
 
 def main() -> None:
     die_with_parent()
-    for one in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGUSR1,
-    ):  # Slurm sends them to the whole group; an answer would seem to end us
-        signal.signal(one, signal.SIG_IGN)
+    # Slurm signals the whole group. Ending by such a signal would look like an answer's doing.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    import orrery.tasks.reasoning_gym  # noqa: F401 (a library that prints as it is imported does not print an answer)
+    import orrery.tasks.reasoning_gym  # noqa: F401 (after stdout is closed: imports may print)
 
     _warm_up()
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
-    for what, most in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _limit(what, most)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_CORE, 0)
     adopt_orphans()  # orphans of a fork become our children, and are killed with it
     drop_privileges()
     hide_memory()
     gc.freeze()  # else a collection in a fork copies every page of the imports
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # until here a reason not to start is told
+    os.dup2(nowhere, 2)  # until here errors of the start are printed
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
@@ -96,12 +89,12 @@ def _score(
             os._exit(1)
     os.close(writer)
     try:
-        said = _read(reader, time.monotonic() + limit_s)
+        output = _read(reader, time.monotonic() + limit_s)
     finally:
         os.close(reader)
         _end_children()
     try:
-        score = float(said)
+        score = float(output)
     except ValueError:
         return None
     return score if math.isfinite(score) else None
@@ -118,23 +111,21 @@ def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, write
 
     try:
         score = float(dataset.score_answer(extract_answer(text) or text, item))
-    except (
-        BaseException
-    ):  # the boundary to scorers that run free text: it may raise anything, and exit
+    except BaseException:  # a scorer that runs free text may raise anything, and exit
         return
     os.write(3, repr(score).encode())
 
 
 def _read(reader: int, until_s: float) -> bytes:
     """Return the fork's output, or b"" if it is too long or does not end in time."""
-    said = b""
-    while len(said) <= MAX_BYTES:
+    output = b""
+    while len(output) <= MAX_BYTES:
         if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
             return b""
         more = os.read(reader, MAX_BYTES + 1)
         if not more:
-            return said
-        said += more
+            return output
+        output += more
     return b""
 
 

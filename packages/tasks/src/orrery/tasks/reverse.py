@@ -1,0 +1,128 @@
+"""Reverse a random string (`reverse_text`) or random words (`reverse_words`). Single turn.
+
+- `instruction` stands before the text. `split` names the side of the problems.
+- Reward: the share of characters or words in their right place,
+  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)). Blanks around the reply do not count.
+- Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
+- `reverse_words` suits pretrained tokenizers, whose tokens are not single characters.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from orrery.manifest.schema import Count, PositiveInt, Record
+from orrery.tasks.task import Judgement, Message, Problem, Split, draw
+
+WORDS = (
+    "apple", "arm", "baby", "bank", "bird", "boat", "book", "bread", "bridge", "brother", "chair",
+    "child", "church", "city", "cloud", "coat", "corn", "cup", "day", "dog", "door", "dream",
+    "earth", "egg", "field", "fire", "fish", "flower", "food", "friend", "garden", "glass", "gold",
+    "grass", "hand", "hat", "heart", "hill", "home", "horse", "ice", "island", "king", "lake",
+    "leaf", "letter", "light", "map", "milk", "money", "moon", "mother", "music", "night", "ocean",
+    "paper", "picture", "plant", "queen", "rain", "ring", "river", "road", "salt", "sand", "school",
+    "sea", "ship", "shoe", "sky", "smile", "snow", "song", "star", "stone", "street", "sugar",
+    "summer", "sun", "table", "teacher", "train", "tree", "village", "wall", "water", "wind",
+    "window", "winter", "wood",
+)  # fmt: skip
+
+
+class ReverseText:
+    class Args(Record):
+        alphabet: Annotated[str, Field(min_length=1)]
+        min_length: Count
+        max_length: Count
+        instruction: str
+        split: Split
+
+        @model_validator(mode="after")
+        def lengths_rise(self) -> "ReverseText.Args":
+            if self.max_length < self.min_length:
+                raise ValueError(
+                    f"max_length {self.max_length} is below min_length {self.min_length}"
+                )
+            if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set(" \t\n"):
+                raise ValueError(
+                    f"alphabet {self.alphabet!r} must hold each character once, and no blank"
+                )
+            return self
+
+    def __init__(self, args: Args, seed: int) -> None:
+        self.args, self.seed = args, seed
+
+    def _string(self, rng: random.Random) -> str:
+        length = rng.randint(self.args.min_length, self.args.max_length)
+        return "".join(rng.choice(self.args.alphabet) for _ in range(length))
+
+    def problem(self, index: int) -> Problem:
+        text = draw(self.args.split, "reverse_text", self.seed, index, self._string)
+        return Problem(index, (Message("user", self.args.instruction + text),), answer=text[::-1])
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
+        return None
+
+    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
+        reply, answer = messages[-1].content.strip(), problem.answer
+        lcs_ratio = 2 * longest_common_subsequence(reply, answer) / (len(reply) + len(answer))
+        metrics = {"exact": float(reply == answer), "lcs_ratio": lcs_ratio}
+        return Judgement(_share_in_place(reply, answer), metrics)
+
+    def demonstration(self, index: int) -> list[Message]:
+        problem = self.problem(index)
+        return [*problem.messages, Message("assistant", problem.answer)]
+
+
+class ReverseWords:
+    class Args(Record):
+        min_words: PositiveInt
+        max_words: PositiveInt
+        instruction: str
+        split: Split
+
+        @model_validator(mode="after")
+        def numbers_rise(self) -> "ReverseWords.Args":
+            if not self.min_words <= self.max_words <= len(WORDS):
+                raise ValueError(
+                    f"min_words {self.min_words} and max_words {self.max_words} do not rise, "
+                    f"up to {len(WORDS)} at most"
+                )
+            return self
+
+    def __init__(self, args: Args, seed: int) -> None:
+        self.args, self.seed = args, seed
+
+    def _text(self, rng: random.Random) -> str:
+        return " ".join(rng.sample(WORDS, rng.randint(self.args.min_words, self.args.max_words)))
+
+    def problem(self, index: int) -> Problem:
+        text = draw(self.args.split, "reverse_words", self.seed, index, self._text)
+        answer = " ".join(reversed(text.split()))
+        return Problem(index, (Message("user", self.args.instruction + text),), answer=answer)
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
+        return None
+
+    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
+        reply, answer = messages[-1].content.split(), problem.answer.split()
+        return Judgement(_share_in_place(reply, answer), {"exact": float(reply == answer)})
+
+    def demonstration(self, index: int) -> list[Message]:
+        problem = self.problem(index)
+        return [*problem.messages, Message("assistant", problem.answer)]
+
+
+def _share_in_place(reply: Sequence[str], answer: Sequence[str]) -> float:
+    num_right = sum(a == b for a, b in zip(reply, answer, strict=False))
+    return num_right / max(len(reply), len(answer))
+
+
+def longest_common_subsequence(a: str, b: str) -> int:
+    """Return the length of the longest common subsequence, in len(a) · len(b) steps."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        diagonal = 0
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]

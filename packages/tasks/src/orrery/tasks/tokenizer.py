@@ -1,0 +1,211 @@
+"""Tokenizer folders: write them, and read their chat template and call syntax.
+
+- The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A call is
+  `<|call|>name input<|end_call|>` in an assistant turn. Its result is a `<|tool|>` turn. Tools are
+  not announced in the prompt.
+- Calls in pretrained formats have the Hermes / Qwen syntax,
+  `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+- A template that asks for the date (`strftime_now`) gets TODAY, so prompts are reproducible.
+"""
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from orrery.manifest.digest import sha256_of
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Model
+from orrery.tasks.task import ToolCall
+
+PAD, END = "<|pad|>", "<|end|>"
+CALL, END_CALL = "<|call|>", "<|end_call|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # ids 0 … 7, then the alphabet
+PAD_ID, END_ID = 0, 1
+
+TODAY = datetime.datetime(2024, 7, 26)  # the default of Llama's templates
+
+CHARACTER_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' + message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set arguments = call.function.arguments -%}
+{{- '<|call|>' + call.function.name + ' ' -}}
+{{- arguments.input if arguments.keys() | list == ['input'] \
+and arguments.input is string else arguments | tojson -}}
+{{- '<|end_call|>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+# The files of a pretrained tokenizer; generation_config.json names the stop tokens.
+FILES = (
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def vocab_size(alphabet: str) -> int:
+    """Return the number of tokens of the character tokenizer. Jsonnet uses the same formula."""
+    return len(SPECIALS) + len(alphabet)
+
+
+def write_tokenizer(model: Model, folder: Path) -> None:
+    """Write `model.tokenizer` into `folder` as Hugging Face files.
+
+    A pretrained tokenizer is copied. Raise OrreryError if its files do not match its `sha256`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer.kind == "characters":
+        _write_character_tokenizer(model.tokenizer.alphabet, model, folder)
+        return
+    source = Path(model.tokenizer.path)
+    if not (source / "tokenizer.json").is_file():
+        raise OrreryError(
+            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; "
+            "name the folder of the pretrained model"
+        )
+    files = [source / name for name in FILES if (source / name).is_file()]
+    if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
+        names = " ".join(file.name for file in files)
+        raise OrreryError(
+            f"model.tokenizer.sha256 {expected}: {names} of {source} have {found}; write that if "
+            "they are the ones that you mean, else fetch the manifest's files again"
+        )
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
+    if len(set(alphabet)) != len(alphabet):
+        twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
+        raise OrreryError(
+            f"model.tokenizer.alphabet: {twice!r} stands in it twice; each character is one token"
+        )
+    # A larger vocabulary is padding, as in many published models.
+    if model.vocab_size < vocab_size(alphabet):
+        rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
+        raise OrreryError(
+            f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
+        )
+    vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
+    # `Renderer.encode` raises on an unknown character.
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        "pad_token": PAD,
+        "eos_token": END,
+        "unk_token": PAD,
+        "chat_template": CHARACTER_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def template_source(config: dict[str, Any], folder: Path) -> str:
+    """Return the chat template of a folder with this `tokenizer_config.json`."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise OrreryError(
+            f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add "
+            "chat_template.jinja"
+        )
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """Render `{% generation %}…{% endgeneration %}`, the mark of assistant text, as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_environment() -> jinja2.Environment:
+    """Return the sandbox for chat templates, as transformers configures it."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = TODAY.strftime
+    return environment
+
+
+def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
+    """Return the text without its calls, and the calls. A malformed call stays text.
+
+    `characters`: the syntax of the character format. The time is linear in the text.
+    """
+    opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
+    kept, calls, after = [], [], 0
+    while (begin := text.find(opens, after)) >= 0:
+        end = text.find(closes, begin + len(opens))
+        if end < 0:
+            break
+        call = _parse_call(text[begin + len(opens) : end], characters)
+        before, after = after, end + len(closes)
+        kept.append(text[before : after if call is None else begin])
+        calls += [] if call is None else [call]
+    return "".join([*kept, text[after:]]), calls
+
+
+def _parse_call(text: str, characters: bool) -> ToolCall | None:
+    """Return the call from the text between its markers, or None if it is malformed."""
+    try:
+        if characters:
+            name, _, rest = text.partition(" ")
+            arguments = json.loads(rest) if rest.startswith("{") else {"input": rest}
+        else:
+            call = json.loads(text)
+            name, arguments = call["name"], call["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        msgspec.json.encode((name, arguments))  # fails on half a surrogate pair, which JSON allows
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_call = isinstance(name, str) and name and isinstance(arguments, dict)
+    return ToolCall(name, arguments) if is_call else None
