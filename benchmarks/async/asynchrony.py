@@ -1,10 +1,12 @@
-"""Does asynchrony pay? Tokens a second of the asynchronous loop against the same loop with bound 0, which waits for all.
+"""Measure tokens/s of the asynchronous loop against a synchronous one with staleness bound 0.
 
-    python benchmarks/async/asynchrony.py --shape h200_8       (cpu, h200_1, h200_2, h200_4, h200_8: jsonnet/runs/asynchrony.jsonnet)
+    python benchmarks/async/asynchrony.py --shape h200_8
 
-- Random weights and answers of drawn lengths (log-normal, the longest more than ten medians), the same problems on both sides.
-- `asynchrony_<shape>.json`: the ratio of trained tokens a second once warm; a row a side with the share of time that the trainer waits.
-- `asynchrony_<shape>.png`: who did what when, from the spans of both runs, on one scale.
+- Shapes are cpu, h200_1, h200_2, h200_4 and h200_8 (jsonnet/runs/asynchrony.jsonnet).
+- Random weights and answers of log-normal lengths, the longest more than ten medians. Both loops
+  have the same problems.
+- `asynchrony_<shape>.json`: the ratio of trained tokens/s once warm, and a row per loop with the
+  share of time that the trainer waits. `asynchrony_<shape>.png`: the spans of both on one scale.
 - `--runs DIR`: both runs have finished there.
 """
 
@@ -36,7 +38,7 @@ COLORS = {
 
 
 def draw(sides: dict[str, RunData], path: Path) -> None:
-    """One panel a side: a line a role, a bar a span, seconds since the first."""
+    """Draw a panel per loop: a line per role, a bar per span, seconds since the first."""
     figure, panels = pyplot.subplots(
         len(sides), 1, figsize=(11, 2.2 + 1.5 * len(sides)), sharex=True, layout="constrained"
     )

@@ -1,14 +1,13 @@
-"""Does a real pretrained model learn? Curves of the finished runs of jsonnet/runs/smollm2.jsonnet and smollm2_staleness.jsonnet.
+"""Record whether a pretrained model learns, from runs of smollm2.jsonnet and its staleness twin.
 
     python benchmarks/async/learning.py --runs runs
 
-- `learning.json`: a row a task: the rise of its held-out reward, mean of its seeds, with the largest mismatch KL of any step (over tokens
-  that the weights being trained sampled: engine against trainer, staleness apart); the figure
-  is the lowest of the tasks. `learning.png`: the curves over steps.
-- `staleness.json`, `staleness.png`, where the runs of that file are there too: reward against wall time, a row a bound.
-- Runs are those of the checked-in manifests. A task without a finished run keeps the row that it has in `learning.json`; a bound without
-  one is left out, and named. Where they ran elsewhere, ORRERY_HARDWARE says on what, and ORRERY_COMMIT from which commit the last; of each
-  run its receipt says when it ran and from which code.
+- `learning.json`, `learning.png`: a row per task with the rise of its held-out reward (mean over
+  seeds) and the largest mismatch KL of any step. The figure is the lowest rise.
+- `staleness.json`, `staleness.png`: reward against wall time, a row per staleness bound.
+- The runs must be of the checked-in manifests. A task without a finished run keeps its recorded
+  row. A missing bound is left out and named.
+- For runs of another machine, ORRERY_HARDWARE and ORRERY_COMMIT name its hardware and commit.
 """
 
 import argparse
@@ -33,14 +32,12 @@ HERE = Path(__file__).resolve().parent
 SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
 TASKS = ("reverse_words", "arithmetic", "calculator")
 TASKS_AT_LEAST = 2  # with every seed
-GOAL, KL_GOAL = (
-    0.3,
-    1e-3,
-)  # the rise at least; engine against trainer at most, in every step with tokens of the same weights
+GOAL = 0.3  # least rise
+KL_GOAL = 1e-3  # most KL of engine and trainer with the same weights, in any step
 
 
 def finished(name: str, runs: Path) -> RunData | None:
-    """The finished run of a checked-in manifest."""
+    """Return the finished run of a checked-in manifest, or None."""
     folder = run_dir(runs, load(ROOT / "manifests" / f"{name}.json"))
     if not (folder / "stages" / "evaluate" / "DONE").exists():
         print(f"left out: {name} ({folder.name} has not finished there)")
@@ -49,7 +46,7 @@ def finished(name: str, runs: Path) -> RunData | None:
 
 
 def curve(run: RunData) -> list[tuple[int, float, float]]:
-    """(policy version, seconds since the first batch began, held-out reward) of every evaluation."""
+    """Return (version, seconds since generation began, held-out reward) of every evaluation."""
     start_s = min(span.start_s for span in run.spans if span.name == "generate")
     return sorted(
         (row["version"], row["end_s"] - start_s, row["reward_mean"]) for row in run.evaluations
@@ -57,7 +54,7 @@ def curve(run: RunData) -> list[tuple[int, float, float]]:
 
 
 def said(run: RunData) -> dict[str, Any]:
-    """What one run comes to."""
+    """Return the results of one run."""
     before, after = run.result["before"]["reward_mean"], run.result["after"]["reward_mean"]
     attempt = json.loads((run.run_dir / "receipt.json").read_text())["stages"]["rl"]["attempts"][-1]
     same = [kl for row in run.rl if (kl := row.get("mismatch_kl_same_weights")) is not None]
@@ -66,12 +63,10 @@ def said(run: RunData) -> dict[str, Any]:
         "before": before,
         "after": after,
         "rise": after - before,
-        # what numerics alone bring: tokens of exactly the weights that are being trained, in the steps that have such tokens
+        # Of numerics alone: only tokens that were sampled by the weights being trained.
         "mismatch_kl_max": max(same, default=None),
         "mismatch_kl_steps": len(same),
-        "kl_to_sampling_policy_max": max(
-            row["mismatch_kl"] for row in run.rl
-        ),  # with what staleness brings
+        "kl_to_sampling_policy_max": max(row["mismatch_kl"] for row in run.rl),  # with staleness
         "staleness_mean": sum(row["staleness_mean"] for row in run.batches) / len(run.batches),
         "rl_wall_s": run.stages["rl"]["wall_s"],
         "code": {name: attempt["code"].get(name) for name in ("commit", "diff_sha256")},
@@ -119,7 +114,8 @@ def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
     whole = [row for row in rows if len(row["seeds"]) == len(SEEDS)]
     record(
         path,
-        figure="SmolLM2-135M-Instruct: rise of held-out reward by RL, mean of the seeds, lowest of the tasks",
+        figure="SmolLM2-135M-Instruct: rise of held-out reward by RL, mean of the seeds, "
+        "lowest of the tasks",
         value=min(row["value"] for row in rows),
         unit="reward",
         goal=GOAL
@@ -209,7 +205,8 @@ def main() -> None:
         by_bound(bounds, options.out)
     if not learned and len(bounds) < 2:
         raise SystemExit(
-            f"error: {options.runs}: no finished run of these manifests; run one there, for example `gpu_host.sh run`"
+            f"error: {options.runs}: no finished run of these manifests; "
+            "run one there, for example `gpu_host.sh run`"
         )
 
 

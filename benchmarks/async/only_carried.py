@@ -1,9 +1,10 @@
-"""Do the stages of a run import nothing that `gpu_host.sh` does not carry? Hides every other installed package and runs a command.
+"""Run a command with every package hidden that `gpu_host.sh` does not carry.
 
     python benchmarks/async/only_carried.py python -m orrery.launcher.cli run smollm2_smoke init
 
-- Left are: packages of the host's image (HOST), what `gpu_host.sh` names in `ours`, vLLM with what it requires, and what those require.
-- Hidden packages raise ImportError in every process of the command, through a `sitecustomize` before all others on PYTHONPATH.
+- Visible are the packages of the host's image (HOST), those in `ours` of `gpu_host.sh`, vLLM, and
+  the requirements of these.
+- Hidden packages raise ImportError in every process of the command, through a `sitecustomize`.
 """
 
 import os
@@ -16,30 +17,31 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HOST = """
-absl-py accelerate aiofiles aiohappyeyeballs aiohttp aiosignal annotated-doc anyio attrs botorch build certifi charset-normalizer chex
-click cloudpickle cmake colorama contourpy coverage cuda-bindings cuda-core cuda-pathfinder cuda-toolkit cupy-cuda13x cycler cython
-diffrax e3nn einops equinox etils execnet filelock flatbuffers flax fonttools formulaic frozenlist fsspec gpytorch grpcio h11 h5py hf-xet
-httpcore httpx huggingface-hub humanize hypothesis idna imageio iniconfig interface-meta jax jax-cuda13-pjrt jax-cuda13-plugin jaxlib
-jaxtyping jinja2 joblib kiwisolver lazy-loader lightning lightning-utilities linear-operator lineax llvmlite lxml markdown markdown-it-py
-markupsafe matplotlib mdurl meson ml-dtypes mpi4py mpmath msgpack multidict multipledispatch mypy-extensions nanobind narwhals networkx
-ninja numba numba-cuda numpy numpyro nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft
-nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-ml-py nvidia-nccl-cu13 nvidia-nvjitlink
-nvidia-nvshmem-cu13 nvidia-nvtx onnx onnx-ir onnxruntime onnxscript opencv-python-headless optax opt-einsum opt-einsum-fx optimistix
-orbax-checkpoint packaging pandas pathspec patsy peft pillow pip pluggy portalocker prometheus-client propcache protobuf psutil pyarrow
-pybind11 py-cpuinfo pygments pyparsing pyproject-hooks pyre-extensions pytest pytest-benchmark pytest-cov pytest-mock pytest-timeout
-pytest-xdist python-dateutil pytorch-lightning pyyaml regex requests rich sacrebleu safetensors scikit-build-core scikit-image
-scikit-learn scipy seaborn sentencepiece sentence-transformers setuptools shellingham simplejson six sortedcontainers statsmodels sympy
-tabulate tensorboard tensorboard-data-server tensorstore threadpoolctl tifffile tiktoken timm tokenizers toolz torch torchaudio
-torchdiffeq torch-geometric torchmetrics torchvision tqdm transformers treescope triton typer typing-extensions typing-inspect urllib3
-uvloop wadler-lindig werkzeug wheel wrapt xarray xxhash yarl zipp
+absl-py accelerate aiofiles aiohappyeyeballs aiohttp aiosignal annotated-doc anyio attrs botorch
+build certifi charset-normalizer chex click cloudpickle cmake colorama contourpy coverage
+cuda-bindings cuda-core cuda-pathfinder cuda-toolkit cupy-cuda13x cycler cython diffrax e3nn einops
+equinox etils execnet filelock flatbuffers flax fonttools formulaic frozenlist fsspec gpytorch
+grpcio h11 h5py hf-xet httpcore httpx huggingface-hub humanize hypothesis idna imageio iniconfig
+interface-meta jax jax-cuda13-pjrt jax-cuda13-plugin jaxlib jaxtyping jinja2 joblib kiwisolver
+lazy-loader lightning lightning-utilities linear-operator lineax llvmlite lxml markdown
+markdown-it-py markupsafe matplotlib mdurl meson ml-dtypes mpi4py mpmath msgpack multidict
+multipledispatch mypy-extensions nanobind narwhals networkx ninja numba numba-cuda numpy numpyro
+nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft
+nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-ml-py
+nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx onnx onnx-ir onnxruntime
+onnxscript opencv-python-headless optax opt-einsum opt-einsum-fx optimistix orbax-checkpoint
+packaging pandas pathspec patsy peft pillow pip pluggy portalocker prometheus-client propcache
+protobuf psutil pyarrow pybind11 py-cpuinfo pygments pyparsing pyproject-hooks pyre-extensions
+pytest pytest-benchmark pytest-cov pytest-mock pytest-timeout pytest-xdist python-dateutil
+pytorch-lightning pyyaml regex requests rich sacrebleu safetensors scikit-build-core scikit-image
+scikit-learn scipy seaborn sentencepiece sentence-transformers setuptools shellingham simplejson six
+sortedcontainers statsmodels sympy tabulate tensorboard tensorboard-data-server tensorstore
+threadpoolctl tifffile tiktoken timm tokenizers toolz torch torchaudio torchdiffeq torch-geometric
+torchmetrics torchvision tqdm transformers treescope triton typer typing-extensions typing-inspect
+urllib3 uvloop wadler-lindig werkzeug wheel wrapt xarray xxhash yarl zipp
 """.split()  # noqa: SIM905
-UNUSED = (
-    "flashinfer",
-    "torchcodec",
-    "tilelang",
-    "opencv",
-    "triton",
-)  # of vLLM's requirements, gpu_host.sh leaves these out
+# Requirements of vLLM that gpu_host.sh leaves out.
+UNUSED = ("flashinfer", "torchcodec", "tilelang", "opencv", "triton")
 HOOK = """
 import importlib.abc, os, sys
 HIDDEN = frozenset(os.environ["ORRERY_HIDDEN"].split(","))
@@ -56,7 +58,7 @@ def normal(name: str) -> str:
 
 
 def carried() -> set[str]:
-    """Distributions that a GPU host has or is given, by normal name."""
+    """Return the normal names of the distributions that a GPU host has or is given."""
     script = (HERE / "gpu_host.sh").read_text()
     ours = re.search(r"^ours=\((.*?)\)", script, re.MULTILINE | re.DOTALL)
     assert ours is not None, "gpu_host.sh names no packages of ours"
@@ -89,9 +91,8 @@ def main() -> None:
         if not any(normal(owner) in left or normal(owner).startswith("orrery") for owner in owners)
         and top.isidentifier()
     )
-    print(
-        f"hidden: {len(hidden)} packages, among them {', '.join(name for name in hidden if name in ('snakemake', 'gojsonnet', 'wandb'))}"
-    )
+    known = ", ".join(name for name in hidden if name in ("snakemake", "gojsonnet", "wandb"))
+    print(f"hidden: {len(hidden)} packages, among them {known}")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(HOOK)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))

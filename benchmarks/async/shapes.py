@@ -1,10 +1,9 @@
-"""The runs that asynchrony.py and whole_loop.py measure: `asynchrony_<shape>` of jsonnet/runs/asynchrony.jsonnet and its synchronous twin.
+"""Make and read the runs of asynchrony.py and whole_loop.py (jsonnet/runs/asynchrony.jsonnet).
 
-- `run` plays a run's init and rl stages here, in a workspace of its own; `numbers` reads what it left.
-- Warm is what comes after step WARM_STEPS, for the first steps compile, fill the engines, and have no batch ready; and before the last
-  batch was cut, for the trainer takes what lies ready then while engines rest.
-- No measured step may take MOST_OF_MEDIAN times the median seconds a token. A compiler ran in such a step, and a gate would take its
-  time for the loop's own.
+- `run` runs the init and rl stages in a workspace of its own. `numbers` reads the results.
+- Measured steps come after step WARM_STEPS and before the last batch was taken. Earlier ones
+  compile and fill the engines; later ones train while engines idle.
+- No measured step may take MOST_OF_MEDIAN times the median seconds per token. Such a step compiled.
 """
 
 import itertools
@@ -29,9 +28,9 @@ MOST_OF_MEDIAN = 3.0
 
 
 def run(name: str, runs: Path | None) -> RunData:
-    """The run `name`, from the folder `runs`, else run now. SystemExit with the folder where a stage fails.
+    """Return the run `name` from the folder `runs`, or run it now. Raise SystemExit on failure.
 
-    One from a folder has trained all its steps; the checkpoint after them, minutes of it for a large model, is in no figure.
+    A run from a folder must have trained all its steps, but needs no final checkpoint.
     """
     if runs is not None:
         found = [RunData.load(each) for each in sorted(runs.glob(f"{name}-????????????"))]
@@ -42,7 +41,8 @@ def run(name: str, runs: Path | None) -> RunData:
         ]
         if len(whole) != 1:
             raise SystemExit(
-                f"error: {runs}: it holds {len(whole)} runs of {name} that trained all their steps; name the folder of one, or drop --runs"
+                f"error: {runs}: it holds {len(whole)} runs of {name} that trained all their "
+                "steps; name the folder of one, or drop --runs"
             )
         return whole[0]
     workspace = Path(tempfile.mkdtemp(prefix="orrery-async-"))
@@ -67,14 +67,14 @@ def run(name: str, runs: Path | None) -> RunData:
 
 
 def ran_with(run: RunData) -> dict[str, Any]:
-    """Releases and driver, by its receipt: a run may have been elsewhere. Of its first stage where nobody was left to say it of RL."""
+    """Return releases and driver from the run's receipt, since it may be another machine's."""
     stages = json.loads((run.run_dir / "receipt.json").read_text())["stages"]
     return (stages.get("rl") or stages["init"])["attempts"][-1]["versions"]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one run says of its loop once warm; `tokens_per_s` counts sampled tokens that were trained."""
+    """The figures of one warm loop. `tokens_per_s` counts sampled tokens that were trained."""
 
     tokens_per_s: float
     trainer_waits: float  # share of the time in which trainer.0 waited for a batch
@@ -111,8 +111,9 @@ def numbers(run: RunData) -> Numbers:
     steps = [row for row in run.rl[WARM_STEPS:] if row["time_s"] <= run.batches[-1]["time_s"]]
     if len(steps) < 2:
         raise SystemExit(
-            f"error: {run.run_dir.name}: of {len(run.rl)} steps {WARM_STEPS} warm up, and {len(steps)} more ended before the last batch "
-            "was cut; 2 are needed to measure anything: give the run a larger stages.rl.num_steps"
+            f"error: {run.run_dir.name}: of {len(run.rl)} steps {WARM_STEPS} warm up, and "
+            f"{len(steps)} more ended before the last batch was cut; 2 are needed to measure "
+            "anything: give the run a larger stages.rl.num_steps"
         )
     begin_s, end_s = run.rl[WARM_STEPS - 1]["time_s"], steps[-1]["time_s"]
     lengths = [
@@ -125,9 +126,10 @@ def numbers(run: RunData) -> Numbers:
     slowest = max(range(len(steps)), key=per_token_s.__getitem__)
     if (times := per_token_s[slowest] / statistics.median(per_token_s)) > MOST_OF_MEDIAN:
         raise SystemExit(
-            f"error: {run.run_dir.name}: step {steps[slowest]['step']} took {lengths[slowest]:.3g} s, {times:.2g} times the median a token "
-            f"of the {len(steps)} measured steps, so it compiled or the machine stood still; measure again, with a larger "
-            "stages.rl.num_steps where a shape compiles late"
+            f"error: {run.run_dir.name}: step {steps[slowest]['step']} took "
+            f"{lengths[slowest]:.3g} s, {times:.2g} times the median a token of the {len(steps)} "
+            "measured steps, so it compiled or the machine stood still; measure again, with a "
+            "larger stages.rl.num_steps where a shape compiles late"
         )
     window: list[Interval] = [(begin_s, end_s)]
     waits = [
@@ -139,9 +141,8 @@ def numbers(run: RunData) -> Numbers:
     assert spent is not None
     numbered = {row["step"] for row in steps}
     warm = [row for row in run.batches if row["step"] in numbered]
-    updates = [
-        row for row in run.updates if row["version"] in numbered
-    ] or run.updates  # all of them, where engines skipped these
+    updates = [row for row in run.updates if row["version"] in numbered]
+    updates = updates or run.updates  # engines may have skipped all measured versions
     means = sorted(row["completion_tokens_mean"] for row in warm)
     return Numbers(
         tokens_per_s=sum(row["num_trained_tokens"] for row in steps) / (end_s - begin_s),

@@ -1,11 +1,11 @@
-"""Where does a pretrained policy start on a task? Plays held-out problems of manifests with the unmodified weights, without an engine.
+"""Measure a pretrained policy's reward on held-out problems before training, without an engine.
 
-    python benchmarks/async/starting_reward.py smollm2_reverse_words_seed_1 smollm2_arithmetic_seed_1 smollm2_calculator_seed_1
+    python benchmarks/async/starting_reward.py smollm2_arithmetic_seed_1 smollm2_calculator_seed_1
 
-- The policy is transformers' own model of `model.init.path` in float32, sampled at the manifest's temperature and turn limit; prompts,
-  replies, parsing and judging are what the orchestrator uses. `model.init.path` must be there (benchmarks/async/smollm2.py).
-- A task is good for RL where it starts low and not at zero: between 0.05 and 0.3. The figure is the lowest of the means, a row a task.
-- Tokens that all prompts begin with are computed once; rollouts of a turn run as one batch.
+- The policy is transformers' model of `model.init.path` (benchmarks/async/smollm2.py) in float32.
+  Sampling, prompts, replies, parsing and judging are those of the orchestrator.
+- A task is good for RL if it starts between 0.05 and 0.3. The figure is the lowest mean.
+- The common beginning of all prompts is computed once. The rollouts of a turn run as one batch.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from record import ROOT, record
 
 
 class Policy:
-    """Samples continuations of token lists, all as one batch."""
+    """Sample continuations of token lists, all as one batch."""
 
     def __init__(self, folder: Path, stops: list[int], temperature: float, seed: int):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -42,7 +42,7 @@ class Policy:
 
     @torch.inference_mode()
     def sample(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """The sampled tokens of each prompt, up to `max_tokens` or its stop token, that token too."""
+        """Return each prompt's sampled tokens, up to `max_tokens` or its stop token, inclusive."""
         first = prompts[0]
         shared = min(
             next(
@@ -51,9 +51,8 @@ class Policy:
             )
             for each in prompts
         )
-        shared = min(
-            shared, min(map(len, prompts)) - 1
-        )  # each has a last token of its own to go on from
+        # Each prompt keeps at least its last token, from which it is continued.
+        shared = min(shared, min(map(len, prompts)) - 1)
         cache = DynamicCache()
         if shared:
             cache = self.model(
@@ -63,9 +62,8 @@ class Policy:
         rest = [each[shared:] for each in prompts]
         width = max(map(len, rest))
         tokens = torch.tensor([[self.stops[0]] * (width - len(each)) + each for each in rest])
-        own = torch.tensor(
-            [[0] * (width - len(each)) + [1] * len(each) for each in rest]
-        )  # what is not padding
+        # 1 where a token is not padding.
+        own = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in rest])
         mask = torch.cat([torch.ones(len(prompts), shared, dtype=torch.int64), own], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
         sampled: list[list[int]] = [[] for _ in prompts]
@@ -100,7 +98,7 @@ async def judged(
 def play(
     manifest: Manifest, policy: Policy, renderer: Renderer, num_problems: int
 ) -> list[dict[str, Any]]:
-    """A row a held-out task: mean reward with its standard error, metrics, samples."""
+    """Return a row per held-out task: mean reward with its standard error, metrics, samples."""
     limit = manifest.orchestrator.sampling.max_tokens_per_turn
     rows = []
     for use in manifest.tasks.evaluation:
@@ -189,7 +187,8 @@ def main() -> None:
         rows += play(manifest, copy.copy(policy), renderer, options.problems)
     record(
         options.out,
-        figure="reward of the unmodified pretrained policy on held-out problems, lowest of the tasks",
+        figure="reward of the unmodified pretrained policy on held-out problems, "
+        "lowest of the tasks",
         value=min(row["value"] for row in rows),
         unit="reward",
         goal=0.05,

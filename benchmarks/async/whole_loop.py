@@ -1,13 +1,14 @@
-"""How fast is the whole loop? Tokens a second end to end, with what engines and trainer did meanwhile, for one shape of hardware.
+"""Measure tokens/s of the whole loop, and what engines and trainer do, for a hardware shape.
 
     python benchmarks/async/whole_loop.py --shape h200_2            write whole_loop_h200_2.json
-    python benchmarks/async/whole_loop.py --shape h200_2 --gate     measure, and fail where the recorded value is missed; nothing is written
+    python benchmarks/async/whole_loop.py --shape h200_2 --gate     compare, and write nothing
 
-- The run is `asynchrony_<shape>`: random weights, answers of drawn lengths, in `--runs DIR` or run now.
-- The gate compares figures of one manifest, but for fields that cost no time (`COSTS_NO_TIME`); the lock is one of them, since what other
-  releases cost is what a gate is to find.
-- It asks for tokens a second not below the recorded by more than TOLERANCE, a trainer that waits for no more than half of that more of the
-  time, and updates that pause engines no longer than by five times as much. On shared processors times say little, so a CPU's is wide.
+- The run is `asynchrony_<shape>`: random weights and answers of drawn lengths, in `--runs DIR` or
+  run now.
+- The gate compares runs of one manifest, except for fields that cost no time (`COSTS_NO_TIME`). The
+  lock is one of them, because the gate is to find what other releases cost.
+- With t = TOLERANCE, it allows a share t less tokens/s, t/2 more trainer waiting, and a share 5t
+  longer pauses for updates.
 """
 
 import argparse
@@ -51,35 +52,36 @@ COSTS_NO_TIME = (
 
 
 def timed_sha256(manifest: Manifest) -> str:
-    """The digest of all fields that a figure may depend on: runs that share it are compared."""
+    """Return the digest of all fields that cost time. Runs with the same one are comparable."""
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
-    timed["schema_version"] = 1  # costs no time either; digests of records hold the first one
+    timed["schema_version"] = 1  # costs no time; recorded digests have this one
     return hashlib.sha256(
         json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
 def refuse_another(manifest: Manifest, recorded: dict[str, Any], name: str) -> None:
-    """SystemExit where `recorded`, the content of the file `name`, is of a run that `manifest` is not to be compared with."""
+    """Raise SystemExit if the record in file `name` is not comparable with `manifest`."""
     if timed_sha256(manifest) != recorded["details"]["timed_sha256"]:
         raise SystemExit(
-            f"error: {name} is of {recorded['details']['run']}, which was another loop than {manifest.name} is now (more differs than "
-            f"{' and '.join(COSTS_NO_TIME)}): their figures are not to be compared; measure without --gate to record this one"
+            f"error: {name} is of {recorded['details']['run']}, which was another loop than "
+            f"{manifest.name} is now (more differs than {' and '.join(COSTS_NO_TIME)}): their "
+            "figures are not to be compared; measure without --gate to record this one"
         )
 
 
 def refuse_unwarmed(recorded: dict[str, Any], name: str) -> None:
-    """Raise SystemExit if the record does not say how long its longest step was: some such records hold a recompilation."""
+    """Raise SystemExit if the record lacks its longest step, so it may hold a recompilation."""
     if "longest_step_s" not in recorded["rows"][0]:
         raise SystemExit(
-            f"error: {name}: it was measured before steps that compile were refused, so a slower loop could pass; "
-            "measure without --gate to record this shape anew"
+            f"error: {name}: it was measured before steps that compile were refused, so a slower "
+            "loop could pass; measure without --gate to record this shape anew"
         )
 
 
 def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> list[str]:
-    """A sentence for each figure that is beyond its limit; prints all of them."""
+    """Print all figures. Return a sentence for each that is beyond its limit."""
     worse = []
     for name, now, was, limit, is_least in (
         (
@@ -112,11 +114,12 @@ def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> 
 
 
 def gate(shape: str, runs: Path | None) -> None:
-    """SystemExit with a sentence for each figure that is worse than recorded; before it measures, where nothing may be compared."""
+    """Raise SystemExit if a figure is worse than recorded, or early if the record is no match."""
     name, recorded = f"asynchrony_{shape}", HERE / f"whole_loop_{shape}.json"
     if not recorded.exists():
         raise SystemExit(
-            f"error: {recorded.name}: nothing is recorded for this shape; measure it without --gate first"
+            f"error: {recorded.name}: nothing is recorded for this shape; "
+            "measure it without --gate first"
         )
     before = json.loads(recorded.read_text())
     refuse_unwarmed(before, recorded.name)

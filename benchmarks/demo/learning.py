@@ -1,9 +1,10 @@
-"""Does the demo learn, and in what time? Runs it under three seeds in a checkout of its own and records two figures and a picture.
+"""Run the demo under three seeds; record its reward and wall time, and a picture.
 
-- `learning.json`, `learning.png`: held-out reward before, during and after RL; the figure is the lowest of the seeds.
-- `wall_time.json`: from the same runs' files, the seconds of every stage and how the RL stage spent them; the rows are seed 1's.
-- `--runs DIR` records runs that have finished there instead of running them; they must be runs of the checked-in manifests.
-- A run that was gone on with after a stop is refused: its times are not those of one run.
+- `learning.json`, `learning.png`: held-out reward before, during and after RL. The figure is the
+  lowest of the seeds.
+- `wall_time.json`: the seconds of every stage, and how the RL stage spent them, of seed 1.
+- `--runs DIR` records finished runs of the checked-in manifests instead.
+- A run with several attempts is refused, because its times are not those of one run.
 """
 
 import argparse
@@ -38,43 +39,46 @@ COLORS = ("#2f6fde", "#1f9d6b", "#c2701c")
 
 
 def run_all(workspace: Path) -> float:
-    """Run the pipeline of all seeds in a fresh workspace; its wall seconds, Snakemake's own included."""
+    """Run the pipeline of all seeds in a new workspace. Return its wall seconds."""
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (workspace / name).symlink_to(ROOT / name)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     start_s = time.perf_counter()
     if code := subprocess.run(COMMAND, cwd=workspace, env=env).returncode:
         raise SystemExit(
-            f"error: {' '.join(COMMAND)} ended with code {code}; its runs and their logs are left in {workspace}"
+            f"error: {' '.join(COMMAND)} ended with code {code}; "
+            f"its runs and their logs are left in {workspace}"
         )
     return time.perf_counter() - start_s
 
 
 def load_all(runs: Path) -> dict[str, RunData]:
-    """The finished run of each checked-in seed, by the run's name."""
+    """Return the finished run of each checked-in seed by name."""
     found = {}
     for folder in checked_in(find_workspace(ROOT)).folders[GROUP]:
         if not (runs / folder / "stages" / "report" / "DONE").exists():
             raise SystemExit(
-                f"error: {runs / folder}: no finished run of the checked-in manifest; run it there, or leave --runs out"
+                f"error: {runs / folder}: no finished run of the checked-in manifest; "
+                "run it there, or leave --runs out"
             )
         run = RunData.load(runs / folder)
         for row in run.usage:
             if row["attempt"] != run.stages[row["stage"]]["attempt"]:
                 raise SystemExit(
-                    f"error: {runs / folder}: stage {row['stage']} took several attempts; measure a run that went through"
+                    f"error: {runs / folder}: stage {row['stage']} took several attempts; "
+                    "measure a run that went through"
                 )
         found[run.manifest.name] = run
     return found
 
 
 def curve(run: RunData) -> list[tuple[int, float]]:
-    """(policy version, mean held-out reward) of every evaluation during RL."""
+    """Return (version, mean held-out reward) of every evaluation during RL."""
     return sorted((row["version"], row["reward_mean"]) for row in run.evaluations)
 
 
 def learning(run: RunData) -> dict[str, Any]:
-    """How one run learned."""
+    """Return the rewards of one run."""
     return {
         "before": run.result["before"]["reward_mean"],
         "after": run.result["after"]["reward_mean"],
@@ -87,7 +91,7 @@ def learning(run: RunData) -> dict[str, Any]:
 
 
 def generated_tokens_per_s(batches: list[Row]) -> float:
-    """Sampled tokens of all rollouts, dropped ones too, a second: the batches' rates, each weighted by the time since the batch before."""
+    """Return sampled tokens/s of all rollouts, dropped ones too, averaged over time."""
     spans_s = [after["time_s"] - before["time_s"] for before, after in pairwise(batches)]
     return sum(
         row["generated_tokens_per_s"] * span_s
@@ -96,14 +100,14 @@ def generated_tokens_per_s(batches: list[Row]) -> float:
 
 
 def trained_tokens_per_s(steps: list[Row]) -> float:
-    """Sampled tokens in the loss a second, from the end of the first step to the end of the last."""
+    """Return trained tokens/s from the end of the first step to the end of the last."""
     return sum(row["num_trained_tokens"] for row in steps[1:]) / (
         steps[-1]["time_s"] - steps[0]["time_s"]
     )
 
 
 def times(run: RunData) -> list[dict[str, Any]]:
-    """The rows of one run's wall times, rates and shares."""
+    """Return the rows of one run's wall times, rates and shares."""
 
     def row(
         variant: str, value: float, unit: str, better: str, goal: float | None = None
@@ -145,7 +149,7 @@ def times(run: RunData) -> list[dict[str, Any]]:
 
 
 def draw(runs: dict[str, RunData], path: Path) -> None:
-    """Held-out reward over RL steps, one curve a seed, with where it started and where it should get."""
+    """Draw held-out reward over RL steps: one curve per seed, with the start and the goal."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for (name, run), color in zip(runs.items(), COLORS, strict=True):
         found = learning(run)
@@ -179,7 +183,8 @@ def draw(runs: dict[str, RunData], path: Path) -> None:
         xlabel="RL step (policy version)",
         ylabel="held-out reward (share of characters in place)",
         ylim=(0, 1.03),
-        title=f"{GROUP}: asynchronous RL, at most {model.orchestrator.max_off_policy_steps} versions off policy",
+        title=f"{GROUP}: asynchronous RL, "
+        f"at most {model.orchestrator.max_off_policy_steps} versions off policy",
     )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

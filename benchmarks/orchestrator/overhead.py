@@ -1,12 +1,13 @@
-"""What the orchestrator and the router cost: rollout tokens/s through both, against the same engine driven directly.
-
-- Directly: a minimal client keeps the same number of requests in flight, with the same prompts and sampling, and only counts tokens.
-- Through both: the orchestrator's own loop (tasks, groups, judges, advantages, packing, files) behind vllm-router. Its trainer takes
-  every batch at once, reads its bytes and never publishes, so that generation never waits for training.
-- One meter for both: the engine's own count of generated tokens over the same stretch of time. Rounds alternate; the figure is the
-  median of the ratios of neighbouring rounds.
+"""Measure rollout tokens/s through orchestrator and router, against the same engine alone.
 
     python benchmarks/orchestrator/overhead.py            # on a quiet machine; about 4 minutes
+
+- Alone: a minimal client keeps as many requests in flight, with the same prompts and sampling, and
+  only counts tokens.
+- Through both: the orchestrator's own loop behind vllm-router. Its trainer takes every batch at
+  once and never publishes, so generation never waits for training.
+- Both read the engine's own count of generated tokens over the same time. Rounds alternate. The
+  figure is the median ratio of neighbouring rounds.
 """
 
 import argparse
@@ -50,7 +51,7 @@ NEVER = 1_000_000  # steps
 
 
 def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
-    """The checked-in run `name` with one engine behind a router, no end, and no evaluation to speak of."""
+    """Return the run `name` with one engine behind a router, no end, and minimal evaluations."""
     content = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
     content["inference"] |= {"num_replicas": 1, "max_num_sequences": concurrency}
     content["inference"]["router"] = {
@@ -80,7 +81,7 @@ def manifest(name: str, concurrency: int, max_tokens: int) -> Manifest:
 
 
 class InstantTrainer:
-    """Wants every batch, reads it as the wire would, and is done."""
+    """A trainer that takes every batch at once and reads it as the wire would."""
 
     url = "none"
 
@@ -101,7 +102,7 @@ class InstantTrainer:
 
 
 async def metered(fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
-    """Tokens/s that the engine generates over `seconds`, after `warm_up_s`."""
+    """Return the engine's generated tokens/s over `seconds`, after `warm_up_s`."""
     await asyncio.sleep(warm_up_s)
     first, start = (await fleet.metrics())[0].generation_tokens_total, time.perf_counter()
     await asyncio.sleep(seconds)
@@ -111,16 +112,20 @@ async def metered(fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
 
 
 async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
-    """A minimal client: no router, no task but for its prompts, nothing kept."""
+    """Run a minimal client without a router, which only uses the task's prompts."""
     import aiohttp
 
     settings, use = ctx.manifest.orchestrator, ctx.manifest.tasks.train[0]
     task, renderer = make(use), Renderer(assemble.policy_dir(ctx, "init"))
     group_size = settings.algorithm.group_size
     sampling = {
-        "max_tokens": settings.sampling.max_tokens_per_turn, "temperature": settings.sampling.temperature, "logprobs": 0,
-        "detokenize": False, "skip_special_tokens": False, "stop_token_ids": renderer.stop_token_ids,
-    }  # fmt: skip
+        "max_tokens": settings.sampling.max_tokens_per_turn,
+        "temperature": settings.sampling.temperature,
+        "logprobs": 0,
+        "detokenize": False,
+        "skip_special_tokens": False,
+        "stop_token_ids": renderer.stop_token_ids,
+    }
     numbers = itertools.count()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -156,7 +161,7 @@ async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds:
 async def orchestrated(
     ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float
 ) -> float:
-    """The orchestrator's loop through the router."""
+    """Run the orchestrator's loop through the router."""
     renderer = Renderer(assemble.policy_dir(ctx, "init"))
     watch = WeightWatch(weight_dir(ctx.run_dir, ctx.attempt))
     loop = Loop(
@@ -185,16 +190,16 @@ async def measure(
 ) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
-        async with await assemble.engine_pool(
-            ctx
-        ) as fleet:  # a stage's own each time: one that has the version already waits for the next
+        # A new pool each time, because one that has the version already waits for the next.
+        async with await assemble.engine_pool(ctx) as pool:
             row = {
-                "direct": await direct(ctx, fleet, warm_up_s, seconds),
-                "orchestrated": await orchestrated(ctx, fleet, warm_up_s, seconds),
+                "direct": await direct(ctx, pool, warm_up_s, seconds),
+                "orchestrated": await orchestrated(ctx, pool, warm_up_s, seconds),
             }
         rows.append(row | {"ratio": row["orchestrated"] / row["direct"]})
         print(
-            f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, {row['orchestrated']:.0f} through both",
+            f"round {number + 1} of {rounds}: {row['direct']:.0f} tokens/s directly, "
+            f"{row['orchestrated']:.0f} through both",
             flush=True,
         )
     return rows
@@ -247,7 +252,8 @@ def main() -> None:
     if not args.dry_run:
         record(
             Path(__file__).with_suffix(".json"),
-            figure="rollout tokens/s through orchestrator and router, as a share of the same engine's driven directly",
+            figure="rollout tokens/s through orchestrator and router, "
+            "as a share of the same engine's driven directly",
             value=value,
             unit="share",
             goal=GOAL,

@@ -1,10 +1,11 @@
-"""How fast routes go from an engine's answer into a rollout's column, in the orchestrator's process.
-
-One rollout of 131,072 tokens, 48 layers and 8 experts a token: 50 MB of routes, in one answer or over several turns. From the bytes of the
-answers (JSON with a base64 .npy file) to the column that packing and the wire take as it is; `benchmarks/transport/pack_and_wire.py` has
-the rest. The time is that of the processor, of which this takes one core; rounds on the clock stand beside it.
+"""Measure how fast routed experts go from an engine's answer into a rollout's column.
 
     python benchmarks/orchestrator/routes.py        # a few seconds
+
+One rollout of 131,072 tokens, 48 layers and 8 experts per token: 50 MB of routes, in one answer or
+over several turns. From the bytes of the answers (JSON with a base64 .npy file) to the column for
+packing. The figure is CPU time of one core. Wall time is recorded too.
+`benchmarks/transport/pack_and_wire.py` measures the rest of the way.
 """
 
 import argparse
@@ -28,7 +29,7 @@ GOAL_GBIT_PER_S = 10.0
 
 
 def answers(routes: np.ndarray, num_turns: int) -> list[tuple[int, bytes]]:
-    """(position of the first row, body) of every turn; the turns share the rows."""
+    """Return (position of the first row, body) of every turn. The turns share the rows."""
     bodies = []
     for rows in np.array_split(np.arange(len(routes)), num_turns):
         file = io.BytesIO()
@@ -49,7 +50,7 @@ def answers(routes: np.ndarray, num_turns: int) -> list[tuple[int, bytes]]:
 def seconds(
     bodies: list[tuple[int, bytes]], num_tokens: int, shape: RouteShape, wanted: np.ndarray
 ) -> tuple[float, float]:
-    """(of the processor, on the clock)"""
+    """Return CPU and wall seconds."""
     begin, cpu_begin = time.perf_counter(), time.process_time()
     parts = [split(body, start)[1] for start, body in bodies]
     found = column(num_tokens, [part for part in parts if part is not None], shape)
@@ -77,7 +78,8 @@ def main() -> None:
         })  # fmt: skip
     record(
         Path(__file__).with_suffix(".json"),
-        figure="routes from answers into a rollout's column, 131,072 tokens × 48 layers × 8 experts",
+        figure="routes from answers into a rollout's column, "
+        "131,072 tokens × 48 layers × 8 experts",
         value=rows[0]["value"],
         unit="Gb/s of a core",
         goal=GOAL_GBIT_PER_S,

@@ -1,4 +1,4 @@
-"""Makes `fakes.py` and the simulated engine importable as `orchestrator_…`: other rooms have fakes of their own, one run loads them all."""
+"""Make `fakes.py` and the simulated engine importable under names of this room."""
 
 import importlib.util
 import sys

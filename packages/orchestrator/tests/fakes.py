@@ -1,11 +1,11 @@
-"""Stand-ins for what the orchestrator meets: engine, trainer, task, chat format, process. The only place for them."""
+"""Fakes of engine, trainer, task, chat format and process. All fakes of this room are here."""
 
 import asyncio
 import base64
 import io
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def manifest(**orchestrator: Any) -> Manifest:
     """A small manifest; keywords replace fields of `orchestrator`, or `num_steps`,
     `interval_steps`, `stop_at`, `checkpoint_steps`, `max_turns`, `weights`.
 
-    `max_in_flight` may be less than a group, as an adaptive admission's limit may be for a while, and a manifest's may not.
+    `max_in_flight` may be less than a group, which only an adaptive limit may be.
     """
     num_steps = orchestrator.pop("num_steps", 6)
     checkpoint_steps = orchestrator.pop("checkpoint_steps", 3)
@@ -64,45 +64,62 @@ def manifest(**orchestrator: Any) -> Manifest:
     checked = Manifest.model_validate({
         "schema_version": 2, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
         "model": {
-            "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02}, "tokenizer": {"kind": "characters", "alphabet": "abc"},
-            "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
-            "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_embeddings": True, "moe": None, "mla": None,
-            "hf_config": None, "rotary_fraction": 1.0, "rope_scaling": None, "attention_bias": False, "qk_norm": True,
+            "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02},
+            "tokenizer": {"kind": "characters", "alphabet": "abc"},
+            "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_layers": 1,
+            "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+            "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+            "tie_embeddings": True, "moe": None, "mla": None,
+            "hf_config": None, "rotary_fraction": 1.0, "rope_scaling": None,
+            "attention_bias": False, "qk_norm": True,
         },
         "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
         "trainer": {
-            "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses", "ep_backend": "torch"},
-            "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": False}, "lora": None,
+            "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses",
+            "ep_backend": "torch"},
+            "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
+            "cpu_offload": False}, "lora": None,
             "param_dtype": "float32", "compute_dtype": "float32",
             "reduce_dtype": "float32", "compile": False,
             "memory": {
-                "activation_checkpointing": {"kind": "none"}, "activation_offload": False, "optimizer_offload": False,
-                "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False, "max_tokens_per_micro_batch": 256,
+                "activation_checkpointing": {"kind": "none"}, "activation_offload": False,
+                "optimizer_offload": False,
+                "lm_head_chunk_tokens": 64, "lm_head_keeps_logits": False,
+                "max_tokens_per_micro_batch": 256,
             },
             "optimizer": adamw, "schedule": schedule, "max_grad_norm": 1.0,
             "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 0.001},
             "mismatch": {
-                "warn_kl": 2.0, "stop_kl": 10.0, "warn_logprob_difference": 1.0, "stop_logprob_difference": 2.0,
+                "warn_kl": 2.0, "stop_kl": 10.0, "warn_logprob_difference": 1.0,
+                "stop_logprob_difference": 2.0,
                 "canary_logprob_difference": 1e-3,
             },
             "checkpoint": {"interval_steps": checkpoint_steps, "keep": 2},
         },
         "inference": {
-            "num_replicas": 1, "prefill_replicas": 0, "tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False,
-            "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"}, "kv_offload": {"kind": "none"}, "max_restarts": 0,
+            "num_replicas": 1, "prefill_replicas": 0, "tensor_parallel": 1, "data_parallel": 1,
+            "expert_parallel": False,
+            "dtype": "float32", "quantization": "none", "kv_transfer": {"kind": "none"},
+            "kv_offload": {"kind": "none"}, "max_restarts": 0,
             "max_model_len_tokens": max_model_len, "kv_block_tokens": 32,
-            "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256, "enforce_eager": True, "router": {"kind": "none"},
+            "kv_cache_bytes": 1 << 20, "max_num_sequences": 8, "max_batched_tokens": 256,
+            "enforce_eager": True, "router": {"kind": "none"},
         },
         "orchestrator": {
-            "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False}, "rollouts_per_batch": 8,
-            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500, "on_timeout": "failure",
-            "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed", "max_in_flight": max(max_in_flight, 4)},
+            "algorithm": {"kind": "grpo", "group_size": 4, "normalize_std": False},
+            "rollouts_per_batch": 8,
+            "drop_zero_advantage_groups": True, "max_sampled_ratio": 3.0, "keep_batches": 500,
+            "on_timeout": "failure",
+            "max_off_policy_steps": 2, "max_batches_ahead": 1, "admission": {"kind": "fixed",
+            "max_in_flight": max(max_in_flight, 4)},
             "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8}, "rollout_timeout_s": 30.0,
-            "evaluation": {"interval_steps": interval_steps, "num_problems": 3, "rollouts_per_problem": 2, "stop_at": stop_at},
+            "evaluation": {"interval_steps": interval_steps, "num_problems": 3,
+            "rollouts_per_problem": 2, "stop_at": stop_at},
         } | orchestrator,
         "tasks": {"train": tasks, "evaluation": [tasks[0] | {"name": "held_out", "seed": 99}]},
         "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
-        "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": {"num_problems": 3, "rollouts_per_problem": 2}},
+        "stages": {"sft": None, "rl": {"num_steps": num_steps}, "evaluate": {"num_problems": 3,
+        "rollouts_per_problem": 2}},
     })  # fmt: skip
     if max_in_flight >= 4:
         return checked
@@ -113,7 +130,7 @@ def manifest(**orchestrator: Any) -> Manifest:
 
 
 def rollout(request: Request, versions: list[int], reward: float | None = None) -> Rollout:
-    """What a deterministic engine makes of a request: tokens and reward are functions of problem and member alone."""
+    """Return a rollout whose tokens and reward depend on problem and member alone."""
     group, n = request.group, PROMPT_TOKENS + len(versions)
     key = 1000 * group.task_index + 10 * group.problem_index + request.member
     trained = np.arange(n) >= PROMPT_TOKENS
@@ -131,8 +148,27 @@ def rollout(request: Request, versions: list[int], reward: float | None = None) 
     )
 
 
+def queued(
+    rollout: Rollout,
+    advantage: float,
+    group_id: int,
+    member: int,
+    task_index: int,
+    dispatch_version: int,
+) -> Rollout:
+    """Return a rollout of a complete group."""
+    return replace(
+        rollout,
+        advantage=advantage,
+        group_id=group_id,
+        member=member,
+        task_index=task_index,
+        dispatch_version=dispatch_version,
+    )
+
+
 def routes(start: int, end: int) -> Routes:
-    """What an engine of 2 layers and 2 experts a token says of the tokens in [start, end): experts t and t + 1 at position t."""
+    """Return routes of 2 layers for tokens [start, end): experts t and t + 1 at position t."""
     file = io.BytesIO()
     np.save(
         file,
@@ -153,15 +189,16 @@ def load(
     kv_tokens: int = 0,
     tokens: int = 0,
 ) -> EngineMetrics:
-    """What an engine says of itself."""
+    """Return an engine's metrics."""
     return EngineMetrics(
-        running=running, waiting=waiting, kv_usage=kv_usage, kv_tokens=kv_tokens, preemptions_total=preemptions_total,
+        running=running, waiting=waiting, kv_usage=kv_usage, kv_tokens=kv_tokens,
+        preemptions_total=preemptions_total,
         generation_tokens_total=tokens,
     )  # fmt: skip
 
 
 class FakeTask:
-    """Single turn by default; `replies` messages come before the end. The reward is what the last message says."""
+    """A task with `replies` replies. The reward is in the last message."""
 
     def __init__(self, replies: int = 0, broken: str | None = None):
         self.replies, self.broken = replies, broken
@@ -203,8 +240,9 @@ class FakeRenderer:
 
 @dataclass
 class FakeFleet:
-    """Engines with a version. `script` maps a request id to what becomes of it: "fail", "gone once", "gone, then hang", "empty", "length",
-    "hang".
+    """Engines with a version. `script` maps a request id to its fate.
+
+    Fates: "fail", "gone once", "gone, then hang", "empty", "length", "hang".
     """
 
     version: int = -1
@@ -380,7 +418,7 @@ class FakeContext:
 
     @contextmanager
     def _waiting(self, what: str, deadline_s: float | None = None):
-        # A step is as long as it is: a trainer that stands still is told by its ranks' pulses. Nobody else may be waited for without end.
+        # Only the trainer's steps have no deadline: its ranks' heartbeats show whether it hangs.
         assert deadline_s is not None or "trainer" in what, f"a wait for {what} without a deadline"
         yield
 

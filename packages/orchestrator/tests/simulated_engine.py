@@ -1,7 +1,8 @@
-"""An engine with blocks of cache, as vLLM's scheduler treats them, in simulated time: for closed loops in tests, without an engine.
+"""Simulate an engine with cache blocks, as vLLM schedules them, for closed loops in tests.
 
-A step gives every running request one token. A request that needs a block when none is free preempts the newest, which loses its blocks,
-goes to the front of the queue and is prefilled again, prompt and tokens. The queue is admitted while there are blocks, in order.
+A step gives every running request one token. A request that needs a block when none is free
+preempts the newest. That one loses its blocks, goes to the front of the queue and is prefilled
+again. Queued requests start in order while there are blocks.
 """
 
 import random
@@ -126,7 +127,7 @@ def simulate(
     seed=0,
     on_look=lambda now_s: None,
 ):
-    """Keep all permits used, each new rollout on the engine that has the fewest; `lengths(random)` gives (prompt, length)."""
+    """Use all permits, each on the idlest engine. `lengths(random)` gives (prompt, length)."""
     chance, limits, next_look_s, num_finished = random.Random(seed), [], 0.0, 0
     totals = None
     while (now_s := min(engine.now_s for engine in engines)) < duration_s:

@@ -1,4 +1,4 @@
-"""The limit of rollouts in flight: what it does at each look, whatever engines say, and where it settles on engines that are full."""
+"""The limit of rollouts in flight: its changes at each poll, and where it settles."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def adaptive(bounds=BOUNDS):
 
 
 def settled(kv_usage=0.5, num_engines=1):
-    """A full pool that took `kv_usage` of engines' caches at its last look, and that look's loads."""
+    """Return a full pool that took `kv_usage` of the caches at its last poll, with the loads."""
     admission = adaptive()
     admission.observe(
         {index: fakes.load(0, kv_tokens=50 * CONTEXT) for index in range(num_engines)}
@@ -212,7 +212,7 @@ def test_preemptions_of_a_restarted_engine_lower_the_limit_as_new_ones_do():
     assert limits(0) == limits(7) and limits(0)[1] >= after, "none"
 
 
-def test_it_starts_with_what_the_caches_hold_of_the_longest_rollouts_and_with_the_floor_where_they_do_not_say():
+def test_it_starts_with_what_the_caches_hold_of_the_longest_rollouts_or_with_the_floor():
     admission = adaptive()
     assert admission.limit == BOUNDS.min_in_flight
     admission.observe(
@@ -230,7 +230,7 @@ def test_a_fixed_limit_stays_whatever_engines_say():
     assert admission.limit == 9
 
 
-# Closed loops with simulated engines ---------------------------------------------------------------------------------
+# Closed loops with simulated engines
 
 LENGTHS = {
     "log-normal": lambda chance: (
@@ -282,7 +282,7 @@ def test_four_engines_get_four_times_as_many_as_one():
     assert four.preemptions_per_rollout < 1
 
 
-# A look at the fleet -------------------------------------------------------------------------------------------------
+# One poll of the pool
 
 
 class Fleet:
@@ -295,7 +295,7 @@ class Fleet:
         return {index: answer for index, answer in enumerate(self.answers) if answer is not None}
 
 
-async def test_a_look_leaves_prefill_engines_and_missing_ones_out_and_holds_the_limit_where_nobody_answers(
+async def test_a_poll_skips_prefill_and_missing_engines_and_keeps_the_limit_without_answers(
     tmp_path,
 ):
     manifest = fakes.manifest(admission=BOUNDS.model_dump())

@@ -6,7 +6,6 @@ import numpy as np
 import orchestrator_fakes as fakes
 
 from orrery.orchestrator.batching import packed, row
-from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.requests import GroupRequest, Request
 from orrery.orchestrator.scheduler import Tally, TrainBatch
 from orrery.transport.columns import Columns
@@ -49,12 +48,12 @@ def test_the_ranks_of_a_context_parallel_group_get_the_same_documents_and_groups
     )
 
 
-def test_the_row_of_a_batch_has_each_tasks_own_reward_and_the_share_of_its_samples_that_are_truncated():
+def test_the_row_of_a_batch_has_each_tasks_reward_and_the_share_of_truncated_samples():
     group = GroupRequest("train", 0, 0, 0, 4)
     rollouts = [fakes.rollout(Request(group, member, 2), [2, 2], member % 2) for member in range(4)]
     rollouts[2] = replace(rollouts[2], truncated=True)
     samples = [
-        Sample(each, 0.5 if member else 0.0, 0, member, 0, 2)
+        fakes.queued(each, 0.5 if member else 0.0, 0, member, 0, 2)
         for member, each in enumerate(rollouts)
     ]
     tally = Tally(

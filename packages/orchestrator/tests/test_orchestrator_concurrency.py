@@ -1,4 +1,4 @@
-"""Calls beside the event loop: one after another, taken back by who is cancelled, and in nobody's way to an exit."""
+"""A worker thread: calls run in order, cancelling withdraws them, and none delays the exit."""
 
 import asyncio
 import subprocess

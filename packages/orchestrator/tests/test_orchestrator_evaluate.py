@@ -46,7 +46,8 @@ def test_weights_that_the_trainer_did_not_publish_last_are_not_evaluated(rl):
     other = WeightPublisher(run_dir / "wire").publish_folder(5, folder).digest
     with pytest.raises(
         RunFailed,
-        match=f"weights/rl: has weights {other}, but the trainer published {digest} as its last version; remove",
+        match=f"weights/rl: has weights {other}, but the trainer published {digest} "
+        "as its last version; remove",
     ):
         check_last(stage(run_dir), 4, folder, other)
     (checkpoint / "trainer" / checkpoints.PUBLISHED).write_text("{}")

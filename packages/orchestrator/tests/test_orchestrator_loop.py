@@ -20,7 +20,6 @@ from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Evaluate
 from orrery.orchestrator import assemble, dispatch, evaluate, preemption, runner, snapshot
 from orrery.orchestrator import loop as loop_module
-from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.loop import Loop
 from orrery.orchestrator.requests import GroupRequest, Request
@@ -66,7 +65,7 @@ def run(
 
 @pytest.fixture
 def at_close(monkeypatch):
-    """What the fleet had aborted, and had in flight, when the stage began to close, which aborts all that is left."""
+    """Record the aborted requests and those in flight when the runner begins to close."""
     seen, close = SimpleNamespace(), runner.RolloutRunner.close
 
     async def noting(self):
@@ -119,7 +118,7 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
     )
 
 
-def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_version_and_training_has_none(
+def test_an_evaluation_rollout_has_its_own_seed_at_every_version_and_training_has_none(
     tmp_path,
 ):
     _, fleet, _, _ = run(tmp_path, fakes.manifest())
@@ -137,7 +136,7 @@ def test_an_evaluation_rollout_has_a_seed_of_its_own_that_is_the_same_at_every_v
     assert len({of[0] for of in seeds.values()}) == 3 * 2
 
 
-def test_the_seed_of_an_evaluation_rollout_follows_the_runs_seed_the_task_the_problem_and_the_member():
+def test_the_seed_of_an_evaluation_rollout_depends_on_run_seed_task_problem_and_member():
     def seed(run, task, problem, member, group_id=0, version=0):
         return runner.evaluation_seed(
             run, Request(GroupRequest("evaluation", group_id, task, problem, 4), member, version)
@@ -173,9 +172,10 @@ def test_every_batch_row_has_the_numbers_that_readers_take(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert row.keys() >= {
-            "reward_mean", "staleness_mean", "staleness_max", "staleness_counts", "num_versions", "num_mixed_rollouts", "num_in_flight",
-            "num_queued_rollouts", "dropped", "num_sampled", "num_without_signal", "num_zero_advantage",
-            "completion_tokens_mean", "truncated_share", "generated_tokens_per_s", "version", "digests",
+            "reward_mean", "staleness_mean", "staleness_max", "staleness_counts", "num_versions",
+            "num_mixed_rollouts", "num_in_flight", "num_queued_rollouts", "dropped", "num_sampled",
+            "num_without_signal", "num_zero_advantage", "completion_tokens_mean",
+            "truncated_share", "generated_tokens_per_s", "version", "digests",
         }  # fmt: skip
         assert row["staleness_max"] <= 2 and sum(row["staleness_counts"]) == 8 * 4
     assert any("reward/task1" in row for row in rows)
@@ -249,13 +249,13 @@ def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
     assert {line["step"] for line in lines} == {1, 2, 3, 4, 5, 6}
 
 
-def test_every_batch_carries_the_digest_of_each_version_that_sampled_it_also_out_of_a_restored_queue(
+def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_queue(
     tmp_path,
 ):
     manifest = fakes.manifest(checkpoint_steps=2)
     ctx, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
-    sample = Sample(
+    sample = fakes.queued(
         fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
     )
     # A whole batch, which is cut before any engine has been updated.
@@ -334,7 +334,7 @@ def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
 def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_are_kept(
     tmp_path, max_batches_ahead
 ):
-    """The trainer keeps `max_batches_ahead` + 3 versions: the one being loaded, and what the batches that are there can make."""
+    """The trainer keeps `max_batches_ahead` + 3 versions: the loaded one and those to come."""
     newer = []
 
     class Slow(fakes.FakeFleet):
@@ -614,7 +614,7 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
     loop = loop_of(ctx, ctx.manifest, fleet, trainer)
     group = GroupRequest("train", 0, 0, 0, 8)
     queued = [
-        Sample(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
+        fakes.queued(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
         for member in range(8)
     ]
 
@@ -699,7 +699,7 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
 
 
 class WindingDown(fakes.FakeTrainer):
-    """Is asked to wind down once batch `after` is sent (0: before the first), and makes checkpoints whole as the real one does."""
+    """A trainer that is preempted after batch `after` (0: before any) and completes checkpoints."""
 
     def __init__(self, run_dir, manifest, after, first_version=0):
         super().__init__(first_version)
@@ -752,7 +752,7 @@ class WindingDown(fakes.FakeTrainer):
 def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     tmp_path, monkeypatch, after
 ):
-    """Checkpoints are due after 2, 4 and 6, so the moments are before all batches, between two checkpoints, and just after one."""
+    """Checkpoints are due after 2, 4 and 6: preempt before, between, and just after them."""
     monkeypatch.setattr(preemption, "POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
     first, scheduler = WindingDown(tmp_path, manifest, after), Scheduler(manifest)

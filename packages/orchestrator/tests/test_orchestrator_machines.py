@@ -1,4 +1,4 @@
-"""The small machines one by one: clock, algorithms, source, groups and sink, evaluation, snapshot files, activity, samples."""
+"""The small machines: clock, algorithms, source, buffer, evaluation, snapshots, samples."""
 
 import json
 from dataclasses import replace
@@ -15,12 +15,12 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Grpo, MaxRl
 from orrery.orchestrator import batching, samples, snapshot
 from orrery.orchestrator.algorithms import ALGORITHMS, advantages
-from orrery.orchestrator.buffer import BARREN_BATCHES, CompleteGroup, RolloutBuffer, Sample
+from orrery.orchestrator.buffer import BARREN_BATCHES, Group, RolloutBuffer
 from orrery.orchestrator.dispatch import PROOF_S, TimeoutClassifier
 from orrery.orchestrator.engine_load import PIECE_S, EngineActivity
 from orrery.orchestrator.evaluate import summary
 from orrery.orchestrator.evaluation import Evaluations, describe_counts
-from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request, Source
+from orrery.orchestrator.requests import Failed, GroupRequest, Request, Source
 from orrery.orchestrator.scheduler import Clock, Snapshot
 from orrery.tasks.task import Message, ToolCall
 from orrery.transport import checkpoints
@@ -114,7 +114,7 @@ def whole(group_id, rewards, version=0):
         member: fakes.rollout(Request(request, member, version), [version] * 3, reward)
         for member, reward in rewards.items()
     }
-    return CompleteGroup(request, version, survivors)
+    return Group(request, version, survivors)
 
 
 def sink_of(per_batch, **orchestrator):
@@ -128,7 +128,7 @@ def sink_of(per_batch, **orchestrator):
 MIXED, EQUAL = {0: 0, 1: 1, 2: 0, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}
 
 
-def test_groups_without_signal_wait_aside_until_the_batch_has_been_sampled_as_often_as_the_ratio_says():
+def test_groups_without_signal_wait_aside_until_the_ratio_of_the_batch_has_been_sampled():
     buffer = sink_of(8, max_sampled_ratio=2.0)
     buffer.add(whole(0, MIXED))
     for group in (1, 2):
@@ -216,13 +216,10 @@ def test_the_row_of_an_evaluation_says_how_many_of_its_rewards_are_timeouts():
     first, second = machine.begin(0, 1.0)
     for group in (first, second):
         for member in range(2):
-            failed = Failed(Request(group, member, 0), "timeout", "slow", is_zero=True)
-            outcome = (
-                failed
-                if group is first
-                else Finished(failed.request, fakes.rollout(failed.request, [0], 1.0))
-            )
-            result = machine.add(outcome, 5.0)
+            request = Request(group, member, 0)
+            failed = Failed("timeout", "slow", is_zero=True)
+            outcome = failed if group is first else fakes.rollout(request, [0], 1.0)
+            result = machine.add(request, outcome, 5.0)
     (row,) = result.rows
     assert (row["reward_mean"], row["num_rollouts"], row["num_failed"], row["num_timeouts"]) == (
         0.5,
@@ -335,12 +332,10 @@ def finish(machine, groups, version, rewards):
     for group, reward in zip(groups, rewards, strict=True):
         for member in range(group.size):
             request = Request(group, member, version)
-            outcome = (
-                Failed(request, "engine", "gone")
-                if reward is None
-                else Finished(request, fakes.rollout(request, [version], reward))
-            )
-            result = machine.add(outcome, 5.0)
+            outcome = Failed("engine", "gone")
+            if reward is not None:
+                outcome = fakes.rollout(request, [version], reward)
+            result = machine.add(request, outcome, 5.0)
     return result
 
 
@@ -364,7 +359,8 @@ def test_failed_evaluation_rollouts_are_left_out_of_the_mean_and_counted_by_reas
     machine = evaluations()
     result = finish(machine, machine.begin(0, 1.0), 0, [1.0, None])
     assert result.rows == [
-        {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2, "failures": {"engine": 2},
+        {"version": 0, "task": "held_out", "reward_mean": 1.0, "num_rollouts": 2, "num_failed": 2,
+        "failures": {"engine": 2},
          "num_timeouts": 0, "start_s": 1.0, "end_s": 5.0}
     ]  # fmt: skip
     assert describe_counts(result.rows[0]) == "2 rollouts, 2 failed: 2 engine"
@@ -410,7 +406,7 @@ def test_an_evaluation_rollout_of_two_versions_ends_the_run():
     group = machine.begin(3, 0.0)[0]
     request = Request(group, 0, 3)
     with pytest.raises(RunFailed, match="versions 3 to 4"):
-        machine.add(Finished(request, fakes.rollout(request, [3, 4], 1.0)), 1.0)
+        machine.add(request, fakes.rollout(request, [3, 4], 1.0), 1.0)
 
 
 def test_held_out_problems_are_the_same_each_time_and_groups_have_new_numbers():
@@ -432,7 +428,7 @@ def example_snapshot():
         replace(each, truncated=m == 1, metrics={"exact": m / 4, f"only{m}": 1.0})
         for m, each in enumerate(rollouts)
     ]
-    group = [Sample(each, (m % 2) - 0.3333, 3, m, 0, 1) for m, each in enumerate(rollouts)]
+    group = [fakes.queued(each, (m % 2) - 0.3333, 3, m, 0, 1) for m, each in enumerate(rollouts)]
     return Snapshot(
         5,
         [9],
@@ -470,11 +466,12 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
         chain(*kept.queue, *kept.spare), chain(*back.queue, *back.spare), strict=True
     ):
         assert (old.advantage, old.group_id, old.member, old.task_index, old.dispatch_version) == (
-            new.advantage, new.group_id, new.member, new.task_index, new.dispatch_version)  # fmt: skip
+            new.advantage, new.group_id, new.member, new.task_index,
+            new.dispatch_version)  # fmt: skip
         for name in ("token_id", "logprob", "trained", "version"):
-            np.testing.assert_array_equal(getattr(old.rollout, name), getattr(new.rollout, name))
+            np.testing.assert_array_equal(getattr(old, name), getattr(new, name))
         for name in ("messages", "reward", "truncated", "metrics"):
-            assert getattr(old.rollout, name) == getattr(new.rollout, name), name
+            assert getattr(old, name) == getattr(new, name), name
     assert sorted(path.name for path in snapshot.folder(tmp_path, 4, 1).parent.iterdir()) == [
         "orchestrator"
     ]
@@ -483,22 +480,18 @@ def test_a_snapshot_reads_back_as_it_was_written(tmp_path):
 def test_a_snapshot_keeps_routes_and_those_that_no_engine_told(tmp_path):
     kept, shape = example_snapshot(), RouteShape(3, 2, 300)
     said = [
-        np.arange(6 * each.rollout.num_tokens, dtype=np.uint16).reshape(-1, 3, 2)
-        for each in kept.queue[0]
+        np.arange(6 * each.num_tokens, dtype=np.uint16).reshape(-1, 3, 2) for each in kept.queue[0]
     ]
     said[1] = without_routes(len(said[1]), shape)
     queue = [
-        [
-            replace(each, rollout=replace(each.rollout, routed_experts=of))
-            for each, of in zip(kept.queue[0], said, strict=True)
-        ]
+        [replace(each, routed_experts=of) for each, of in zip(kept.queue[0], said, strict=True)]
     ]
     snapshot.write(tmp_path, 4, 1, replace(kept, queue=queue, spare=[]), 1.0)
     for new, routes in zip(
         snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4).queue[0], said, strict=True
     ):
-        assert new.rollout.routed_experts.dtype == np.uint16
-        np.testing.assert_array_equal(new.rollout.routed_experts, routes)
+        assert new.routed_experts.dtype == np.uint16
+        np.testing.assert_array_equal(new.routed_experts, routes)
         np.testing.assert_array_equal(batching.document(new, 1.0).token["routed_experts"], routes)
 
 
@@ -569,7 +562,8 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
         and "characters left out" in one["tool_calls"]
     )
     assert [each["content"] for each in some] == [
-        *(f"turn {turn}" for turn in range(8)), "4 messages", *(f"turn {turn}" for turn in range(12, 20)),
+        *(f"turn {turn}" for turn in range(8)), "4 messages",
+        *(f"turn {turn}" for turn in range(12, 20)),
     ]  # fmt: skip
     assert [each["content"] for each in sixteen] == [f"turn {turn}" for turn in range(16)] and len(
         whole[0]["content"]

@@ -18,8 +18,10 @@ from orrery.transport.routed_experts import RouteShape
 
 def episode(fleet, task=None, max_turns=3, max_model_len=64, **options):
     return run_episode(
-        task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns, renderer=fakes.FakeRenderer(), engine=fleet,
-        sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len, cache_salt="7", name="train-1-0",
+        task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns,
+        renderer=fakes.FakeRenderer(), engine=fleet,
+        sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len,
+        cache_salt="7", name="train-1-0",
         timeout_s=9.0, **options,
     )  # fmt: skip
 

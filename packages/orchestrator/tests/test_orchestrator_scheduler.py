@@ -1,4 +1,4 @@
-"""Whatever the order of events: hypothesis plays engine, trainer and clock against the dispatch and the whole state."""
+"""Any order of events: hypothesis runs engine, trainer and clock against dispatch and scheduler."""
 
 import random
 from collections import Counter
@@ -45,7 +45,9 @@ class DispatchMachine(RuleBasedStateMachine):
     def start(self):
         self.now_s += 1
         waiting_evaluations = sum(
-            group.size - self.left[group.key] - sum(r.group == group for r in self.in_flight.values())
+            group.size
+            - self.left[group.key]
+            - sum(each.group == group for each in self.in_flight.values())
             for group in self.offered.values() if group.purpose == "evaluation"
         )  # fmt: skip
         requests = self.dispatch.start(self.version, self.now_s)
@@ -117,16 +119,17 @@ TestDispatch.settings = QUICK
 
 def content_of(queue):
     return [
-        [(sample.group_id, sample.member, sample.rollout.token_id.tobytes()) for sample in group]
+        [(sample.group_id, sample.member, sample.token_id.tobytes()) for sample in group]
         for group in queue
     ]
 
 
 class StateMachine(RuleBasedStateMachine):
-    """An engine that answers in any order, a trainer of any pace, updates at any time, kills at any checkpoint."""
+    """Answers in any order, a trainer of any pace, updates at any time, kills at any checkpoint."""
 
     @initialize(
-        bound=st.integers(0, 3), ahead=st.integers(0, 2), permits=st.integers(1, 12), per_batch=st.sampled_from([4, 8, 12]),
+        bound=st.integers(0, 3), ahead=st.integers(0, 2), permits=st.integers(1, 12),
+        per_batch=st.sampled_from([4, 8, 12]),
         ratio=st.sampled_from([1.0, 1.3, 3.0]),
     )  # fmt: skip
     def begin(self, bound, ahead, permits, per_batch, ratio):
@@ -185,7 +188,7 @@ class StateMachine(RuleBasedStateMachine):
                     self.scheduler.failed(request, "engine", "gone", self.now_s)
                 else:
                     versions = sorted({first, last})
-                    # No group that mixes 0, 1 and 0.3 has one of them as its mean, so only a group of equals has an advantage of 0.
+                    # No mix of 0, 1 and 0.3 has one of them as its mean, so only equals give 0.
                     self.scheduler.finished(
                         request,
                         fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None),
@@ -227,9 +230,9 @@ class StateMachine(RuleBasedStateMachine):
         self.cut_step += 1
         assert batch.step == self.cut_step, "batch numbers rise by one"
         assert batch.step <= self.published + 1 + self.manifest.orchestrator.max_batches_ahead
-        assert len(batch.samples) == self.scheduler.rollouts_per_batch, "a batch never shrinks"
-        for sample in batch.samples:
-            versions = sample.rollout.sampled_versions
+        assert len(batch.rollouts) == self.scheduler.rollouts_per_batch, "a batch never shrinks"
+        for sample in batch.rollouts:
+            versions = sample.sampled_versions
             assert versions.min() >= batch.step - 1 - self.bound, "a token older than the bound"
             assert versions.max() <= batch.step - 1, (
                 "a token of a version that this batch has yet to make"
@@ -239,7 +242,7 @@ class StateMachine(RuleBasedStateMachine):
                 or num_sampled >= self.ratio * self.scheduler.rollouts_per_batch
             ), "filled before it had to be"
             assert sample.dispatch_version <= versions.min()
-        self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.samples)
+        self.trained_rollouts.extend((sample.group_id, sample.member) for sample in batch.rollouts)
         assert len(set(self.trained_rollouts)) == len(self.trained_rollouts), (
             "a rollout was trained twice"
         )
@@ -251,13 +254,13 @@ class StateMachine(RuleBasedStateMachine):
             len(self.trained_rollouts),
         )
         self.dropped_at_snapshot = self.dropped_before + Counter(self.scheduler.buffer.dropped)
-        for group in self.scheduler.groups._gathered.values():  # failures in open groups are redone
-            self.dropped_at_snapshot["engine"] -= group.num_left - len(group.survivors)
+        for group in self.scheduler.groups._groups.values():  # failures in open groups are redone
+            self.dropped_at_snapshot["engine"] -= group.num_ended - len(group.survivors)
 
     @precondition(lambda self: self.snapshot is not None)
     @rule()
     def kill_and_resume(self):
-        """Back to the newest checkpoint, whose batch has been trained; engines and trainer start from its version."""
+        """Resume from the newest checkpoint; engines and trainer start from its version."""
         step = self.snapshot.next_batch - 1
         self.scheduler = Scheduler(self.manifest, self.snapshot)
         self.dropped_before = self.dropped_at_snapshot
@@ -268,7 +271,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cut_step)
     @rule()
     def wind_down_and_resume(self):
-        """The trainer trains all that it was sent; the state of any moment after that goes on, with all that had ended."""
+        """Resume from the state at any moment after the trainer trained all that was sent."""
         before, num_trained = self.scheduler, len(self.trained_rollouts)
         self._keep()
         self.kill_and_resume()
@@ -292,7 +295,7 @@ class StateMachine(RuleBasedStateMachine):
         waiting = sum(group.size for group in scheduler.snapshot().in_flight)
         gone = Counter(scheduler.buffer.dropped) + self.dropped_before
         failed_in_open_groups = sum(
-            group.num_left - len(group.survivors) for group in scheduler.groups._gathered.values()
+            group.num_ended - len(group.survivors) for group in scheduler.groups._groups.values()
         )  # counted already, and their group is waiting
         trained, num_spare = (
             len(self.trained_rollouts),
@@ -340,7 +343,7 @@ TestState.settings = QUICK
 @given(seed=st.integers(0, 2**32), bound=st.integers(0, 3), ahead=st.integers(0, 2))
 @settings(max_examples=30, deadline=None)
 def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
-    """The same machine over hundreds of events, further than a search gets: queues fill, go stale and are resumed."""
+    """Run hundreds of events, further than a search gets: queues fill, go stale and are resumed."""
     rng, machine = random.Random(seed), StateMachine()
     machine.begin(
         bound=bound,
@@ -377,7 +380,7 @@ def test_long_runs_in_any_order_keep_every_promise(seed, bound, ahead):
 
 
 def play(scheduler, engine_order, until_step, published=0, train=True, crash=None):
-    """A deterministic world: the engine ends requests in the order that `engine_order` picks; the trainer trains at once."""
+    """Run deterministically: `engine_order` orders the ends, and the trainer trains at once."""
     batches, in_flight = [], []
     scheduler.updated(published)
     for tick in range(10_000):
@@ -407,8 +410,8 @@ def play(scheduler, engine_order, until_step, published=0, train=True, crash=Non
 def content(batches):
     return [
         [
-            (s.group_id, s.member, s.task_index, s.advantage, s.rollout.token_id.tobytes())
-            for s in batch.samples
+            (s.group_id, s.member, s.task_index, s.advantage, s.token_id.tobytes())
+            for s in batch.rollouts
         ]
         for batch in batches
     ]
@@ -417,7 +420,7 @@ def content(batches):
 @given(st.integers(1, 7), st.integers(1, 24))
 @settings(max_examples=25, deadline=None)
 def test_a_run_that_is_killed_and_resumed_trains_what_it_would_have_trained(crash, permits):
-    """With an engine that answers in order, and the same tokens to the same problem, a resumed run is the same run."""
+    """With answers in order and the same tokens per problem, a resumed run is the same run."""
     manifest = fakes.manifest(
         max_in_flight=permits,
         num_steps=9,
@@ -445,7 +448,7 @@ def test_a_resumed_run_loses_no_problem_and_trains_none_twice_whatever_the_order
     batches = play(scheduler, any_order, 9, crash=crash)
     resumed = Scheduler(manifest, scheduler.snapshot())
     batches += play(resumed, any_order, 9, published=crash)
-    trained = [(s.group_id, s.member) for batch in batches for s in batch.samples]
+    trained = [(s.group_id, s.member) for batch in batches for s in batch.rollouts]
     assert len(trained) == len(set(trained)) == 9 * 8
     kept = {group.group_id for group in resumed.snapshot().in_flight} | {
         s.group_id for g in resumed.buffer.queue for s in g
@@ -484,7 +487,7 @@ def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_count
 
 
 def test_on_policy_training_waits_for_every_version():
-    """With a bound of 0 and no batch ahead, batch n holds version n − 1 only, and generation pauses in between."""
+    """With bound 0 and no batch ahead, batch n holds version n − 1 only, and generation pauses."""
     manifest = fakes.manifest(
         max_off_policy_steps=0,
         max_batches_ahead=0,
@@ -589,7 +592,9 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(
             num_sampled += 1
         scheduler.wanted = published + 1
         if batch := scheduler.take_batch():
-            assert len(batch.samples) == 8 and not any(sample.advantage for sample in batch.samples)
+            assert len(batch.rollouts) == 8 and not any(
+                sample.advantage for sample in batch.rollouts
+            )
             num_cut += 1
             cuts.append(num_sampled)
         if tick % 40 == 39 and published < num_cut:

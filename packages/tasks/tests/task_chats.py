@@ -1,4 +1,4 @@
-"""What the tests of this room share: task uses of every kind, models with a character tokenizer, and a folder in the style of Qwen."""
+"""Shared by the tests: task uses of every kind, character tokenizers, and a Qwen-like folder."""
 
 import asyncio
 import inspect
@@ -58,7 +58,7 @@ def fastest_s(call: Callable[[], object]) -> float:
 
 
 def judged(task: Task, problem: Problem, said: Sequence[Message]) -> Judgement:
-    """The verdict on `problem` where the chat goes on with `said`, whether `judge` is a coroutine or not."""
+    """Return the judgement of a chat that goes on with `said`, also if `judge` is a coroutine."""
 
     async def verdict() -> Judgement:
         made = task.judge(problem, [*problem.messages, *said])
@@ -125,9 +125,13 @@ CHATML = """\
         {{- '<|im_end|>\\n' }}
         {%- endgeneration %}
     {%- elif message.role == "tool" %}
-        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\\n' }}{%- endif %}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- endif %}
@@ -137,7 +141,7 @@ CHATML = """\
 
 
 def write_qwen_like(folder: Path) -> Path:
-    """A byte-level tokenizer with ChatML turns, Hermes calls and two stop tokens, as pretrained folders have them."""
+    """Write a byte-level tokenizer with ChatML turns, Hermes calls and two stop tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]

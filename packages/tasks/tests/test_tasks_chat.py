@@ -213,7 +213,8 @@ def test_a_text_with_a_token_beyond_the_models_vocabulary_is_refused_and_others_
     ):
         with pytest.raises(
             OrreryError,
-            match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, which is no row of the model",
+            match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, "
+            "which is no row of the model",
         ):
             refused()
     with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size: 10"):
@@ -269,7 +270,7 @@ def test_another_template_or_stop_token_is_another_tokenizer(name, tmp_path):
         write_tokenizer(model, tmp_path / "copy")
 
 
-# A pretrained format ---------------------------------------------------------------------------------------------------
+# A pretrained format
 
 
 def test_a_pretrained_format_renders_turns_around_what_was_sampled(qwen):
@@ -360,7 +361,8 @@ def test_openings_without_an_end_cost_time_in_proportion(opens):
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "no stop token follows"),
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>"
+            "{% endif %}{% endfor %}",
             "drops what the assistant said",
         ),
         (None, "has no chat template"),
@@ -410,5 +412,8 @@ def test_the_room_needs_no_torch_and_no_transformers():
     import subprocess
     import sys
 
-    code = "import sys, orrery.tasks.chat, orrery.tasks.check; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, orrery.tasks.chat, orrery.tasks.check; "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""What every kind of task promises; a new kind adds its args to `task_chats.ARGS` and runs through all of it."""
+"""The contract of every kind of task. A new kind adds its args to `task_chats.ARGS`."""
 
 import subprocess
 import sys
@@ -34,9 +34,11 @@ def test_a_problem_is_a_function_of_args_seed_and_index(kind):
 @kinds
 def test_another_process_sees_the_same_problems(kind):
     code = (
-        "import sys, msgspec; from orrery.manifest.schema import TaskUse; from orrery.tasks import make;"
+        "import sys, msgspec; from orrery.manifest.schema import TaskUse;"
+        "from orrery.tasks import make;"
         "task = make(TaskUse.model_validate_json(sys.argv[1]));"
-        f"sys.stdout.buffer.write(msgspec.json.encode([task.problem(i) for i in range({len(INDICES)})]))"
+        f"problems = [task.problem(i) for i in range({len(INDICES)})];"
+        "sys.stdout.buffer.write(msgspec.json.encode(problems))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, task_use(kind).model_dump_json()],

@@ -29,7 +29,8 @@ MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
         ),
         (
             task_use("quite_else"),
-            "task 'it': kind: there is no 'quite_else'; choose from calculator, few_shot, lengths, ",
+            "task 'it': kind: there is no 'quite_else'; "
+            "choose from calculator, few_shot, lengths, ",
         ),
         (
             task_use("reverse_text", min_lenght=3),
@@ -57,7 +58,8 @@ MANIFEST = Path(__file__).parents[3] / "manifests" / "reverse_text.json"
         ),
         (
             task_use("reasoning_gym", family="leg_count"),
-            "task 'it': args.family: reasoning-gym has no 'leg_count'; did you mean 'leg_counting'?",
+            "task 'it': args.family: reasoning-gym has no 'leg_count'; "
+            "did you mean 'leg_counting'?",
         ),
         (
             task_use("reasoning_gym", config={"min_word": 3}),
@@ -160,7 +162,8 @@ def test_the_checked_in_manifests_pass_the_check():
         (
             '"min_length"',
             '"min_lenght"',
-            "error: tasks.train[0]: task 'reverse_text': args: there is no 'min_lenght'; did you mean 'min_length'?",
+            "error: tasks.train[0]: task 'reverse_text': args: there is no 'min_lenght'; "
+            "did you mean 'min_length'?",
         ),
         (
             '"alphabet": "a',
@@ -203,6 +206,6 @@ def test_the_check_refuses_evaluation_on_problems_that_are_trained_sft_included(
         with pytest.raises(OrreryError) as error:
             check(manifest.model_copy(update={"tasks": tasks}))
         assert (
-            str(error.value)
-            == f"tasks.evaluation[1]: these are the problems of {path}; give it another seed or split"
+            str(error.value) == f"tasks.evaluation[1]: these are the problems of {path}; "
+            "give it another seed or split"
         )

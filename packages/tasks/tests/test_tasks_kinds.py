@@ -59,7 +59,8 @@ def test_a_family_of_one_problem_has_it_on_one_side_alone():
     assert split_of(train.problem(0).messages[0].content) == "train"
     with pytest.raises(
         OrreryError,
-        match=r"no held_out question of family prime_factorization in 1000 draws; config .* allows too few",
+        match=r"no held_out question of family prime_factorization in 1000 draws; "
+        "config .* allows too few",
     ):
         held_out.problem(0)
 
@@ -257,7 +258,8 @@ def test_a_call_in_text_is_a_call_where_the_format_has_none():
 
 
 def test_a_line_has_one_call_in_text_from_its_first_opening_to_its_last_parenthesis():
-    text = ") calculator(1+(2)) calculator(3) x\ncalculator(4\n) calculator(\ncalculator()\rcalculator(5)"
+    text = ") calculator(1+(2)) calculator(3) x\ncalculator(4\n) calculator(\n"
+    text += "calculator()\rcalculator(5)"
     assert text_calls(text) == ["1+(2)) calculator(3", ")\rcalculator(5"]
 
 

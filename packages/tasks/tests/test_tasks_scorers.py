@@ -1,4 +1,4 @@
-"""Answers that are run to be scored: what they cannot do to the process that asks, and to the answers behind them."""
+"""Answers that are run: what they cannot do to the process that asks, and to later answers."""
 
 import asyncio
 import os
@@ -103,7 +103,8 @@ async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(
     limits = [("AS", 4 * 2**30), ("FSIZE", 0), ("CORE", 0)]
     assert await holds(
         task,
-        f"all((r := __import__('resource')).getrlimit(getattr(r, 'RLIMIT_' + n)) == (m, m) for n, m in {limits})",
+        "all((r := __import__('resource')).getrlimit(getattr(r, 'RLIMIT_' + n)) == (m, m) "
+        f"for n, m in {limits})",
     )
     assert await holds(task, "0 < (r := __import__('resource')).getrlimit(r.RLIMIT_CPU)[0] < 60")
 
@@ -119,9 +120,12 @@ async def test_what_a_scorer_prints_is_no_answer_and_what_speaks_in_its_place_is
 
 
 PATCHES = {
-    "the scorer": "setattr(__import__('reasoning_gym').algorithmic.spiral_matrix.SpiralMatrixDataset, 'score_answer', lambda *_: 1.0)",
+    "the scorer": "setattr("
+    "__import__('reasoning_gym').algorithmic.spiral_matrix.SpiralMatrixDataset, "
+    "'score_answer', lambda *_: 1.0)",
     "the interpreter": "setattr(__import__('builtins'), 'float', lambda *_: 1.0)",
-    "a thread": "__import__('threading').Thread(target=lambda: [__import__('os').write(n, b'1.0') for n in range(9999)]).start()",
+    "a thread": "__import__('threading').Thread("
+    "target=lambda: [__import__('os').write(n, b'1.0') for n in range(9999)]).start()",
 }
 
 
@@ -140,7 +144,7 @@ async def test_what_an_answer_starts_ends_with_it(kept, task):
 @pytest.mark.parametrize(
     ("signal", "how"), [("SIGKILL", "ended, or said"), ("SIGSTOP", "stood still")]
 )
-async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_rollout_and_is_no_zero(
+async def test_an_answer_that_ends_or_stops_the_process_behind_it_fails_its_rollout(
     kept, task, monkeypatch, signal, how
 ):
     monkeypatch.setattr(scorer_pool, "SLACK_S", 0.5)
@@ -148,7 +152,8 @@ async def test_an_answer_that_ends_or_stops_the_process_behind_its_own_costs_a_r
     with pytest.raises(OrreryError, match=how):
         await said(
             task,
-            f"[(o := __import__('os')).kill(o.getppid(), __import__('signal').{signal}), __import__('time').sleep(60)]",
+            "[(o := __import__('os')).kill(o.getppid(), "
+            f"__import__('signal').{signal}), __import__('time').sleep(60)]",
         )
     assert kept._idle == [] and (await said(task, "RIGHT")).reward == 1.0
 
@@ -238,7 +243,10 @@ asyncio.run(main())
 async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
     kept, task, monkeypatch, tmp_path
 ):
-    module = "from reasoning_gym.algorithmic.spiral_matrix import SpiralMatrixDataset as S\nS.score_answer = lambda *_: 1.0\n"
+    module = (
+        "from reasoning_gym.algorithmic.spiral_matrix import SpiralMatrixDataset as S\n"
+        "S.score_answer = lambda *_: 1.0\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(module)
     with monkeypatch.context() as broken:
         broken.syspath_prepend(tmp_path)
@@ -290,9 +298,7 @@ async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
     assert (await said(task, "RIGHT")).reward == 1.0
 
 
-def test_processes_are_kept_from_one_event_loop_to_the_next_and_signals_to_the_group_do_not_end_them(
-    kept, task
-):
+def test_processes_survive_a_change_of_event_loop_and_signals_to_the_group(kept, task):
     assert asyncio.run(said(task, "RIGHT")).reward == 1.0
     [scorer] = kept._idle
     for number in (15, 2, 10):
@@ -305,7 +311,8 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
         OrreryError,
-        match="the process that scores answers did not start: what it said of it stands above in this log",
+        match="the process that scores answers did not start: "
+        "what it said of it stands above in this log",
     ):
         await said(task, "RIGHT")
     monkeypatch.undo()
@@ -326,7 +333,8 @@ from orrery.tasks import Message, make
 task = make(task_use("reasoning_gym", family="polynomial_multiplication", config={}))
 async def main():
     problem = task.problem(0)
-    return (await task.judge(problem, [*problem.messages, Message("assistant", problem.answer)])).reward
+    chat = [*problem.messages, Message("assistant", problem.answer)]
+    return (await task.judge(problem, chat)).reward
 try:
     print(asyncio.run(main()))
 except OrreryError as error:
@@ -376,5 +384,5 @@ async def test_a_scorer_ends_with_its_input(kept, task):
 
 
 def _is_limited(pid: int) -> bool:
-    """Whether a scorer has come so far that it is about to take answers: its folder is gone by then."""
+    """Whether a scorer is about to take answers: its folder is removed by then."""
     return os.readlink(f"/proc/{pid}/cwd").endswith(" (deleted)")

@@ -1,4 +1,4 @@
-"""Which tokens of an example are trained, by role, in the character format and in templates of pretrained models."""
+"""Which tokens of an example are trained, in the character format and in pretrained templates."""
 
 import itertools
 
@@ -111,7 +111,7 @@ def test_a_template_that_trims_and_has_no_end_of_turn_for_others_trains_their_co
         Message("user", "4\n"),
         Message("assistant", "5"),
     ]
-    # The tokenizer has words of letters and bytes for the rest, so no token crosses the edges of a content here.
+    # The tokenizer has words of letters, and bytes for the rest: no token crosses a content's edge.
     assert trained_text(renderer, chat, ("user",)) == ["hello", "4"]
     assert trained_text(renderer, chat, ("assistant",)) == [" 3<|im_end|>", " 5<|im_end|>"]
 
@@ -131,7 +131,8 @@ def test_a_token_that_lies_partly_in_trained_text_is_trained(tmp_path):
 def test_a_message_that_the_template_does_not_write_by_itself_is_named(tmp_path):
     renderer = with_template(
         tmp_path,
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.role == 'user' %} {{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% if m.role == 'user' %} {{ messages[0].content }}{% endif %}"
         "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}",
     )
     chat = [Message("system", "x"), Message("user", "y"), Message("assistant", "z")]
@@ -143,7 +144,8 @@ def test_a_message_that_the_template_does_not_write_by_itself_is_named(tmp_path)
         renderer.example(chat, (), ("system",))
     renderer = with_template(
         tmp_path,
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content | length if m.role == 'user' else m.content }}<|im_end|>{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} "
+        "{{ m.content | length if m.role == 'user' else m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}",
     )
     chat = [

@@ -1,4 +1,4 @@
-"""How many vowels has a word? A whole task of one's own; `pyproject.toml` beside it makes it known."""
+"""Count the vowels of a word: a complete task. Its `pyproject.toml` declares the entry point."""
 
 import random
 from collections.abc import Sequence

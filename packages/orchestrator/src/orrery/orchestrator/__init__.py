@@ -1,1 +1,1 @@
-"""Keep engines and trainer busy, and the training data on-policy enough. `loop` is the algorithm."""
+"""Keep engines and trainer busy and the data on-policy enough. `loop` is the algorithm."""

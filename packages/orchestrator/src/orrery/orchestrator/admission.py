@@ -41,7 +41,7 @@ class AdaptiveLimit:
         """Update share and limit from one poll.
 
         `loads` has the serving engines by index, without prefill engines, whose caches hold a
-        prompt only briefly. `num_ended` and `was_full` (no permit was free) are since the last poll.
+        prompt only briefly. `num_ended` and `was_full` (no free permit) are since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:

@@ -53,7 +53,7 @@ async def engine_pool(ctx: RoleContext) -> EnginePool:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait for `count` servers of `role` in a thread. The thread ends when its caller is cancelled."""
+    """Wait for `count` servers of `role` in a thread, which ends when the caller is cancelled."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -90,7 +90,7 @@ def renderer(ctx: RoleContext, *stages: str) -> Renderer:
 
 
 def sender(ctx: RoleContext) -> RolloutSender:
-    """Open the rollout wire and publish its address. Call it inside the event loop that serves it."""
+    """Open the rollout wire and publish its address. Needs the event loop that will serve it."""
     kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
     wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
     rendezvous.publish(ctx, wire.url)

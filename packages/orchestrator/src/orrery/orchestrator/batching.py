@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orrery.manifest.schema import Manifest
-from orrery.orchestrator.buffer import Sample
+from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.scheduler import TrainBatch
 from orrery.transport.columns import Columns
 from orrery.transport.packing import micro_batches, pack_for
@@ -17,9 +17,9 @@ from orrery.transport.rollout_wire import Batch
 from orrery.transport.routed_experts import COLUMN
 
 
-def document(sample: Sample, temperature: float) -> Columns:
-    """Return one sample as columns."""
-    rollout = sample.rollout
+def document(rollout: Rollout, temperature: float) -> Columns:
+    """Return one rollout with an advantage as columns."""
+    assert rollout.advantage is not None
     routes = {} if rollout.routed_experts is None else {COLUMN: rollout.routed_experts}
     return Columns(
         np.array([0, rollout.num_tokens], dtype=np.int64),
@@ -28,26 +28,26 @@ def document(sample: Sample, temperature: float) -> Columns:
             "trained": rollout.trained,
             "logprob": rollout.logprob,
             "version": rollout.version,
-            "advantage": np.where(rollout.trained, np.float32(sample.advantage), np.float32(0.0)),
+            "advantage": np.where(rollout.trained, np.float32(rollout.advantage), np.float32(0.0)),
             **routes,
         },
         {
             "temperature": np.array([temperature], dtype=np.float32),
             "engine": np.array([rollout.engine], dtype=np.int32),
-            "dispatch_version": np.array([sample.dispatch_version], dtype=np.int32),
+            "dispatch_version": np.array([rollout.dispatch_version], dtype=np.int32),
             "reward": np.array([rollout.reward], dtype=np.float32),
-            "group_id": np.array([sample.group_id], dtype=np.int64),
-            "task_index": np.array([sample.task_index], dtype=np.int32),
+            "group_id": np.array([rollout.group_id], dtype=np.int64),
+            "task_index": np.array([rollout.task_index], dtype=np.int32),
         },
     )
 
 
-def digests(samples: Sequence[Sample], known: dict[int, str]) -> dict[str, str]:
+def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
     """Return {version: digest} of all versions that sampled a token here, oldest first.
 
     The versions are strings, because JSON keys are.
     """
-    versions = np.unique(np.concatenate([sample.rollout.sampled_versions for sample in samples]))
+    versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 
 
@@ -73,9 +73,9 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
 
 
 def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
-    """Return the batch's metrics row: its samples, and the time since the batch before."""
-    samples, tally = batch.samples, batch.tally
-    versions = [sample.rollout.sampled_versions for sample in samples]
+    """Return the batch's metrics row: its rollouts, and the time since the batch before."""
+    rollouts, tally = batch.rollouts, batch.tally
+    versions = [rollout.sampled_versions for rollout in rollouts]
     behind = batch.step - 1 - np.concatenate(versions)
     task_of = np.array([task for task, _, _ in tally.rewards], dtype=np.int64)
     rewards = np.array([reward for _, reward, _ in tally.rewards], dtype=np.float64)
@@ -84,7 +84,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
         for i, task in enumerate(manifest.tasks.train)
         if (task_of == i).any()
     }
-    trained_mean = float(np.mean([sample.rollout.reward for sample in samples]))
+    trained_mean = float(np.mean([rollout.reward for rollout in rollouts]))
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
@@ -93,7 +93,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),
         "num_without_signal": sum(not has_signal for _, _, has_signal in tally.rewards),
-        "num_zero_advantage": sum(sample.advantage == 0 for sample in samples),
+        "num_zero_advantage": sum(rollout.advantage == 0 for rollout in rollouts),
         **by_task,
         "staleness_mean": float(behind.mean()),
         "staleness_max": int(behind.max()),
@@ -101,6 +101,6 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
         "num_versions": len(np.unique(np.concatenate(versions))),
         "num_mixed_rollouts": sum(int(each.min() != each.max()) for each in versions),
         "completion_tokens_mean": float(np.mean([len(each) for each in versions])),
-        "truncated_share": float(np.mean([sample.rollout.truncated for sample in samples])),
+        "truncated_share": float(np.mean([rollout.truncated for rollout in rollouts])),
         "generated_tokens_per_s": tally.generated_tokens / elapsed_s if elapsed_s > 0 else None,
     }

@@ -11,15 +11,14 @@
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.algorithms import advantages
-from orrery.orchestrator.requests import Failed, Finished, GroupDropped, GroupRequest
+from orrery.orchestrator.requests import Failed, GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
 BARREN_BATCHES = 10  # so many batches of rollouts without a trainable group are an error
@@ -30,70 +29,47 @@ RAISE = {  # by reason, the setting to raise
 }
 
 
-@dataclass(frozen=True)
-class CompleteGroup:
-    """All members have ended. `survivors` are by member; of the others `num_zeros` have reward 0."""
+@dataclass
+class Group:
+    """The members that have ended. `num_zeros` of those that failed have the reward 0."""
 
     request: GroupRequest
     version: int  # at dispatch
-    survivors: dict[int, Rollout]
+    survivors: dict[int, Rollout] = field(default_factory=dict)  # by member
     num_zeros: int = 0
-
-
-@dataclass
-class _Gathered:
-    version: int
-    num_left: int = 0
-    num_zeros: int = 0
-    survivors: dict[int, Rollout] = field(default_factory=dict)
+    num_ended: int = 0
 
 
 class Groups:
     """Groups of which some members have ended."""
 
     def __init__(self) -> None:
-        self._gathered: dict[str, _Gathered] = {}
+        self._groups: dict[str, Group] = {}
 
     @property
     def num_rollouts(self) -> int:
-        return sum(len(group.survivors) for group in self._gathered.values())
+        return sum(len(group.survivors) for group in self._groups.values())
 
-    def add(self, outcome: Finished | Failed) -> CompleteGroup | None:
+    def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
         """Return the complete group if this was its last member."""
-        request = outcome.request.group
-        group = self._gathered.setdefault(request.key, _Gathered(outcome.request.version))
-        group.num_left += 1
-        if isinstance(outcome, Finished):
-            group.survivors[outcome.request.member] = outcome.rollout
+        key = request.group.key
+        group = self._groups.setdefault(key, Group(request.group, request.version))
+        group.num_ended += 1
+        if isinstance(outcome, Rollout):
+            group.survivors[request.member] = outcome
         else:
             group.num_zeros += outcome.is_zero
-        if group.num_left < request.size:
+        if group.num_ended < request.group.size:
             return None
-        del self._gathered[request.key]
+        del self._groups[key]
         # By member, not by arrival, so that the batch does not depend on the order of events.
-        survivors = dict(sorted(group.survivors.items()))
-        return CompleteGroup(request, group.version, survivors, group.num_zeros)
+        group.survivors = dict(sorted(group.survivors.items()))
+        return group
 
     def drop(self, dropped: GroupDropped) -> int:
         """Forget the group. Return the number of its finished rollouts."""
-        group = self._gathered.pop(dropped.group.key, None)
+        group = self._groups.pop(dropped.group.key, None)
         return len(group.survivors) if group else 0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A rollout with its advantage, ready to train."""
-
-    rollout: Rollout
-    advantage: float
-    group_id: int
-    member: int
-    task_index: int
-    dispatch_version: int
-
-    @cached_property  # read at every event while the sample is queued
-    def oldest_version(self) -> int:
-        return int(self.rollout.sampled_versions.min())
 
 
 class RolloutBuffer:
@@ -106,8 +82,8 @@ class RolloutBuffer:
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
         # Generation is never further ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
-        self.queue: deque[list[Sample]] = deque()  # in order of completion
-        self.spare: deque[list[Sample]] = deque()  # groups of zero advantages
+        self.queue: deque[list[Rollout]] = deque()  # in order of completion
+        self.spare: deque[list[Rollout]] = deque()  # groups of zero advantages
         self.num_sampled = 0  # less the budget of each batch that left
         self.dropped: Counter[str] = Counter()  # rollouts by reason
         self._barren: Counter[str] = Counter()  # the same, since the last trainable group
@@ -135,7 +111,7 @@ class RolloutBuffer:
         missing = self.rollouts_per_batch - self.num_queued - _size(self.spare)
         return min(lacking, max(unspent, missing))
 
-    def add(self, group: CompleteGroup) -> bool:
+    def add(self, group: Group) -> bool:
         """Keep or drop the group. Return whether any advantage differs from 0."""
         survivors = group.survivors
         if not survivors or len(survivors) + group.num_zeros < 2:
@@ -144,16 +120,22 @@ class RolloutBuffer:
         rewards = [*(rollout.reward for rollout in survivors.values()), *[0.0] * group.num_zeros]
         gained = advantages(np.asarray(rewards, dtype=np.float32), self.algorithm)[: len(survivors)]
         has_signal = bool(gained.any())
-        group_id, task_index = group.request.group_id, group.request.task_index
-        samples = [
-            Sample(rollout, float(advantage), group_id, member, task_index, group.version)
+        rollouts = [
+            replace(
+                rollout,
+                advantage=float(advantage),
+                group_id=group.request.group_id,
+                member=member,
+                task_index=group.request.task_index,
+                dispatch_version=group.version,
+            )
             for (member, rollout), advantage in zip(survivors.items(), gained, strict=True)
         ]
-        self.num_sampled += len(samples)
+        self.num_sampled += len(rollouts)
         if has_signal or not self.drop_zero:
-            self.queue.append(samples)
+            self.queue.append(rollouts)
         else:
-            self.spare.append(samples)
+            self.spare.append(rollouts)
             while _size(self.spare) - len(self.spare[0]) >= self.most_spare:
                 self.count("zero_advantage", len(self.spare.popleft()))
         self._barren.clear()
@@ -164,7 +146,7 @@ class RolloutBuffer:
         for groups in (self.queue, self.spare):
             fresh = []
             for group in groups:
-                if min(sample.oldest_version for sample in group) >= oldest_version:
+                if min(rollout.oldest_version for rollout in group) >= oldest_version:
                     fresh.append(group)
                 else:
                     self.count("stale_in_queue", len(group))
@@ -172,8 +154,8 @@ class RolloutBuffer:
                 groups.clear()
                 groups.extend(fresh)
 
-    def take_batch(self, oldest_version: int) -> list[Sample] | None:
-        """Return the next batch without tokens older than `oldest_version`, or None if not ready."""
+    def take_batch(self, oldest_version: int) -> list[Rollout] | None:
+        """Return a batch without tokens older than `oldest_version`, or None if not ready."""
         self.sweep(oldest_version)
         if not self.has_batch:
             return None
@@ -209,13 +191,13 @@ class RolloutBuffer:
         )
 
 
-def _size(groups: deque[list[Sample]]) -> int:
+def _size(groups: deque[list[Rollout]]) -> int:
     return sum(len(group) for group in groups)
 
 
-def _take(groups: deque[list[Sample]], most: int) -> list[Sample]:
-    """Remove up to `most` samples from the front. The rest of a split group stays in front."""
-    taken: list[Sample] = []
+def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
+    """Remove up to `most` rollouts from the front. The rest of a split group stays in front."""
+    taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()
         room = most - len(taken)

@@ -42,7 +42,7 @@ class WorkerThread:
         self._lock = threading.Lock()
 
     async def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return or raise the result of `call()`. Cancelling withdraws a call that has not begun."""
+        """Return or raise `call()`'s result. Cancelling withdraws a call that has not begun."""
         with self._lock:
             if not self._thread.ident:
                 self._thread.start()

@@ -25,7 +25,7 @@ from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.dispatch import TIMEOUT, Dispatch, TimeoutClassifier
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, describe_counts
-from orrery.orchestrator.requests import Failed, Finished, Request
+from orrery.orchestrator.requests import Failed, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.runtime.role_context import RoleContext
@@ -182,18 +182,19 @@ class EvaluationLoop:
             self.runner.cancel([request])
 
     def _finished(self, request: Request, rollout: Rollout) -> None:
-        self._leave(Finished(request, rollout))
+        self._leave(request, rollout)
 
     def _failed(self, request: Request, reason: str, detail: str) -> None:
         self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
         if reason == ENGINE_GONE and self.dispatch.restart(request.name):
             self.changed.notify_all()
             return
-        self._leave(Failed(request, reason, detail, reason == TIMEOUT and self._timeouts_are_zero))
+        is_zero = reason == TIMEOUT and self._timeouts_are_zero
+        self._leave(request, Failed(reason, detail, is_zero))
 
-    def _leave(self, outcome: Finished | Failed) -> None:
-        if self.dispatch.leave(outcome.request.name):
-            self.result = self.evaluations.add(outcome, time.time()) or self.result
+    def _leave(self, request: Request, outcome: Rollout | Failed) -> None:
+        if self.dispatch.leave(request.name):
+            self.result = self.evaluations.add(request, outcome, time.time()) or self.result
             self.changed.notify_all()
 
 

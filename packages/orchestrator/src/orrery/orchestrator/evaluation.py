@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import TaskUse
 from orrery.orchestrator.dispatch import TIMEOUT
-from orrery.orchestrator.requests import Failed, Finished, GroupRequest, Request
+from orrery.orchestrator.requests import Failed, GroupRequest, Request
 from orrery.orchestrator.rollout import NO_VERSION, Rollout
 
 
@@ -95,20 +95,22 @@ class Evaluations:
         self._active = _Active(version, now_s, len(groups) * size)
         return groups
 
-    def add(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
+    def add(
+        self, request: Request, outcome: Rollout | Failed, now_s: float
+    ) -> EvaluationResult | None:
         """Return the result if this was the last rollout. Raise RunFailed on another version."""
-        active, task_index = self._active, outcome.request.group.task_index
+        active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1
-        if isinstance(outcome, Finished):
-            versions = outcome.rollout.sampled_versions
+        if isinstance(outcome, Rollout):
+            versions = outcome.sampled_versions
             if (versions != active.version).any():
                 raise RunFailed(
-                    f"evaluation at version {active.version}: rollout {outcome.request.name} holds "
+                    f"evaluation at version {active.version}: rollout {request.name} holds "
                     f"tokens of versions {versions.min()} to {versions.max()}; an update ran while "
                     "the version was pinned, which is a defect: report it"
                 )
-            active.rollouts.append((outcome.request, outcome.rollout))
+            active.rollouts.append((request, outcome))
         elif outcome.is_zero:
             active.zeros[task_index] += 1
         else:
@@ -119,7 +121,7 @@ class Evaluations:
         self._active, self.last = None, active.version
         active.rollouts.sort(key=lambda each: (each[0].group.group_id, each[0].member))
         rows = [self._row(active, index, now_s) for index in range(len(self.tasks))]
-        rollouts = [(request.group, rollout) for request, rollout in active.rollouts]
+        rollouts = [(each.group, rollout) for each, rollout in active.rollouts]
         return EvaluationResult(active.version, rows, rollouts)
 
     def _row(self, active: _Active, task_index: int, now_s: float) -> dict:

@@ -14,11 +14,11 @@
 import asyncio
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from orrery.manifest.errors import RunFailed
 from orrery.orchestrator import batching, samples, snapshot
-from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.dispatch import TimeoutClassifier
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, EngineActivity, poll_engines
@@ -70,7 +70,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and its policy evaluated. Raise Preempted if preempted."""
+        """Run until the last batch is trained and evaluated. Raise Preempted if preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)
@@ -197,8 +197,8 @@ class Loop:
 
     async def _send(self, batch: TrainBatch, row: dict) -> None:
         step, scheduler = batch.step, self.scheduler
-        documents = [batching.document(sample, self.temperature) for sample in batch.samples]
-        digests = batching.digests(batch.samples, scheduler.digests)
+        documents = [batching.document(rollout, self.temperature) for rollout in batch.rollouts]
+        digests = batching.digests(batch.rollouts, scheduler.digests)
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
@@ -245,7 +245,7 @@ class Loop:
         await stop_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write the orchestrator's half of checkpoint `step`, the last batch sent, unless it is 0."""
+        """Write our half of checkpoint `step`, the last batch sent, unless it is 0."""
         if step:
             where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
             is_resumed = step == self._first_step
@@ -269,10 +269,16 @@ class Loop:
         if self.scheduler.stopped_early:
             await self._keep_early_end(evaluation)
         compared = [
-            Sample(rollout, 0.0, group.group_id, 0, group.task_index, version)
+            replace(
+                rollout,
+                advantage=0.0,
+                group_id=group.group_id,
+                task_index=group.task_index,
+                dispatch_version=version,
+            )
             for group, rollout in evaluation.rollouts
         ]
-        documents = [batching.document(sample, self.temperature) for sample in compared]
+        documents = [batching.document(rollout, self.temperature) for rollout in compared]
         info = {"compare": True, "digests": batching.digests(compared, self.scheduler.digests)}
         with (
             self.ctx.metrics.span("send", step),
@@ -300,15 +306,15 @@ class Loop:
         rollout_store.prune(run_dir, step, self.manifest.orchestrator.keep_batches)
         lines = [
             samples.line(
-                sample.rollout,
+                rollout,
                 step=step,
                 attempt=self.ctx.attempt,
-                version=sample.dispatch_version,
-                task=self.manifest.tasks.train[sample.task_index].name,
-                group=sample.group_id,
-                advantage=sample.advantage,
+                version=rollout.dispatch_version,
+                task=self.manifest.tasks.train[rollout.task_index].name,
+                group=rollout.group_id,
+                advantage=rollout.advantage,
             )
-            for sample in batch.samples[:NUM_SAMPLES]
+            for rollout in batch.rollouts[:NUM_SAMPLES]
         ]
         samples.append(run_dir / "rollouts" / "samples.jsonl", lines)
 

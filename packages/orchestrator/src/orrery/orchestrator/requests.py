@@ -1,6 +1,6 @@
 """Requests for rollouts: their source, their types, and the three ways in which they end.
 
-    Source → GroupRequest → dispatch → Request (one per member) → Finished | Failed | GroupDropped
+    Source → GroupRequest → dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
 - The source has no end. The weights alone determine its order.
 - The next task is the one furthest behind its share, so every stretch of groups holds the mixture.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orrery.manifest.schema import TaskUse
-from orrery.orchestrator.rollout import Rollout
 
 Purpose = Literal["train", "evaluation"]
 
@@ -48,12 +47,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Finished:
-    request: Request
-    rollout: Rollout
-
-
-@dataclass(frozen=True)
 class Failed:
     """A failed rollout. `reason` is the word that is counted, `detail` the error sentence.
 
@@ -61,7 +54,6 @@ class Failed:
     never trained.
     """
 
-    request: Request
     reason: str
     detail: str
     is_zero: bool = False

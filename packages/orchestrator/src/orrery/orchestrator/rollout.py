@@ -14,6 +14,7 @@ import asyncio
 import inspect
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +54,10 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished episode. The arrays have one entry for each token of the conversation."""
+    """One finished episode. The arrays have one entry for each token of the conversation.
+
+    The fields from `advantage` on are set once the rollout's group is complete.
+    """
 
     token_id: np.ndarray  # i32 [n]
     logprob: np.ndarray  # f32 [n]
@@ -65,6 +69,11 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
     engine: int = UNKNOWN_ENGINE  # the engine that sampled all turns
+    advantage: float | None = None
+    group_id: int = -1
+    member: int = -1
+    task_index: int = -1
+    dispatch_version: int = NO_VERSION
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +83,10 @@ class Rollout:
     def sampled_versions(self) -> np.ndarray:
         """The versions of the sampled tokens, of which there is at least one."""
         return self.version[self.trained]
+
+    @cached_property  # read at every event while the rollout is queued
+    def oldest_version(self) -> int:
+        return int(self.sampled_versions.min())
 
 
 class Engine(Protocol):

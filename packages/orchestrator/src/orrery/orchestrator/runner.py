@@ -138,7 +138,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return a rollout's own seed. It does not depend on the version, so policies compare fairly."""
+    """Return a rollout's own seed, the same for every version, so policies compare fairly."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

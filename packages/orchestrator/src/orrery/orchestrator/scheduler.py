@@ -14,17 +14,10 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.buffer import Groups, RolloutBuffer, Sample
+from orrery.orchestrator.buffer import Groups, RolloutBuffer
 from orrery.orchestrator.dispatch import TIMEOUT, Dispatch
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
-from orrery.orchestrator.requests import (
-    Failed,
-    Finished,
-    GroupDropped,
-    GroupRequest,
-    Request,
-    Source,
-)
+from orrery.orchestrator.requests import Failed, GroupDropped, GroupRequest, Request, Source
 from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Rollout
 
 
@@ -72,10 +65,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` samples, and the tally until it was taken."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and the tally until it was taken."""
 
     step: int
-    samples: list[Sample]
+    rollouts: list[Rollout]
     tally: Tally
 
 
@@ -86,8 +79,8 @@ class Snapshot:
     next_batch: int
     cursors: list[int]
     in_flight: list[GroupRequest]
-    queue: list[list[Sample]]
-    spare: list[list[Sample]]  # groups of zero advantages
+    queue: list[list[Rollout]]
+    spare: list[list[Rollout]]  # groups of zero advantages
     num_sampled: int  # as in `RolloutBuffer`
     evaluated: int  # the newest evaluated version
     num_evaluation_groups: int
@@ -185,12 +178,12 @@ class Scheduler:
         step = self.clock.next_batch
         if self.clock.all_batches_taken or step > self.newest_allowed_batch:
             return None
-        samples = self.buffer.take_batch(self.clock.oldest_version(step))
-        if samples is None:
+        rollouts = self.buffer.take_batch(self.clock.oldest_version(step))
+        if rollouts is None:
             return None
         self.clock.next_batch += 1
         tally, self.tally = self.tally, Tally()
-        return TrainBatch(step, samples, tally)
+        return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
         """Whether engines may go to `version` now. An active evaluation pins their version."""
@@ -240,7 +233,7 @@ class Scheduler:
         if not self.dispatch.leave(request.name):
             return None
         self.tally.generated_tokens += int(rollout.trained.sum())
-        return self._leave(Finished(request, rollout), now_s)
+        return self._leave(request, rollout, now_s)
 
     def failed(
         self, request: Request, reason: str, detail: str, now_s: float
@@ -257,12 +250,14 @@ class Scheduler:
         if request.group.purpose == "train":
             self.buffer.count(reason, 1, detail)
         is_zero = reason == TIMEOUT and self._timeouts_are_zero
-        return self._leave(Failed(request, reason, detail, is_zero), now_s)
+        return self._leave(request, Failed(reason, detail, is_zero), now_s)
 
-    def _leave(self, outcome: Finished | Failed, now_s: float) -> EvaluationResult | None:
-        if outcome.request.group.purpose == "evaluation":
-            return self.evaluations.add(outcome, now_s)
-        group = self.groups.add(outcome)
+    def _leave(
+        self, request: Request, outcome: Rollout | Failed, now_s: float
+    ) -> EvaluationResult | None:
+        if request.group.purpose == "evaluation":
+            return self.evaluations.add(request, outcome, now_s)
+        group = self.groups.add(request, outcome)
         if group is not None:
             self._open_train_rollouts -= group.request.size
             has_signal, task_index = self.buffer.add(group), group.request.task_index

@@ -17,7 +17,6 @@ import msgspec
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.orchestrator.batching import document
-from orrery.orchestrator.buffer import Sample
 from orrery.orchestrator.requests import GroupRequest
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.scheduler import Snapshot
@@ -29,8 +28,8 @@ from orrery.transport.routed_experts import COLUMN
 FORMAT = 4
 
 
-class _QueuedSample(msgspec.Struct):
-    """The fields of a queued sample that are not columns."""
+class _QueuedRollout(msgspec.Struct):
+    """The fields of a queued rollout that are not columns."""
 
     group: int  # number of its group; spare groups come after the queue's
     member: int
@@ -50,7 +49,7 @@ class _State(msgspec.Struct):
     evaluated: int
     num_evaluation_groups: int
     digests: dict[int, str]
-    queue: list[_QueuedSample]
+    queue: list[_QueuedRollout]
     num_spare_groups: int
     num_sampled: int
     num_batches: int
@@ -102,18 +101,18 @@ def _later(checkpoint: Path) -> Path | None:
 
 def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> Path:
     groups = enumerate([*snapshot.queue, *snapshot.spare])
-    samples = [(number, sample) for number, group in groups for sample in group]
+    rollouts = [(number, each) for number, group in groups for each in group]
     queue = [
-        _QueuedSample(
+        _QueuedRollout(
             group=number,
-            member=sample.member,
-            advantage=sample.advantage,
-            reward=sample.rollout.reward,
-            truncated=sample.rollout.truncated,
-            messages=sample.rollout.messages,
-            metrics=sample.rollout.metrics,
+            member=rollout.member,
+            advantage=rollout.advantage,
+            reward=rollout.reward,
+            truncated=rollout.truncated,
+            messages=rollout.messages,
+            metrics=rollout.metrics,
         )
-        for number, sample in samples
+        for number, rollout in rollouts
     ]
     state = _State(
         format=FORMAT,
@@ -134,7 +133,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     shutil.rmtree(aside, ignore_errors=True)
     make_folder(aside)
     (aside / "state.json").write_bytes(msgspec.json.encode(state))
-    documents = [document(sample, temperature) for _, sample in samples]
+    documents = [document(rollout, temperature) for _, rollout in rollouts]
     safetensors_columns.write(aside / "queue.safetensors", documents, sync=False)
     publish_folder(aside, target)
     return target
@@ -161,11 +160,11 @@ def read(checkpoint: Path, step: int) -> Snapshot:
             f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of "
             f"{len(state.queue)} samples; expected format {FORMAT} of step {step}; {remedy}"
         )
-    groups: list[list[Sample]] = []
+    groups: list[list[Rollout]] = []
     for index, kept in enumerate(state.queue):
         if kept.group == len(groups):
             groups.append([])
-        groups[kept.group].append(_sample(columns, index, kept))
+        groups[kept.group].append(_rollout(columns, index, kept))
     num_queued = len(groups) - state.num_spare_groups
     return Snapshot(
         next_batch=state.next_batch,
@@ -182,9 +181,9 @@ def read(checkpoint: Path, step: int) -> Snapshot:
     )
 
 
-def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
+def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copied, because a mapped file that another node removes is unreadable on a network file system.
+    # Copied: a mapped file that another node removes is unreadable on a network file system.
     arrays = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")
@@ -194,7 +193,7 @@ def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
         int(columns.sample[name][index])
         for name in ("group_id", "task_index", "dispatch_version", "engine")
     )
-    rollout = Rollout(
+    return Rollout(
         **arrays,
         reward=kept.reward,
         truncated=kept.truncated,
@@ -202,5 +201,9 @@ def _sample(columns: Columns, index: int, kept: _QueuedSample) -> Sample:
         metrics=kept.metrics,
         routed_experts=routes,
         engine=engine,
+        advantage=kept.advantage,
+        group_id=group_id,
+        member=kept.member,
+        task_index=task_index,
+        dispatch_version=dispatch_version,
     )
-    return Sample(rollout, kept.advantage, group_id, kept.member, task_index, dispatch_version)
