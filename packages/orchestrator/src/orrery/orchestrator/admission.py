@@ -1,13 +1,11 @@
 """Admission: how many rollouts may be in flight. A permit is one rollout.
 
 - Lowering the limit cancels no rollout. It only stops new ones.
-- An adaptive limit is what the engines' caches can hold. It learns `share`: the part of one
-  engine's cache that one rollout in flight takes, shared prefixes and waiting turns included.
-- A measured share above the held one counts at once. A lower one counts as rollouts end, and only
-  while all permits are taken and the queues are short. So a young cohort does not raise the limit.
-- Requests that wait in an engine hold no cache, which raises the share.
+- The adaptive limit is `engines / share`. `share` is the learned part of one engine's cache that a
+  rollout in flight takes.
+- A higher measured share counts at once. A lower one counts slowly, as rollouts end, and only while
+  all permits are taken and queues are short: young rollouts must not raise the limit.
 - A preemption lowers the limit by at most BACKOFF, and again only once the pool fits that limit.
-- The limit is `engines / share`, so it falls and rises with the number of engines.
 """
 
 import math
@@ -24,8 +22,6 @@ DECAY = 3.0  # after the whole pool has turned over, e^-DECAY of an old share re
 
 @dataclass
 class AdaptiveLimit:
-    """The share of one engine's cache that a rollout takes, and the limit that follows from it."""
-
     bounds: AdaptiveAdmission
     max_model_len_tokens: int
     share: float | None = None
@@ -89,8 +85,6 @@ class AdaptiveLimit:
 
 
 class Admission:
-    """A counter of permits under a fixed or an adaptive limit."""
-
     def __init__(self, settings: FixedAdmission | AdaptiveAdmission, max_model_len_tokens: int):
         self.adaptive: AdaptiveLimit | None = None
         if isinstance(settings, AdaptiveAdmission):

@@ -1,8 +1,7 @@
 """Algorithms: pure functions from the rewards of one group to its advantages.
 
-- Rewards and advantages are f32 [n], n ≥ 2. Equal rewards give advantages of exactly 0.
-- The trainer knows no algorithm. To add one, write a function here, put it into `ALGORITHMS`, and
-  add its record to the manifest's schema.
+Equal rewards give advantages of exactly 0. To add an algorithm, write a function here, put it into
+`ALGORITHMS`, and add its record to the manifest's schema.
 """
 
 from collections.abc import Callable
@@ -18,8 +17,8 @@ STD_FLOOR = 1e-6  # keeps rounding errors of nearly equal rewards small
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    The paper divides by the group's standard deviation (of the population). This gives easy and
-    hard problems more weight (Liu et al. 2025, "Dr. GRPO"), so `normalize_std` turns it on.
+    With `normalize_std` divide by the population's standard deviation, as the paper does. It gives
+    easy and hard problems more weight (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -33,8 +32,7 @@ def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
 def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
     """Return A_i = (R_i − mean(R)) / mean(R), or 0 if the mean is not positive.
 
-    MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning"): a rare success has the
-    weight that maximum likelihood would give it.
+    MaxRL: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
     """
     exact = rewards.astype(np.float64)
     mean = exact.mean()

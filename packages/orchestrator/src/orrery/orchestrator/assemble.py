@@ -71,7 +71,7 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:
-    """Build the tasks by purpose, in the manifest's order."""
+    """Build the tasks by purpose."""
     return {
         "train": [make(use) for use in manifest.tasks.train],
         "evaluation": [make(use) for use in manifest.tasks.evaluation],
@@ -90,7 +90,7 @@ def renderer(ctx: RoleContext, *stages: str) -> Renderer:
 
 
 def sender(ctx: RoleContext) -> RolloutSender:
-    """Open the rollout wire and publish its address. Needs the event loop that will serve it."""
+    """Open the rollout wire in this event loop and publish its address."""
     kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
     wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
     rendezvous.publish(ctx, wire.url)
@@ -119,14 +119,13 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:
-    """Return `read()`, run in a thread. It may take minutes, and must not block the event loop."""
+    """Return `read()`, run in a thread because it may take minutes."""
     waits_for = "tasks, their data and checkpoints to be read"
     with ctx.health.waiting(waits_for, deadline_s=scaled(READ_S)):
         return await WorkerThread("assemble")(read)
 
 
 async def loop(ctx: RoleContext, engines: EnginePool, wire: RolloutSender) -> Loop:
-    """Build the RL stage."""
     start, built, chat = await read_in_thread(
         ctx, lambda: (scheduler(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
     )

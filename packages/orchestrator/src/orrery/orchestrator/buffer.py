@@ -1,12 +1,11 @@
 """The rollout buffer: rollouts become groups, groups get advantages, and batches leave.
 
-- `Groups` collects the members of a group until all have ended. A dropped group is lost whole.
-- A group needs two rewards to train, else it is dropped (`too_few_survivors`). Timeouts with a
-  reward of 0 count in the baseline, but their tokens are not trained.
-- `drop_zero_advantage_groups` puts groups of zero advantages aside, into `spare`. They fill the
-  batch once `max_sampled_ratio` times the batch has been sampled.
+- A group needs two rewards, else it is dropped (`too_few_survivors`). Timeouts with a reward of 0
+  count in the baseline, but are not trained.
+- `drop_zero_advantage_groups` puts groups of zero advantages into `spare`. They fill the batch once
+  `max_sampled_ratio` times the batch has been sampled.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A group may be split.
-- The sweep before a batch guarantees the staleness bound: a group with too old a token is dropped.
+- The sweep before a batch guarantees the staleness bound.
 """
 
 import math
@@ -41,7 +40,7 @@ class Group:
 
 
 class Groups:
-    """Groups of which some members have ended."""
+    """The incomplete groups."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
@@ -67,14 +66,12 @@ class Groups:
         return group
 
     def drop(self, dropped: GroupDropped) -> int:
-        """Forget the group. Return the number of its finished rollouts."""
+        """Forget the group. Return its number of finished rollouts."""
         group = self._groups.pop(dropped.group.key, None)
         return len(group.survivors) if group else 0
 
 
 class RolloutBuffer:
-    """The queue between generation and training."""
-
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
@@ -100,9 +97,9 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many rollouts the next `num_batches` batches need, including those in flight.
+        """Return how many rollouts, in flight too, the next `num_batches` batches need.
 
-        This exceeds the budget if too few rollouts are left because others became stale.
+        This exceeds the budget if stale rollouts were dropped.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -155,7 +152,7 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def take_batch(self, oldest_version: int) -> list[Rollout] | None:
-        """Return a batch without tokens older than `oldest_version`, or None if not ready."""
+        """Sweep, and return the next batch, or None if it is not ready."""
         self.sweep(oldest_version)
         if not self.has_batch:
             return None
@@ -174,7 +171,7 @@ class RolloutBuffer:
             self._details[reason] = detail
 
     def check_not_starved(self) -> None:
-        """Raise RunFailed, with reasons and counts, after too many rollouts that cannot train."""
+        """Raise RunFailed, with reasons and counts, if too many rollouts in a row cannot train."""
         num_lost = sum(self._barren.values())
         if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return

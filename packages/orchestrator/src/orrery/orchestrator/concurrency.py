@@ -31,10 +31,7 @@ class Notifier:
 
 
 class WorkerThread:
-    """Run blocking calls one after another in a daemon thread, which starts with the first call.
-
-    Unlike the threads of Python's own pools, it does not keep the process from exiting.
-    """
+    """Run blocking calls in order in a daemon thread, which does not delay the process's exit."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()

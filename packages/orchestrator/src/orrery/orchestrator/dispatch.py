@@ -1,11 +1,9 @@
 """Dispatch: turn group requests into rollouts in flight, and end those that take too long.
 
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
-- Order: evaluation first, then started groups (their prompt's prefix is cached), then new ones.
-- A group's version is the engines' when its first member starts. All its members and turns keep
-  it as their cache salt.
-- A failed rollout is not retried. Only a rollout of an evaluation that was lost with its engine
-  restarts, with the same seed and version, because an evaluation needs all of its problems.
+- Order: evaluation, then started groups (their prompt is cached), then new ones.
+- A group keeps the engines' version of its first member's start, as cache salt of all turns.
+- Failed rollouts are not retried. Evaluations restart those that were lost with their engine.
 - Pure: no clock, no engine. The caller runs and cancels the requests.
 """
 
@@ -38,8 +36,6 @@ class _OpenGroup:
 
 
 class Dispatch:
-    """Groups with a member that waits for a permit or is in flight."""
-
     def __init__(self, admission: Admission):
         self.admission = admission
         self._groups: dict[str, _OpenGroup] = {}
@@ -59,19 +55,17 @@ class Dispatch:
         return [group for group in self._groups.values() if group.request.purpose == "train"]
 
     def open_train_groups(self) -> list[GroupRequest]:
-        """Return the train groups that are not complete, by number."""
         groups = [group.request for group in self._train_groups()]
         return sorted(groups, key=lambda group: group.group_id)
 
     def offer(self, group: GroupRequest) -> None:
-        """Queue a group. Its members start as permits allow."""
         if group.key in self._groups:
             raise AssertionError(f"group {group.key} offered twice")
         self._groups[group.key] = _OpenGroup(group)
         self._waiting[group.purpose].append(group.key)
 
     def start(self, version: int, now_s: float) -> list[Request]:
-        """Return the requests to start now. Each holds a permit until it leaves."""
+        """Return the requests to start. Each holds a permit until it leaves."""
         started = []
         while self.admission.free:
             queue = self._waiting["evaluation"] or self._waiting["train"]
@@ -94,7 +88,7 @@ class Dispatch:
         return started
 
     def leave(self, name: str) -> bool:
-        """End a request. Return False, so its result is void, if its group was dropped before."""
+        """End a request. Return False if its group was dropped, so the result is void."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -105,7 +99,7 @@ class Dispatch:
         return True
 
     def restart(self, name: str) -> bool:
-        """Queue a request again that was lost with its engine. Return False if it has left."""
+        """Queue a request again. Return False if its group was dropped."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -146,7 +140,6 @@ class Dispatch:
         ]
 
     def drop_train(self, reason: str) -> list[GroupDropped]:
-        """Drop every train group."""
         return [self._drop(group, reason) for group in self._train_groups()]
 
     def _drop(self, group: _OpenGroup, reason: str) -> GroupDropped:
@@ -195,10 +188,7 @@ class TimeoutClassifier:
     def reasons(
         self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float
     ) -> list[tuple[Request, str, str]]:
-        """Return (request, reason, sentence) for each rollout whose reason is known.
-
-        `expired` holds all requests that are past their time now.
-        """
+        """Return (request, reason, sentence) for each expired request with a known reason."""
         requests, found = list(expired), []
         self._expired = {
             request.name: self._expired.get(request.name) or _Expired(now_s) for request in requests

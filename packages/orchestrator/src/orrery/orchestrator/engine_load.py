@@ -19,8 +19,7 @@ async def poll_engines(
 ) -> dict[int, EngineMetrics]:
     """Return the load of every engine by index, or {} if one does not answer in time.
 
-    Without an answer admission's limit stays. Rows are written when `pace` is due, or always if it
-    is None.
+    Rows are written when `pace` is due, or always if it is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await fleet.metrics()
@@ -54,11 +53,9 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write a span `generate` (attribute `engine`) for each time in which an engine had requests.
+    """Write spans `generate` (attribute `engine`) of the times in which an engine had requests.
 
-    - The counts are the orchestrator's own with one engine, and polled ones behind a router.
-    - Long spans are written in pieces, so a live view sees them grow and a killed run keeps them.
-    - Calls `add_span(name, start_s, end_s, engine=…)`.
+    Long spans are written in pieces, so a live view sees them grow and a killed run keeps them.
     """
 
     def __init__(self, add_span: Callable[..., None]):
@@ -67,7 +64,6 @@ class EngineActivity:
         self._begin_s: float | None = None
 
     def observe(self, engine: int, num_requests: int, now_s: float) -> None:
-        """Record that `engine` has `num_requests` in flight now."""
         self._begin_s = now_s if self._begin_s is None else self._begin_s
         since = self._busy_since.get(engine)
         if since is None:

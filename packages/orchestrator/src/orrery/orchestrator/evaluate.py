@@ -1,8 +1,7 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
 - Both policies are loaded from the files in `weights/`, whatever wire the RL stage has, and are
-  attested like any update. Every node sees these files, so no memory holds a copy.
-- Both use the same seeds, so only their weights differ.
+  attested like any update. Both use the same seeds.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 """
 
@@ -38,7 +37,6 @@ COUNTS = ("num_rollouts", "num_failed", "failures", "num_timeouts")
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage."""
     num_nodes = stage(ctx.manifest, ctx.stage).num_nodes
     async with await assemble.engine_pool(ctx) as pool:
         publisher = make_publisher("files", ctx.run_dir, ctx.attempt, num_nodes, keep=2)
@@ -119,8 +117,6 @@ def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> Non
 
 
 class EvaluationLoop:
-    """Evaluate without training, on the same parts as the RL stage."""
-
     def __init__(self, ctx: RoleContext, pool: Any, renderer: Any, tasks: dict, last_step: int):
         manifest = ctx.manifest
         settings, orchestrator = manifest.stages.evaluate, manifest.orchestrator
@@ -141,7 +137,6 @@ class EvaluationLoop:
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
-        """Run every problem on `version`, which the engines hold."""
         watching = asyncio.create_task(self._watch_engines())
         try:
             return await self._evaluate(version)
@@ -201,9 +196,8 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: the reward of each policy, and by task.
 
-    - A task's `reward_mean` is over its `num_rollouts`, which include timeouts of reward 0.
-      `num_timeouts` counts all timeouts.
-    - `num_failed` rollouts have no reward. `failures` counts them by reason.
+    - `reward_mean` is over `num_rollouts`, which include timeouts of reward 0. The `num_failed`
+      rollouts have no reward. `num_timeouts` counts all timeouts.
     - A policy's mean weights each task by all rollouts asked for.
     """
     content: dict[str, Any] = {"tasks": {}}

@@ -2,11 +2,9 @@
 
 - Due at the first version, whenever a multiple of `interval_steps` is reached or passed, and after
   the last batch. An interrupted evaluation is due again.
-- Updates wait while one is active. A rollout with another version ends the run.
+- Updates wait while one is active.
 - The problems are 0 … num_problems − 1 of every evaluation task, the same each time.
-- A failed rollout has no reward: the task's mean leaves it out, and the row counts it by reason.
-  A task whose rollouts all failed is an error.
-- A timeout has the reward 0 or is a failure (`orchestrator.on_timeout`). Both are counted.
+- A task's mean leaves failed rollouts out. If all failed, that is an error.
 """
 
 from collections import Counter
@@ -41,18 +39,13 @@ class EvaluationResult:
 
     @property
     def reward_mean(self) -> float:
-        """The mean over tasks, each weighted by the number of rollouts asked for.
-
-        Failures therefore move no weight to another task.
-        """
+        """The mean over tasks, each weighted by all rollouts asked for, failed ones too."""
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
         total = sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
         return float(total / sum(asked))
 
 
 class Evaluations:
-    """Decide which evaluation is due, and collect the active one."""
-
     def __init__(
         self,
         tasks: Sequence[TaskUse],
@@ -156,10 +149,7 @@ class Evaluations:
 
 
 def describe_counts(row: dict) -> str:
-    """Return the counts of a row as a phrase.
-
-    Examples: `250 rollouts, 3 of them timed out`; `236 rollouts, 20 failed: 20 judge`.
-    """
+    """Return a phrase such as `250 rollouts, 3 of them timed out, 20 failed: 20 judge`."""
     text = f"{row['num_rollouts']} rollouts"
     if zeros := row["num_timeouts"] - row["failures"].get(TIMEOUT, 0):
         text += f", {zeros} of them timed out"

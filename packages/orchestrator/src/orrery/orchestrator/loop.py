@@ -5,10 +5,9 @@
     follow         load new versions into the engines, and start evaluations of some of them
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-- Preempted, `train` waits until the trainer has done its work, writes a checkpoint and ends both.
-- A stage ends early, as a success, once a held-out reward reaches `evaluation.stop_at`.
-- After the last batch the trainer gets the last evaluation's rollouts to compare log-probs, because
-  a single version made them.
+When preempted, `train` waits until the trainer has done its work, writes a checkpoint and ends.
+After the last batch the trainer gets the last evaluation's rollouts to compare log-probs, because a
+single version made them.
 """
 
 import asyncio
@@ -40,8 +39,6 @@ NUM_SAMPLES = 4  # decoded rollouts per batch
 
 
 class Loop:
-    """One RL stage."""
-
     def __init__(
         self,
         ctx: RoleContext,

@@ -1,9 +1,7 @@
 """Preemption: notice a request to stop early, and stop the trainer's ranks at the same step.
 
-- In: the request file of `orrery.runtime.preemption`.
-- Out: an empty batch after the last one, with `wind_down` in its info, then `Preempted`.
-- All ranks get this batch, so all stop at the same step. They complete its checkpoint, for which
-  the orchestrator has written its half.
+All ranks get an empty batch with `wind_down` in its info. They then complete the checkpoint of the
+last step, for which the orchestrator has written its half.
 """
 
 import time

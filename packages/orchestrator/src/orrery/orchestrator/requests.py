@@ -2,10 +2,7 @@
 
     Source → GroupRequest → dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-- The source has no end. The weights alone determine its order.
-- The next task is the one furthest behind its share, so every stretch of groups holds the mixture.
-- Problem i is made from its task's seed. Evaluations use other seeds.
-- Groups that were in flight at a snapshot come first, under their old numbers.
+The next task is the one furthest behind its share, so every stretch of groups holds the mixture.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,8 +47,7 @@ class Request:
 class Failed:
     """A failed rollout. `reason` is the word that is counted, `detail` the error sentence.
 
-    With `is_zero` it counts as a reward of 0 in an evaluation and in its group's baseline. It is
-    never trained.
+    With `is_zero` it is a reward of 0 in an evaluation and in its group's baseline.
     """
 
     reason: str
@@ -70,7 +66,7 @@ class GroupDropped:
 
 
 class Source:
-    """An endless stream of train groups, numbered from 0. Tasks are mixed by weight."""
+    """An endless stream of train groups, after the `unfinished` ones of a snapshot."""
 
     def __init__(
         self,

@@ -1,13 +1,11 @@
 """Run one episode of a task and return it as arrays, a `Rollout`.
 
-- Every turn appends tokens to those that the engine sampled. A sampled token is never decoded and
-  encoded again on its way to the trainer.
-- A sampled token has a log-prob and a policy version. Prompt and tool tokens are untrained and have
-  NO_VERSION.
+- A sampled token is never decoded and encoded again on its way to the trainer.
+- Prompt and tool tokens are untrained and have NO_VERSION.
 - If routed experts are replayed, each turn returns those of its new input tokens.
 - `truncated`: the last turn reached a length limit. The rollout is judged as it is.
-- Failures of engine, task or judge are `RolloutFailed(reason)`, never a reward. So is an empty
-  generation. A broken judge (`JudgeBroken`) ends the run.
+- Failures of engine, task or judge, and empty generations, are `RolloutFailed(reason)`, never a
+  reward. A broken judge (`JudgeBroken`) ends the run.
 """
 
 import asyncio

@@ -1,9 +1,6 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- In: `Request`s that hold a permit. Out: exactly one call of `on_finished` or `on_failed` for each,
-  unless it is cancelled.
-- Awaiting `cancel` waits until the requests have left the engine. An update can then start without
-  racing their aborts.
+- Every request ends in one call of `on_finished` or `on_failed`, unless it is cancelled.
 - Any exception other than `RolloutFailed` ends the run: `check` raises it in the loop.
 """
 
@@ -25,8 +22,6 @@ GONE_PAUSE_S = 1.0
 
 
 class RolloutRunner:
-    """The rollouts in flight."""
-
     def __init__(
         self,
         manifest: Manifest,
@@ -82,15 +77,11 @@ class RolloutRunner:
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """Cancel these rollouts at once, without a result.
-
-        The returned awaitable ends when no cancelled rollout is left in an engine.
-        """
+        """Cancel these rollouts without a result. Await it to wait until they left the engines."""
         names = [request.name for request in requests]
         return self._cancel([self._running[name] for name in names if name in self._running])
 
     async def close(self) -> None:
-        """Cancel all rollouts."""
         await self._cancel(list(self._running.values()))
 
     def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":

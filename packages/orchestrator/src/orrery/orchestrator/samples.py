@@ -1,9 +1,7 @@
 """Write rollouts for people to read: `rollouts/samples.jsonl` and `rollouts/evaluate.jsonl`.
 
-- A line is one rollout: task, messages, reward and version. Each line is one write, so only the
-  last one can be torn.
-- `samples.jsonl` grows with every batch, so long conversations are `shortened` there.
-  `evaluate.jsonl` is complete.
+A line is one rollout. `samples.jsonl` grows with every batch, so long conversations are `shortened`
+there. `evaluate.jsonl` is complete.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,10 +29,7 @@ def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the first and last messages as JSON types, with a note of how many are left out.
-
-    Long texts are shortened the same way.
-    """
+    """Return the first and last messages, with shortened texts, as JSON types."""
     half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
     if left_out <= 0:
         return [_short(message) for message in messages]

@@ -1,10 +1,8 @@
 """The scheduler makes every decision of the loop. Pure: no engine, no clock, no asyncio.
 
-- In: events (`finished`, `failed`, `updated`, `wanted`). Out: actions (`start`, `expired`, `drain`,
-  `take_batch`, `begin_evaluation`).
 - Groups start only if they can still train: rollouts in flight and queued stay within the batches
-  that may hold the engines' version. So a slow trainer pauses generation and the data stay fresh.
-- Generation is at most one batch ahead of `max_batches_ahead`.
+  that may hold the engines' version, and at most one batch beyond `max_batches_ahead`. So a slow
+  trainer pauses generation and the data stay fresh.
 - Nothing starts during an update (`updating`).
 - `start`, `expired` and `batching.row` take monotonic times. All other times are wall-clock.
 """
@@ -23,7 +21,7 @@ from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Rollout
 
 @dataclass
 class Clock:
-    """Policy versions, batch numbers and the staleness formula, which everything else uses.
+    """Policy versions, batch numbers and the staleness formula.
 
     - Versions start at 0. Batch n (from 1) trains version n − 1 and makes version n.
     - A token may enter batch n only if its version ≥ n − 1 − `max_off_policy_steps`.
@@ -35,7 +33,6 @@ class Clock:
     version: int = NO_VERSION  # of the engines
 
     def oldest_version(self, batch: int) -> int:
-        """Return the oldest version that may enter `batch`."""
         return batch - 1 - self.max_off_policy_steps
 
     @property
@@ -44,7 +41,7 @@ class Clock:
         return self.oldest_version(self.next_batch)
 
     def batches_open_to(self, version: int) -> int:
-        """Return how many of the batches to come may hold tokens of `version`."""
+        """Return how many batches to come may hold tokens of `version`."""
         last = min(version + 1 + self.max_off_policy_steps, self.num_batches)
         return max(0, last - self.next_batch + 1)
 
@@ -90,8 +87,6 @@ class Snapshot:
 
 
 class Scheduler:
-    """The decisions of one RL stage."""
-
     def __init__(self, manifest: Manifest, snapshot: Snapshot | None = None):
         settings, tasks = manifest.orchestrator, manifest.tasks
         self.manifest = manifest
@@ -135,7 +130,6 @@ class Scheduler:
     # Actions ------------------------------------------------------------------------------------
 
     def start(self, now_s: float) -> list[Request]:
-        """Return the requests to start now."""
         if self.updating or self.clock.version == NO_VERSION:
             return []
         if self.tally.since_s is None:
@@ -153,10 +147,7 @@ class Scheduler:
         return self.dispatch.start(self.clock.version, now_s)
 
     def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
-        """Return the requests past their time, not counting an update's pause.
-
-        `TimeoutClassifier` finds the reason. The caller then fails each of them.
-        """
+        """Return the requests past their time. Time during an update does not count."""
         timeout_s = self.manifest.orchestrator.rollout_timeout_s
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
@@ -170,7 +161,6 @@ class Scheduler:
 
     @property
     def newest_allowed_batch(self) -> int:
-        """The newest batch that may be sent now."""
         return self.wanted + self.manifest.orchestrator.max_batches_ahead
 
     def take_batch(self) -> TrainBatch | None:
@@ -198,10 +188,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """Take no further batch if `result` has reached `evaluation.stop_at`.
-
-        Return whether this ends the stage earlier.
-        """
+        """Take no further batch if `result` reached `evaluation.stop_at`. Return whether it did."""
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False
@@ -238,10 +225,7 @@ class Scheduler:
     def failed(
         self, request: Request, reason: str, detail: str, now_s: float
     ) -> EvaluationResult | None:
-        """Record a failure and return as `finished` does.
-
-        A rollout of an evaluation that was lost with its engine restarts instead.
-        """
+        """Record a failure. A rollout of an evaluation that was lost with its engine restarts."""
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
             self.dispatch.restart(request.name)
             return None

@@ -1,12 +1,10 @@
 """Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
 - `queue.safetensors` has the finished groups that are not trained, as columns. `state.json` has
-  the rest. The folder is published whole, by a rename.
+  the rest. The folder is published by a rename.
 - Step n's files are written before batch n is sent, so every checkpoint of the trainer has them.
-- A preemption after batch n writes the current state. If step n has its files already, they stay,
-  and the newer state goes to `later.attempt_<k>/orchestrator/` in that checkpoint, with its own
-  marker. A resumed run reads the newest. The checkpoint is an earlier attempt's if attempt k has
-  sent no batch.
+- A preemption after batch n writes the current state. If step n has its files already, it goes to
+  `later.attempt_<k>/orchestrator/` in that checkpoint, which a resumed run prefers.
 """
 
 import shutil

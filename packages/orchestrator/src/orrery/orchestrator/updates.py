@@ -1,10 +1,7 @@
 """Updates: load new weights into all engines while rollouts are in flight.
 
 - Order: start nothing → cancel stale rollouts and wait until they left the engines → pause, load,
-  attest and resume (`EnginePool`) → record the version. Requests are aborted before the pause,
-  because aborts during it confuse the engines.
-- Every engine attests every tensor and answers the canary. The pool raises `RunFailed` on a
-  mismatch, and handles lost engines.
+  attest and resume (`EnginePool`) → record the version. Aborts during a pause confuse the engines.
 - An update waits for an active evaluation. It then takes the newest version and skips others.
 """
 
@@ -20,8 +17,6 @@ from orrery.transport.engine_api import UPDATE_S
 
 
 class Updates:
-    """Bring the engines to published versions, one update at a time."""
-
     def __init__(
         self, ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
     ):

@@ -5,8 +5,7 @@
   their hashes, so both processes need the same PYTHONHASHSEED; the launcher sets it for roles.
 - At most NUM_SCORERS processes for all tasks. Each scores one answer at a time, in a fork.
 - Requests are served in order. LIMIT_S counts from an answer's turn.
-- A process that cannot start, ends, hangs or sends no score is an OrreryError, never a score of 0.
-  The next answer gets a new process.
+- A failed process is an OrreryError, never a score of 0. The next answer gets a new process.
 - Processes end with this one, even if it is killed. They inherit no environment and no files.
 """
 

@@ -1,11 +1,10 @@
 """The task protocol: problems, replies and a judge; and the split of problems into two sides.
 
-- A problem is a pure function of (args, seed, index), in any process.
-- All types are JSON through msgspec, so checkpoints and sample files can hold them.
+- A problem is a pure function of (args, seed, index), in any process. All types are JSON.
 - `reply` and `judge` may be coroutines. An exception from them is a failure, never a reward of 0.
   A judge must accept any text of a model.
-- One that is not a coroutine blocks the caller's event loop. Slow work, and running a model's text,
-  belongs into another process (`scorer_pool.py`).
+- A function that is not a coroutine blocks the caller's event loop. Slow work, and running a
+  model's text, belongs into another process (`scorer_pool.py`).
 - The orchestrator calls `problem` in a thread, one call at a time, beside `reply` and `judge`.
 """
 
