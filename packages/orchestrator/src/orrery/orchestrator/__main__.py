@@ -36,7 +36,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop if it is installed, which makes requests cheaper."""
+    """Return uvloop's event loop if it is installed. It makes requests cheaper."""
     try:
         import uvloop
     except ImportError:

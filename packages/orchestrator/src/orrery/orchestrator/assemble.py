@@ -53,7 +53,7 @@ async def engine_pool(ctx: RoleContext) -> EnginePool:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait for `count` servers of `role` in a thread, which ends when the caller is cancelled."""
+    """Wait for `count` servers of `role` in a thread. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -98,9 +98,9 @@ def sender(ctx: RoleContext) -> RolloutSender:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a new scheduler, or the one of the newest complete checkpoint.
+    """Return a new scheduler, or the newest complete checkpoint's.
 
-    Remove incomplete checkpoints of earlier attempts, and those of the finished SFT stage.
+    Remove earlier attempts' incomplete checkpoints and the finished SFT stage's checkpoints.
     """
     # Safe here: every file of a new checkpoint is written after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)

@@ -30,7 +30,7 @@ RAISE = {  # by reason, the setting to raise
 
 @dataclass
 class Group:
-    """The members that have ended. `num_zeros` of those that failed have the reward 0."""
+    """The finished and failed members. `num_zeros` failed members have the reward 0."""
 
     request: GroupRequest
     version: int  # at dispatch

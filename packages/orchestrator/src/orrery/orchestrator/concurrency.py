@@ -31,7 +31,7 @@ class Notifier:
 
 
 class WorkerThread:
-    """Run blocking calls in order in a daemon thread, which does not delay the process's exit."""
+    """Run blocking calls in order in a daemon thread. It does not delay the process's exit."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()

@@ -1,9 +1,9 @@
-"""Dispatch: turn group requests into rollouts in flight, and end those that take too long.
+"""Dispatch: turn group requests into rollouts in flight, and end slow rollouts.
 
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
 - Order: evaluation, then started groups (their prompt is cached), then new ones.
 - A group keeps the engines' version of its first member's start, as cache salt of all turns.
-- Failed rollouts are not retried. Evaluations restart those that were lost with their engine.
+- Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
 - Pure: no clock, no engine. The caller runs and cancels the requests.
 """
 
@@ -175,7 +175,7 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare the engines' metrics with those of the first poll; {} if one did not answer."""
+        """Compare the engines' metrics with the first poll. `loads` is {} if one did not answer."""
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

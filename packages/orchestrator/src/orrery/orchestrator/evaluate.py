@@ -93,8 +93,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
 
-    The check needs the wire `files`, which carries the same tensors in the same precision. For
-    other wires the launcher compares `folder` with the receipt.
+    Only the wire `files` carries the same tensors in the same precision. For other wires the
+    launcher compares `folder` with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
@@ -196,8 +196,8 @@ class EvaluationLoop:
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
     """Return the content of `result.json`: the reward of each policy, and by task.
 
-    - `reward_mean` is over `num_rollouts`, which include timeouts of reward 0. The `num_failed`
-      rollouts have no reward. `num_timeouts` counts all timeouts.
+    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included. The `num_failed` rollouts
+      have no reward. `num_timeouts` counts all timeouts.
     - A policy's mean weights each task by all rollouts asked for.
     """
     content: dict[str, Any] = {"tasks": {}}

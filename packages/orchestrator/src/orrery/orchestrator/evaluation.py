@@ -4,7 +4,7 @@
   the last batch. An interrupted evaluation is due again.
 - Updates wait while one is active.
 - The problems are 0 … num_problems − 1 of every evaluation task, the same each time.
-- A task's mean leaves failed rollouts out. If all failed, that is an error.
+- A task's mean leaves failed rollouts out. It is an error if all failed.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ class Evaluations:
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
         self.last = last  # the newest evaluated version
-        self.num_groups = num_groups  # groups made so far, which gives their numbers
+        self.num_groups = num_groups  # made so far; the number of the next group
         self._active: _Active | None = None
 
     @property

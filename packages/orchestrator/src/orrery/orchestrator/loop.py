@@ -106,7 +106,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Tokens of an engine that has not attested its weights are not trained.
+            # Do not train tokens of an engine before it has attested its weights.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -234,7 +234,7 @@ class Loop:
         )
 
     async def _end_preempted(self) -> NoReturn:
-        """End both roles after the last batch that was sent."""
+        """End both roles after the last sent batch."""
         step = self.scheduler.clock.next_batch - 1
         with self.ctx.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
             await self.sender.wanted(step + 1)
@@ -254,7 +254,7 @@ class Loop:
         return has_stop or version == self.scheduler.clock.num_batches
 
     async def _send_comparison(self) -> None:
-        """Send the last evaluation's rollouts, which are scored and not trained."""
+        """Send the last evaluation's rollouts. The trainer scores them without training."""
         evaluation = self._evaluation
         assert evaluation is not None and evaluation.version == self.scheduler.clock.num_batches
         version, step = evaluation.version, evaluation.version + 1

@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. `reason` is the word that is counted, `detail` the error sentence.
+    """A failed rollout. Metrics count the word `reason`; `detail` is the error sentence.
 
     With `is_zero` it is a reward of 0 in an evaluation and in its group's baseline.
     """

@@ -2,7 +2,7 @@
 
 - A sampled token is never decoded and encoded again on its way to the trainer.
 - Prompt and tool tokens are untrained and have NO_VERSION.
-- If routed experts are replayed, each turn returns those of its new input tokens.
+- If routed experts are replayed, each turn returns its new input tokens' experts.
 - `truncated`: the last turn reached a length limit. The rollout is judged as it is.
 - Failures of engine, task or judge, and empty generations, are `RolloutFailed(reason)`, never a
   reward. A broken judge (`JudgeBroken`) ends the run.
@@ -28,11 +28,11 @@ from orrery.transport.routed_experts import RouteShape
 
 PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
 NO_VERSION = -1
-ENGINE_GONE = "engine_gone"  # the reason of a rollout that was lost with its engine
+ENGINE_GONE = "engine_gone"  # the reason if the engine was lost
 
 
 class RolloutFailed(Exception):
-    """A failed episode: `reason` is the word that is counted, `detail` the error sentence."""
+    """A failed episode. Metrics count the word `reason`; `detail` is the error sentence."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
@@ -79,7 +79,7 @@ class Rollout:
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """The versions of the sampled tokens, of which there is at least one."""
+        """The versions of the sampled tokens, at least one."""
         return self.version[self.trained]
 
     @cached_property  # read at every event while the rollout is queued
@@ -96,7 +96,7 @@ class Engine(Protocol):
 
 
 class _Tokens:
-    """The conversation so far in chunks, which are concatenated once per turn."""
+    """The conversation so far, in chunks."""
 
     def __init__(self, prompt: list[int]):
         self.chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -122,7 +122,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """The first token without routes: the last sampled one, which only now becomes an input."""
+        """The first token without routes: the last sampled one. It only now becomes an input."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:

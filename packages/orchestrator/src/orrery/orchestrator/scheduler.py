@@ -225,7 +225,7 @@ class Scheduler:
     def failed(
         self, request: Request, reason: str, detail: str, now_s: float
     ) -> EvaluationResult | None:
-        """Record a failure. A rollout of an evaluation that was lost with its engine restarts."""
+        """Record a failure. An evaluation's rollout restarts if its engine was lost."""
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
             self.dispatch.restart(request.name)
             return None

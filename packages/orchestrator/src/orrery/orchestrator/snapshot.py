@@ -1,10 +1,10 @@
 """Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished groups that are not trained, as columns. `state.json` has
-  the rest. The folder is published by a rename.
+- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the rest. The
+  folder is published by a rename.
 - Step n's files are written before batch n is sent, so every checkpoint of the trainer has them.
 - A preemption after batch n writes the current state. If step n has its files already, it goes to
-  `later.attempt_<k>/orchestrator/` in that checkpoint, which a resumed run prefers.
+  `later.attempt_<k>/orchestrator/` in that checkpoint. A resumed run prefers it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    """The fields of a queued rollout that are not columns."""
+    """The fields of a queued rollout besides its columns."""
 
     group: int  # number of its group; spare groups come after the queue's
     member: int

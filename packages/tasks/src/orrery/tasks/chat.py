@@ -113,16 +113,16 @@ class Renderer:
 
         Trained are the messages of `trained_roles`:
 
-        - the assistant's: all that it samples, with calls and the end-of-turn token;
-        - of others: the content and what follows it up to the end-of-turn token, inclusive. If the
-          template writes no end of turn before the next message, only the content.
+        - The assistant's: all sampled tokens, with calls and the end-of-turn token.
+        - Of other roles: the content and the text after it up to the end-of-turn token, inclusive.
+          If the template writes no end of turn before the next message, only the content.
 
         Headers (`<|im_start|>user`), text between turns, text that the template adds, and the first
         token are never trained. A token that lies partly in trained text is trained.
 
-        Raise OrreryError if the chat begins with the assistant, ends with a message that is neither
-        the assistant's nor trained, or has nothing to train; or if the template does not write a
-        trained message as a text of its own.
+        Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
+        another role, or has nothing to train. Raise it too if the template mixes a trained message
+        with other text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -245,7 +245,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the messages between two assistant turns, of which `first` is the number.
+        """Return the messages between two assistant turns. The first has the number `first`.
 
         `is_answered`: an assistant turn follows. The chat's beginning is rendered alone, later
         messages behind a placeholder turn.

@@ -105,7 +105,7 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The time is over. Not an Exception, because a task may catch those."""
+    """The time is over. A BaseException, because a task may catch any Exception."""
 
 
 @contextmanager
@@ -138,10 +138,7 @@ def _task(use: str) -> Task:
 def _longest_prompt_tokens(
     use: TaskUse, renderer: Renderer | None, trained_roles: Sequence[Role]
 ) -> int:
-    """Return the longest prompt's number of tokens; 0 without a renderer.
-
-    `trained_roles` are those of the demonstrations, if the task has some.
-    """
+    """Return the longest prompt's number of tokens, or 0 without a renderer."""
     task, longest = _task(use.model_dump_json()), 0
     demonstrate = getattr(task, "demonstration", None)
     for index in range(NUM_PROBLEMS):

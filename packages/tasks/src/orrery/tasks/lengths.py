@@ -4,8 +4,8 @@
   thousand is about e^(3.1 · sigma) medians.
 - Random weights never end a turn, so in other tasks all rollouts reach the limit. Real policies
   have a long tail.
-- All members of a group have the same length. The reward is a hash of the answer: there are
-  gradients, but nothing to learn.
+- All members of a group have the same length. The reward is a hash of the answer, so there are
+  gradients.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
 - Reward: the share of characters or words in their right place,
   Σ [reply[i] = answer[i]] / max(len(reply), len(answer)). Blanks around the reply do not count.
 - Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
-- `reverse_words` suits pretrained tokenizers, whose tokens are not single characters.
+- `reverse_words` suits pretrained tokenizers, because their tokens are longer than a character.
 """
 
 import random

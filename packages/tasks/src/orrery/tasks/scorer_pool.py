@@ -129,7 +129,7 @@ def _canary() -> tuple[str, str]:
 
 
 class _Scorer:
-    """One process and our end of the socket that is its stdin and stdout."""
+    """One process and our end of its stdin and stdout, a socket."""
 
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair()

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches, which would otherwise take half of each fork's time."""
+    """Fill sympy's caches, or filling them takes half of each fork's time."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -130,7 +130,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and all its descendants, which become our children when their parent ends."""
+    """Kill the fork and all its descendants. They become our children when their parent ends."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

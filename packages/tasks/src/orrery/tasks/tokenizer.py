@@ -204,7 +204,7 @@ def _parse_call(text: str, characters: bool) -> ToolCall | None:
             call = json.loads(text)
             name, arguments = call["name"], call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode((name, arguments))  # fails on half a surrogate pair, which JSON allows
+        msgspec.json.encode((name, arguments))  # JSON allows half a surrogate pair, UTF-8 does not
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_call = isinstance(name, str) and name and isinstance(arguments, dict)
