@@ -62,7 +62,7 @@ class Executor(RemoteExecutor):
             raise SystemExit(f"error: {error}") from None
         self.next_seconds_between_status_checks = poll_s
         self._troubled: dict[str, float] = {}  # job → when it became lost or unknown
-        self._going: list[str] = []  # job ids; Snakemake's own list is empty during a status check
+        self._going: list[str] = []  # Snakemake's list is empty during a status check
 
     def run_job(self, job: JobExecutorInterface) -> None:
         run, stage = job.wildcards["run"], job.rule.name
@@ -91,7 +91,7 @@ class Executor(RemoteExecutor):
         self.report_job_submission(info)
 
     def _submit(self, run_dir: Path, stage: str, command: list[str]) -> queue.SlurmJob:
-        """Return the stage's job: one that an earlier Snakemake left, else a new one.
+        """Return the stage's job: one that an earlier Snakemake left, or a new one.
 
         Retry if the controller does not answer. It may have accepted the job already.
         """

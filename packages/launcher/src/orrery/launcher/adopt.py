@@ -1,6 +1,6 @@
 """Adoption: start a run from another run's state, on other devices or in another layout.
 
-- The manifests may differ in the fields in `FREE`, which do not change what is learnt.
+- The manifests may differ in the fields in `FREE`. They do not change the training.
 - Finished stages and complete checkpoints are copied or hard-linked. The other run does not change.
 - The folder appears whole or not at all.
 """
@@ -31,14 +31,14 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied: the other's own files, and those that the run makes anew.
+# Not copied: files of the other run, and files that the run makes anew.
 LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")
 
 
 def adopt(run: Run, other: Run) -> str:
     """Make the folder of `run` with the state of `other`, and describe that state.
 
-    Raise OrreryError, and make nothing, if `run` has begun or cannot adopt `other`.
+    Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(
@@ -110,7 +110,7 @@ def _is_free(field: str) -> bool:
 
 
 def _left(root: Path, folder: str, names: list[str]) -> list[str]:
-    """Return the names that are not copied: `LEFT`, and incomplete checkpoints."""
+    """Return the names to leave out: `LEFT`, and incomplete checkpoints."""
     inside = Path(folder).relative_to(root)
     found = [name for name in names if (inside / name).as_posix() in LEFT]
     if inside.as_posix() in ("checkpoints", "checkpoints/sft"):
@@ -120,7 +120,7 @@ def _left(root: Path, folder: str, names: list[str]) -> list[str]:
 
 
 def _same(root: Path, source: str, target: str) -> None:
-    """Hard-link a file that is never written again, if possible. Else copy it."""
+    """Hard-link a file that never changes. Copy it if that is not possible."""
     inside = Path(source).relative_to(root)
     if inside.parts[0] in ("weights", "checkpoints") or (
         inside.parts[0] == "rollouts" and inside.suffix == ".safetensors"

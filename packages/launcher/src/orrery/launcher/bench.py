@@ -18,7 +18,7 @@ TRAINER = "orrery.trainer.bench"
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number and its goal, which may be missing."""
+    """A measured number and its optional goal."""
 
     name: str
     variant: str
@@ -97,7 +97,7 @@ def print_table(root: Path) -> bool:
 
 
 def run(root: Path, figure: str) -> int:
-    """Run a figure's recorded command, or else its script. Return the exit code."""
+    """Run a figure's recorded command or its script. Return the exit code."""
     record, script = root / f"{figure}.json", root / f"{figure}.py"
     recorded = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.json"))
     if figure in recorded:
@@ -125,7 +125,7 @@ def _without_folders(words: list[str]) -> list[str]:
 
 
 def trainer(words: list[str]) -> int:
-    """Measure the trainer of the run `words[0]`; the rest are options. Return the exit code."""
+    """Measure the trainer of the run `words[0]` with the options `words[1:]`."""
     from orrery.launcher.runs import find
     from orrery.manifest.workspace import find_workspace
 

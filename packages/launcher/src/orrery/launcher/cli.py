@@ -157,7 +157,7 @@ def status(
 
 
 def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
-    """Print `text(run)` for every run. Raise the last error of unreadable ones at the end."""
+    """Print `text(run)` for every run. Raise the last run's error at the end."""
     errors = []
     for run in runs:
         try:
@@ -258,7 +258,7 @@ def export(
     to: Annotated[Path | None, typer.Option("--to", help=TO_HELP)] = None,
     stage: Annotated[str, typer.Option("--stage", help=EXPORT_STAGE_HELP)] = "rl",
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder and print its path; with Slurm in a small job."""
+    """Write a checkpoint as a Hugging Face folder and print its path. Slurm runs a small job."""
     from orrery.launcher import export as exports
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.site import load_site
@@ -324,7 +324,7 @@ def bench(
     figure: Annotated[str | None, typer.Argument(metavar=FIGURE_METAVAR, help=FIGURE_HELP)] = None,
     table: Annotated[bool, typer.Option("--table", help=TABLE_HELP)] = False,
 ) -> None:
-    """Measure a figure, or print all recorded ones. See also `orrery bench trainer --help`."""
+    """Measure a figure, or print all figures. See also `orrery bench trainer --help`."""
     from orrery.launcher import bench as benchmarks
     from orrery.manifest.workspace import find_workspace
 

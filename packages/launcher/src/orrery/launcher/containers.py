@@ -21,7 +21,7 @@ from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
-CODE = "/orrery/code"  # the snapshot in the container; on PYTHONPATH of every image
+CODE = "/orrery/code"  # the snapshot in the container, on every image's PYTHONPATH
 APPTAINER_OPTIONS = (
     r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # a user's options for Apptainer
 )

@@ -127,7 +127,7 @@ def _signal(run_dir: Path, attempt: int) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether this is a number. Rows have null for a value that is not finite."""
+    """Return whether this is a number. A row has null for NaN and infinity."""
     return isinstance(value, int | float)
 
 

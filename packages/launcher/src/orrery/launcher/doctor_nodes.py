@@ -12,7 +12,7 @@ from orrery.launcher.site import Site
 WAIT_S = 20  # for a renamed file to be seen, and for the nodes to meet
 SLOW_S = 2.0  # slower renames delay every rendezvous
 SKEW_S = 1.0  # clocks further apart make live roles look hung
-RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images; temporary files of Apptainer and roles
+RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images, temporary files
 
 Probe = dict[str, Any]
 
@@ -211,7 +211,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return the devices that NCCL chooses: `=` matches exactly, `^` inverts, else by prefix."""
+    """Return the devices that NCCL chooses by prefix. `=` matches exactly, `^` inverts."""
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]
 

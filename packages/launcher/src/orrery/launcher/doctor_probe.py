@@ -208,7 +208,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return (lock or None, MINE or THEIRS or the error). It tries in a thread, which may block."""
+    """Return (lock or None, MINE or THEIRS or the error). It runs in a thread: it may block."""
     answers = []
 
     def attempt():

@@ -2,7 +2,7 @@
 
 - Slurm's commands and one small job (`doctor_probe.py`) read the facts. The `judge_…` functions
   have no side effects and return findings with remedies.
-- Without the probe nothing is submitted. `sbatch --test-only` checks whether Slurm accepts a job.
+- Without the probe it submits no job. `sbatch --test-only` checks whether Slurm accepts a job.
 """
 
 import json

@@ -83,7 +83,7 @@ def _held(stage: RunningStage, node: str) -> str:
 
 
 def sentence(stage: RunningStage, process: Process | Task) -> str:
-    """Say how the process ended, what it was doing, and its error."""
+    """Say how the process ended, its last activity, and its error."""
     health, code = stage.health.get(process.name), process.poll()
     if code is None:
         how = "failed and does not end"
@@ -139,7 +139,7 @@ def _can_answer(stage: RunningStage, process: Process | Task) -> bool:
 
 
 def _first_failed(stage: RunningStage) -> Process | Task:
-    """Return the process that failed first, or the one that its error blames."""
+    """Return the process that failed first, or the process that its error blames."""
 
     def order(process: Process | Task) -> tuple[bool, float]:
         return process.poll() != -signal.SIGKILL, stage.changed_s(process)

@@ -1,7 +1,7 @@
 """Inputs: before a stage starts, hash the files of earlier stages and compare with the receipt.
 
-- This finds accidents: a power cut, a bad disk, an edit, a repeated stage. It does not stop the
-  folder's owner, who can also change the receipt.
+- This finds accidents: a power cut, a bad disk, an edit, a repeated stage. The folder's
+  owner can change the receipt too.
 - Weights above `receipt.WHOLE_BYTES` have no sha256. Their sizes and index are compared.
 """
 

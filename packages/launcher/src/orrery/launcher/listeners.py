@@ -26,7 +26,7 @@ ROLE, ON_LOOPBACK, UNIX = "role", "loopback", "unix"
 class Listener:
     """A listening socket of `role`, or of its child process with `program` in its name.
 
-    `scope` "role" is loopback if the stage has one node, else the run's interface.
+    `scope` "role" is loopback if the stage has one node. Otherwise it is the run's interface.
     """
 
     role: str
@@ -35,8 +35,8 @@ class Listener:
     scope: str
     credential: str
     stranger: str  # the answer or the power that a process without credentials gets
-    most: int | None = 1  # sockets per process; None: no bound
-    is_ours: bool = True  # this project checks callers; False: a library without authentication
+    most: int | None = 1  # sockets per process, None: no bound
+    is_ours: bool = True  # this project checks callers, not a library without authentication
 
     def matches(self, program: str) -> bool:
         return self.program in program if self.program else not program

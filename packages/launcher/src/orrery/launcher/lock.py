@@ -1,4 +1,4 @@
-"""One launcher per run: an flock on `<run_dir>/.lock`, which the kernel frees with the launcher.
+"""One launcher per run: an flock on `<run_dir>/.lock`. The kernel frees it with the launcher.
 
 The file holds host, pid and the pid's start time. A reused pid is never taken for the launcher.
 """

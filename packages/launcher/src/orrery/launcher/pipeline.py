@@ -27,7 +27,7 @@ MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
 class Pipeline:
     """The checked-in runs.
 
-    - `folders`: run folders by target, which is a run's name or a spec file's stem.
+    - `folders`: run folders by target (a run's name or a spec file's stem).
     - `manifests`: by run folder.
     - `broken`: a sentence for each spec file that does not render.
     """
@@ -99,7 +99,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets on Snakemake's command line, which `workflow` does not have yet."""
+    """Return the targets on Snakemake's command line. `workflow` does not have them yet."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:  # a program that uses Snakemake as a library

@@ -84,7 +84,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a local process.
 
-    `cores` None: not pinned, one thread. `devices` None: a CPU run, which sees no accelerator.
+    `cores` None: not pinned, one thread. `devices` None: a CPU run without accelerators.
     """
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {

@@ -18,7 +18,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED, request_path
 
-WIND_DOWN_S = 600.0  # for the checkpoint of local processes; a Slurm job has its remaining time
+WIND_DOWN_S = 600.0  # for the checkpoint of local processes
 MARGIN_S = 60.0  # of a Slurm job's time, to end in
 
 
@@ -29,7 +29,7 @@ def no_requeue_path(run_dir: Path, stage: str) -> Path:
 
 @contextmanager
 def catch_signals() -> Iterator[Interrupts]:
-    """Catch the signals that end or preempt the stage. Ignored ones stay ignored (`nohup`)."""
+    """Catch the signals that end or preempt the stage. Ignored signals stay ignored (`nohup`)."""
     interrupts = Interrupts()
     from_terminal = [
         number
@@ -53,7 +53,7 @@ class Preemption:
         self._limit_s = 0.0
 
     def poll(self) -> Outcome | None:
-        """Start the wind-down when it is due. Return its outcome when it is over."""
+        """Request the checkpoint when it is due. Return the outcome when it is written."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -110,7 +110,7 @@ def requeue(stage: RunningStage) -> None:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """Return when Slurm ends our job, on the monotonic clock; None if unknown."""
+    """Return when Slurm ends our job, on the monotonic clock, None if unknown."""
     if job.allocation is None:
         return None
     try:

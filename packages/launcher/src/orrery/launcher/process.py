@@ -52,7 +52,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number if a signal ended it; None if running."""
+        """Return the exit code, minus the signal's number if a signal ended it, None if running."""
         return self._popen.poll()
 
     @property
@@ -115,14 +115,14 @@ def header(stage: str, attempt: int, incarnation: int = 0) -> str:
 
 
 def signal_or_code(code: int | None) -> str | None:
-    """Return `SIGKILL` or `exit code 1`; None for None."""
+    """Return `SIGKILL`, `exit code 1` or None."""
     if code is None:
         return None
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def last_line(log: Path, begin: int) -> str:
-    """Return the log's last line after its first `begin` bytes, shortened; "" without one."""
+    """Return the log's last line after its first `begin` bytes, shortened, or ""."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)

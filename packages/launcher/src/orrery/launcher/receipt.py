@@ -84,7 +84,7 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt at a stage ended. Raise OSError if the run's folder is not writable.
 
-    - `images`: by role, from an `ImageReader`; {} without containers.
+    - `images`: by role, from an `ImageReader`.
     - `code`, `software`: None to read them now.
     - `secrets`: more texts to strike out, such as the attempt's token.
     - `engine_restarts`, `endings` ("exit code 0", "SIGKILL"): by process.

@@ -1,4 +1,4 @@
-"""Restarts: replace an engine that has ended by its next incarnation.
+"""Restarts: replace an ended engine by its next incarnation.
 
 - `Restarts` decides. `EngineRestarts` kills and starts.
 - Not restarted: an engine that ended by a user's mistake (exit code 2), or in two incarnations in a
@@ -20,7 +20,7 @@ from orrery.runtime.health import FAILED, Health, health_dir
 from orrery.runtime.preemption import fenced, forget_fence
 
 ROLE = "inference"  # the other roles can run without it for a while
-WINDOW_S = 24 * 3600.0  # a common cause ends engines within a day; older losses do not count
+WINDOW_S = 24 * 3600.0  # a common cause ends engines within a day
 
 
 class Restarts:
@@ -38,7 +38,7 @@ class Restarts:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return why `name` is not restarted after `code`. None if it is, which counts.
+        """Return why `name` is not restarted after `code`. None counts as a restart.
 
         "" if the manifest allows no restarts.
         """
@@ -69,10 +69,10 @@ class EngineRestarts:
         self.refusal = ""
         self._policy = Restarts(stage.job.max_restarts)
         stage.engine_restarts = self._policy.by_name
-        self._replaced: list[int] = []  # process groups with members that are not yet reaped
+        self._replaced: list[int] = []  # process groups with unreaped members
 
     def restart_ended(self) -> bool:
-        """Restart all ended engines. Return False, with `refusal`, if that is not possible."""
+        """Restart all ended engines. Return False, with `refusal`, if it is impossible."""
         stage, job = self.stage, self.stage.job
         if not job.max_restarts:
             return False
@@ -127,7 +127,7 @@ class EngineRestarts:
         stage.tell(f"{why}; started again ({lately}): {where}")
 
     def look(self, seen: dict[str, Health], running: set[str]) -> None:
-        """Reap replaced engines and kill hung ones."""
+        """Reap replaced engines and kill hung engines."""
         self._replaced = [group for group in self._replaced if reap(group)]
         if self.stage.job.max_restarts:
             self._kill_hung({name: seen[name] for name in running & seen.keys()})

@@ -28,7 +28,7 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest and its run's folder, which may not exist yet."""
+    """A manifest and its run's folder. The folder may not exist yet."""
 
     manifest: Manifest
     path: Path
@@ -84,7 +84,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
 
 
 def planned(word: str, workspace: Workspace) -> Run:
-    """Return the run of the manifest at the path `word` (`*.json`), else `find(word)`."""
+    """Return the run of the manifest at the path `word` (`*.json`), or `find(word)`."""
     if not word.endswith(".json"):
         return find(word, workspace)
     manifest = load(word)
@@ -189,6 +189,6 @@ def resume_command(
 
 
 def newest(workspace: Workspace) -> Path | None:
-    """Return the run that works now, else the last one that this release can read."""
+    """Return the running run, or the last one that this release can read."""
     paths = list(filter(has_layout, all_runs(workspace)))
     return next(iter([path for path in paths if lock.holder(path) is not None] or paths), None)

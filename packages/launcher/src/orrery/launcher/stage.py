@@ -126,7 +126,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills ranks that are slower to leave than the first one of their step.
+        # Slurm kills ranks that leave later than the first rank of their step.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 

@@ -5,7 +5,7 @@
   is restarted instead, where the manifest allows it (`restarts`).
 - No process, shared memory or cache on a scratch disk outlives the stage. If the launcher itself is
   killed, the roles end by themselves, and the next start clears the rest.
-- A stage is never retried. Slurm requeues a job that was preempted or lost a node (`preemption`).
+- A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 
 import json
@@ -52,7 +52,7 @@ RESTART_LOCK_S = 90.0  # on a network file system a lock outlives its dead node
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage to its end. Raise OrreryError if it cannot start."""
-    log_level()  # raise here for an unknown level, which would end every role
+    log_level()  # raise here for an unknown level: it would end every role
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
     with ExitStack() as stack:
@@ -160,7 +160,7 @@ class Supervisor:
             stage.log(outcome.message)
         try:
             self._write_receipt(outcome)
-        except Exception as error:  # a stage that is done does not fail by its receipt
+        except Exception as error:  # a receipt must not fail the stage
             with suppress(OSError):
                 why = explain_os_error(error) if isinstance(error, OSError) else repr(error)
                 stage.log(f"no receipt: {why}")
@@ -275,7 +275,7 @@ class Supervisor:
     def _watch(self, view: View) -> Outcome:
         stage = self.stage
         roles = [process.pid for process in stage.processes]
-        usage = Sampler(os.getpid(), without=roles)  # roles write rows of their own usage
+        usage = Sampler(os.getpid(), without=roles)  # roles write their usage themselves
         look_at_s, pace = 0.0, Pace(PERIOD_S, time.monotonic())
         while True:
             if stage.interrupts.received:

@@ -2,8 +2,8 @@
 
 - A sink that fails is reported once and dropped. A read that fails is reported once, and the next
   read gets the missed rows.
-- `View` draws one live table in a terminal that can redraw, else plain lines. With many processes
-  it has a line per role.
+- `View` draws one live table in a terminal that can redraw, or plain lines. With many processes it
+  has a line per role.
 """
 
 import sys
@@ -127,7 +127,7 @@ class View:
 
 
 def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
-    """Return the processes that have failed, or ended with another exit code than 0."""
+    """Return the processes with a failure, or with another exit code than 0."""
     failed = {name for name, one in health.items() if one.doing == FAILED}
     good = ("running", "exit code 0")
     return [name for name, state in states.items() if state not in good or name in failed]

@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes, and the start of the stage's steps.
 
-Only the run's token comes by standard input, which srun copies to each task.
+The run's token comes by standard input. srun copies it to each task.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The Slurm job of a stage: its components, and the `sbatch` command that submits it.
 
-A node group is a component. Several are one heterogeneous job. Of a node that it does not fill, a
-component takes processors and memory in proportion to its devices (on CPUs, cores). The launcher
-runs on the first node of component 0.
+A node group is a component. Several are one heterogeneous job. A component that does not fill its
+nodes takes processors and memory in proportion to its devices (on CPUs, cores). The launcher runs
+on the first node of component 0.
 """
 
 import math
@@ -16,7 +16,7 @@ from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.plan import NodeGroup, StagePlan
 from orrery.manifest.schema import Hardware
 
-IN_JOB = "ORRERY_SLURM"  # set in the jobs that we submit; in a user's own allocation it is not set
+IN_JOB = "ORRERY_SLURM"  # set only in the jobs that we submit
 MEMORY_MB = 6000  # at least, for a stage that needs a small part of a node
 LAUNCHER_CPUS = 2  # for launcher, orchestrator and router
 

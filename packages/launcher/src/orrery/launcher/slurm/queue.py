@@ -88,7 +88,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Return the output of one of Slurm's commands, which Ctrl-C does not reach."""
+    """Return the output of one of Slurm's commands. Ctrl-C does not reach it."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -151,7 +151,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # a single forgotten id is invalid; of several, squeue leaves it out
+        listed = []  # a single forgotten id is invalid
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found

@@ -216,7 +216,7 @@ class Task:
         return Task(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number if a signal ended it; None if running."""
+        """Return the exit code, minus the signal's number if a signal ended it, None if running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
