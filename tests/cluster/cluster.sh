@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# A Slurm cluster on one Debian 12 machine, as root: cluster.sh install | up | down | status | start NODE | crash NODE | exec NODE COMMAND... | user [COMMAND...]
+# A Slurm cluster on one Debian 12 machine, as root:
+# cluster.sh install | up | down | status | start NODE | crash NODE | exec NODE COMMAND... | user [COMMAND...]
 #
-# - Every node (head, node1..node5) is a set of namespaces of its own: network (10.77.0.x on eth0, joined by a bridge in the head's
-#   namespace; no way out), host name, processes, System V IPC, and mounts (own /tmp, /var/tmp, /dev/shm and /run). No server of the
-#   cluster listens on an interface of this machine, and nothing can lean on what real nodes do not share.
-# - All else under / is the one shared file system. Users live in $ROOT/users; $ROOT/small is a shared disk of 32 MB, to be filled.
-# - `crash` is a power cut: every process of the node is gone at once. `start` boots it again. `down` crashes all of them and leaves nothing behind.
-# - `user` runs a command (none: a shell) as the unprivileged user on the head, in the user's copy of the checkout, with a login's environment.
-# Slurm 22.05 with munge, slurmdbd and MariaDB; the GPUs are device nodes that nothing reads.
+# - Every node (head, node1..node5) has its own namespaces: network (10.77.0.x on eth0, a bridge in the
+#   head's namespace, no way out), host name, processes, System V IPC, and mounts (/tmp, /var/tmp,
+#   /dev/shm, /run). No server of the cluster listens on an interface of this machine.
+# - All other folders under / are the shared file system. Users live in $ROOT/users. $ROOT/small is a
+#   shared disk of 32 MB for tests that fill it.
+# - `crash` is a power cut: every process of the node ends at once. `start` boots it again. `down`
+#   crashes all nodes and removes all files.
+# - `user` runs a command (default: a shell) as the unprivileged user on the head, in the user's copy of
+#   the checkout, with a login's environment.
+# Slurm 22.05 runs with munge, slurmdbd and MariaDB. The GPUs are device nodes that no program reads.
 set -euo pipefail
 
 ROOT=${ORRERY_CLUSTER_ROOT:-/srv/orrery-cluster}
@@ -72,7 +76,7 @@ configure() {
 ClusterName=simulated
 SlurmctldHost=head($(address head))
 SlurmUser=slurm
-# cred_expire: how long a requeued job waits at the least; 10 s longer than KillWait, or the new job meets the old one's steps
+# cred_expire: the least wait of a requeued job. With less than KillWait + 10 s it meets old steps.
 AuthInfo=cred_expire=15
 SlurmctldPidFile=$ROOT/run/slurmctld.pid
 SlurmdPidFile=$ROOT/run/slurmd.%n.pid
@@ -80,7 +84,7 @@ SlurmctldLogFile=$ROOT/log/slurmctld.log
 SlurmdLogFile=$ROOT/log/slurmd.%n.log
 StateSaveLocation=$ROOT/state
 SlurmdSpoolDir=$ROOT/spool/%n
-# a node has more cores on paper than this machine has; daemons run before jobs, which keep the priority of who submits them
+# Nodes have more cores than this machine. Daemons get a higher priority than jobs.
 SlurmdParameters=config_overrides
 PropagatePrioProcess=1
 ProctrackType=proctrack/$track
@@ -111,7 +115,7 @@ PartitionName=gpu Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=10 PriorityTier=
 PartitionName=spot Nodes=ALL MaxTime=1-0 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 END
     echo "Name=gpu Type=h200 File=$ROOT/gpu/nvidia[0-7]" >"$ROOT/etc/gres.conf"
-    # ConstrainDevices would take /dev/null away, which is what the GPUs are
+    # ConstrainDevices would take /dev/null away, and the GPUs are /dev/null
     printf '%s\n' CgroupPlugin=cgroup/v1 CgroupMountpoint=/sys/fs/cgroup ConstrainRAMSpace=yes ConstrainCores=no ConstrainDevices=no >"$ROOT/etc/cgroup.conf"
     printf '%s\n' DbdHost=head SlurmUser=slurm LogFile="$ROOT/log/slurmdbd.log" PidFile="$ROOT/run/slurmdbd.pid" \
         StorageType=accounting_storage/mysql StorageHost=localhost StorageUser=slurm StorageLoc=accounting >"$ROOT/etc/slurmdbd.conf"
@@ -122,7 +126,7 @@ END
     chown -R slurm: "$ROOT"/{etc/slurmdbd.conf,state,run,log,database}
 }
 
-# The first process of a node: hides what nodes do not share, says so, and reaps orphans for ever.
+# The first process of a node: hides the folders that nodes do not share, and reaps orphans.
 FIRST_PROCESS='
 set -eu
 hostname "$1"
@@ -225,5 +229,5 @@ case ${1:-} in
     status) within head sinfo -N -o '%N %P %T %G %c %m' ;;
     exec) shift; within "$@" ;;
     user) shift; user "$@" ;;
-    *) sed -n 2p "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n 2,3p "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Puts the working tree (what git does not ignore, and .git) where the user of the simulated cluster has it, as that user's, with its site file and
-# login environment. As root; again after every change. What the user made there (runs/, .venv) stays.
+# Copy the working tree (with .git, without ignored files) to the user of the simulated cluster, with
+# its site file and login environment. Run it as root after every change. Files that the user made
+# there (runs/, .venv) stay.
 set -euo pipefail
 
 root=${ORRERY_CLUSTER_ROOT:-/srv/orrery-cluster}
@@ -16,7 +17,7 @@ rsync --archive --delete --filter=':- .gitignore' --exclude=/site.toml --chown="
 sed "s|IMAGES|$images|" "$here/site.toml" >"$checkout/site.toml"
 chown "$login:" "$checkout" "$checkout/site.toml"
 
-# the cluster has no way out: what comes from the network comes here, outside of it
+# The cluster has no way out, so downloads happen here, outside of it.
 cat "$checkout"/locks/{install.sh,system.sh,login.txt,uv.txt} "$checkout"/packages/{manifest,runtime,observe,launcher}/pyproject.toml | sha256sum >"$root/login.sha256"
 if ! cmp -s "$root/login.sha256" "$checkout/.venv/.login.sha256"; then
     as_user bash locks/install.sh login

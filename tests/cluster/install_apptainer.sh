@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs Apptainer on Debian, as root. Does nothing where `apptainer` is there already.
-# Debian 12 has no package of it: this takes the one of Debian's unstable suite, checks its sha256 and, where glibc is older than 2.38, retargets
-# the few symbols that it takes of 2.38 (retarget_glibc.py) and packs it again. The rest of the system stays as it is.
+# Install Apptainer on Debian, as root, if it is missing.
+# Debian 12 has no package. This installs the one of Debian's unstable suite and checks its sha256. With
+# a glibc older than 2.38 it retargets the few symbols of 2.38 (retarget_glibc.py) and packs it again.
 set -euo pipefail
 
 version=1.4.5-2

@@ -1,7 +1,7 @@
 """Let ELF programs that need only the C23 `strtol` family of glibc 2.38 load on an older glibc.
 
-- In: paths of 64-bit little-endian ELF files, changed in place; their length and layout stay.
-- Out: every symbol `__isoc23_NAME` is looked up as `NAME`, and the version 2.38 as 2.2.5.
+- In: paths of 64-bit little-endian ELF files, changed in place. Their length and layout stay.
+- The loader then looks up every symbol `__isoc23_NAME` as `NAME`, and version 2.38 as 2.2.5.
 - Another symbol of 2.38 raises ValueError. (The functions differ only in reading "0b101".)
 """
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# `make test-cluster`: boots the simulated cluster, gives its user a copy of the checkout and images, runs tests/cluster, and takes all down again.
-# As root, on Debian 12. Arguments go to pytest. ORRERY_CLUSTER_KEEP=1 leaves the cluster up; images stay in ORRERY_CLUSTER_IMAGES.
+# `make test-cluster`: boot the simulated cluster, copy checkout and images to its user, run
+# tests/cluster, and take all down. It needs root on Debian 12. Arguments go to pytest.
+# ORRERY_CLUSTER_KEEP=1 leaves the cluster up. Images stay in ORRERY_CLUSTER_IMAGES.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -9,7 +10,7 @@ export ORRERY_CLUSTER_IMAGES=${ORRERY_CLUSTER_IMAGES:-/var/cache/orrery-test-clu
 checkout=$ORRERY_CLUSTER_ROOT/users/$ORRERY_CLUSTER_USER/orrery
 [ "$(id -u)" = 0 ] || { echo 'test-cluster: making namespaces and devices needs root; type: sudo make test-cluster' >&2; exit 1; }
 
-# what a container without the privileges of a machine lacks; said aloud, since nothing is tested then
+# a container without privileges lacks this, and then nothing is tested
 lacks() {
     . /etc/os-release
     [ "${ID:-} ${VERSION_ID:-}" = 'debian 12' ] || { echo "this is ${PRETTY_NAME:-another system}, and the cluster's packages are Debian 12's"; return; }
@@ -47,5 +48,5 @@ phase install bash tests/cluster/cluster.sh install || not_run 'Slurm or Apptain
 phase up bash tests/cluster/cluster.sh up
 phase copy bash tests/cluster/copy.sh
 phase images images
-# nodes that share two cores are late at times: what failed gets a second try, and says so
+# nodes that share two cores may be late, so failed tests run a second time
 phase tests python -m pytest tests/cluster "$@" || phase 'again' python -m pytest tests/cluster --last-failed "$@"
