@@ -41,16 +41,16 @@ class RlLoop:
     batch_deadline_s: float
     batch_behind_s: float  # how long this rank may wait for a batch that other ranks have
     publish_still_s: float  # how long a publication, except the first, may show no progress
-    first_step: int = field(init=False)  # the last step of the attempt before, or 0
+    start_step: int = field(init=False)  # the last step of the previous attempt, or 0
 
     def __post_init__(self) -> None:
-        self.first_step = self.learner.step
+        self.start_step = self.learner.step
 
     def run(self) -> None:
         """Train all remaining batches, then write `weights/rl`."""
         self.publish(is_first=True)
         with self.checkpoints:
-            for step in range(self.first_step + 1, self.num_steps + 1):
+            for step in range(self.start_step + 1, self.num_steps + 1):
                 self.checkpoints.check()
                 begin_s = time.monotonic()
                 batch = self.receive(step)
@@ -93,7 +93,7 @@ class RlLoop:
 
     def train(self, batch: ReceivedBatch) -> StepResult:
         step = self.learner.step + 1
-        is_first = step == self.first_step + 1
+        is_first = step == self.start_step + 1
         self.ctx.health.doing("training", step=step, still_s=self._step_stall_s(is_first))
         if missing := [name for name in COMPONENTS if name not in batch.totals]:
             raise RunFailed(
@@ -129,7 +129,7 @@ class RlLoop:
     def checkpoint_last_step(self) -> None:
         """Write a checkpoint of the last step, unless it has one. All ranks decide alike."""
         step = self.learner.step
-        if step != self.first_step and not self.checkpoints.is_due(step):
+        if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
             self.checkpoints.write()
 
