@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from experts import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, TOKENS, outcome, routes, timed
 from timing import BYTES, copy_out, require
 
-from orrery.kernels.expert_rows import plan
+from orrery.kernels.expert_rows import sort_by_expert
 from orrery.kernels.grouped_matmul import (
     adapted_grouped_matmul,
     grouped_matmul,
@@ -91,7 +91,8 @@ def main() -> None:
     rank, rows = 8 if args.smoke else RANK, tokens * slots
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
-        ends = plan(routes(tokens, experts, slots, routing == "skewed", device), experts).ends_E
+        expert = routes(tokens, experts, slots, routing == "skewed", device)
+        ends = sort_by_expert(expert, experts).ends_E
         added, best = dict.fromkeys(BACKENDS, 0.0), 0.0
         for name, sides in projections.items():
             leaves, weight = tensors(rows, experts, *sides, rank, device)

@@ -13,8 +13,8 @@ from orrery.kernels.expert_rows import (
     combine_rows,
     gather_rows,
     order_slots,
-    plan,
     reference,
+    sort_by_expert,
     swiglu_rows,
 )
 
@@ -64,7 +64,7 @@ def assert_all_close(actual, expected, tolerance):
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
 def test_rows_stand_by_expert_and_then_by_slot_and_places_are_the_inverse(num_tokens, num_experts):
     expert = routes(num_tokens, num_experts=num_experts)
-    rows = plan(expert, num_experts)
+    rows = sort_by_expert(expert, num_experts)
     slots = sorted(range(3 * num_tokens), key=lambda slot: (expert.flatten()[slot].item(), slot))
     assert rows.row_M.tolist() == slots
     assert (
@@ -81,7 +81,7 @@ def test_rows_stand_by_expert_and_then_by_slot_and_places_are_the_inverse(num_to
 @pytest.mark.parametrize("num_experts", [4, 255, 256])
 def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
     expert = torch.tensor([[num_experts], [0], [num_experts], [num_experts - 1]], device=DEVICE)
-    rows = plan(expert, num_experts)
+    rows = sort_by_expert(expert, num_experts)
     assert rows.row_M.tolist() == [1, 3, 0, 2] and rows.ends_E[-1].item() == 2
 
 
@@ -89,7 +89,7 @@ def test_slots_that_go_nowhere_stand_last_beyond_the_ends(num_experts):
     "backend", ["aten", "triton"]
 )  # the operators of "triton" run plain operations where Triton cannot
 def test_slots_that_go_nowhere_may_share_the_last_row(backend):
-    every = plan(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
+    every = sort_by_expert(torch.tensor([[5, 0, 1], [4, 5, 5], [2, 5, 0]], device=DEVICE), 5)
     rows = every._replace(row_M=every.row_M[:6], place_TK=every.place_TK.clamp(max=5))
     is_real = (
         torch.arange(6, device=DEVICE)[:, None] < 5
@@ -119,7 +119,7 @@ DTYPES = pytest.mark.parametrize(
 def test_gathered_and_combined_rows_and_their_gradients_equal_the_reference(
     backend, dtype, tolerance, width
 ):
-    rows = plan(routes(), 5)
+    rows = sort_by_expert(routes(), 5)
     x, y = random(13, width, dtype=dtype), random(39, width, dtype=dtype)
     for op, expected_op, value in (
         (gather_rows, reference.gather_rows, x),
@@ -132,7 +132,7 @@ def test_gathered_and_combined_rows_and_their_gradients_equal_the_reference(
 
 
 def test_ordered_slots_and_their_gradients_equal_the_reference():
-    rows, score = plan(routes(), 5), random(13, 3)
+    rows, score = sort_by_expert(routes(), 5), random(13, 3)
     expected = outcome(lambda score: reference.order_slots(score, rows), score)
     assert_all_close(outcome(lambda score: order_slots(score, rows), score), expected, 0)
 
@@ -151,7 +151,7 @@ def test_the_scored_activation_and_its_gradients_equal_the_reference(
 
 
 def test_float64_passes_gradcheck():
-    rows = plan(routes(4), 5)
+    rows = sort_by_expert(routes(4), 5)
     double = {"dtype": torch.float64}
     for op, inputs in (
         (lambda x: gather_rows(x, rows, "aten"), (random(4, 2, **double),)),
@@ -185,7 +185,7 @@ def test_an_activation_of_shapes_that_do_not_go_together_is_refused():
 @BACKENDS
 def test_a_whole_mixture_compiles_to_one_graph_with_the_same_bits(backend):
     def mixture(x, expert, up, score):
-        rows = plan(expert, 5)
+        rows = sort_by_expert(expert, 5)
         gathered = gather_rows(x, rows, backend)
         return combine_rows(
             swiglu_rows(gathered @ up, order_slots(score, rows), backend), rows, backend

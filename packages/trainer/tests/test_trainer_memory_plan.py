@@ -28,7 +28,7 @@ from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
 from orrery.models import lora
-from orrery.models.causal_lm import Block
+from orrery.models.causal_lm import TransformerBlock
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
 from orrery.trainer.bench.request import Options, make_request
@@ -234,7 +234,7 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
         model=MODELS[model],
         trainer={**fields, "memory": {**MEMORY, "activation_checkpointing": checkpointing}},
     )
-    block = Block(spec.model, 0)
+    block = TransformerBlock(spec.model, 0)
     if adapters is not None:
         lora.adapt(
             SimpleNamespace(layers=[block], requires_grad_=block.requires_grad_),

@@ -117,7 +117,7 @@ class CausalLm(nn.Module):
         return F.linear(hidden_TD.float(), self.lm_head_weight.float())
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward; a mixture from block `num_dense_layers` on."""
 
     def __init__(self, config: Model, index: int) -> None:
@@ -153,7 +153,9 @@ class Decoder(CausalLm):
     def __init__(self, config: Model) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, index) for index in range(config.num_layers)
+        )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_embeddings:

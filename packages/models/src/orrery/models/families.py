@@ -23,7 +23,7 @@ from orrery.models.hf_names import Names
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A family of our own networks, all of which are `Decoder`s, or that of transformers.
 
     - `ignored`: regular expressions of tensors that a checkpoint may hold besides.
@@ -53,11 +53,11 @@ _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 _MTP = (r"model\.layers\.{num_layers}\..*",)
 
 FAMILIES = {
-    "qwen3": Family(hf.qwen3_config, hf.QWEN3),
-    "qwen3_moe": Family(hf.qwen3_moe_config, hf.QWEN3_MOE, expert_modules=_EXPERTS),
-    "llama": Family(hf.llama_config, hf.LLAMA, _ROTARY),
-    "glm4_moe": Family(hf.glm4_moe_config, hf.GLM4_MOE, _MTP, expert_modules=_EXPERTS),
-    "hugging_face": Family(hf.hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
+    "qwen3": ModelFamily(hf.qwen3_config, hf.QWEN3),
+    "qwen3_moe": ModelFamily(hf.qwen3_moe_config, hf.QWEN3_MOE, expert_modules=_EXPERTS),
+    "llama": ModelFamily(hf.llama_config, hf.LLAMA, _ROTARY),
+    "glm4_moe": ModelFamily(hf.glm4_moe_config, hf.GLM4_MOE, _MTP, expert_modules=_EXPERTS),
+    "hugging_face": ModelFamily(hf.hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
 }
 
 

@@ -13,7 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan, swiglu_rows
+from orrery.kernels.expert_rows import (
+    combine_rows,
+    gather_rows,
+    order_slots,
+    sort_by_expert,
+    swiglu_rows,
+)
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import MoE
@@ -107,7 +113,7 @@ class LocalExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        rows = plan(expert_TK, experts.down_proj.shape[0])
+        rows = sort_by_expert(expert_TK, experts.down_proj.shape[0])
         out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E)
         return combine_rows(out_MD, rows)
 

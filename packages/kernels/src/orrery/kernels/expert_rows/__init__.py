@@ -3,22 +3,29 @@
 T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
 
 A mixture of experts is
-    rows = plan(expert_TK, E); x_MD = gather_rows(x_TD, rows); score_M = order_slots(score_TK, rows)
+    rows = sort_by_expert(expert_TK, E)
+    x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-`reference.py` is plain autograd, `dispatch.py` the public functions, `plain.py` the `aten` backend,
-`operators.py` and `triton.py` the Triton backend. No host syncs, no atomics: results are bitwise
-reproducible.
+`plain.py` is the `aten` backend, `operators.py` and `triton.py` the Triton backend. No host syncs
+and no atomics: results are bitwise reproducible.
 """
 
 from orrery.kernels.expert_rows.dispatch import (
-    Plan,
+    RowOrder,
     combine_rows,
     gather_rows,
     order_slots,
-    plan,
+    sort_by_expert,
     swiglu_rows,
 )
 
-__all__ = ["Plan", "combine_rows", "gather_rows", "order_slots", "plan", "swiglu_rows"]
+__all__ = [
+    "RowOrder",
+    "combine_rows",
+    "gather_rows",
+    "order_slots",
+    "sort_by_expert",
+    "swiglu_rows",
+]

@@ -17,7 +17,7 @@ from orrery.kernels.expert_rows import operators, plain
 Backend = Literal["aten", "triton"]
 
 
-class Plan(NamedTuple):
+class RowOrder(NamedTuple):
     """Slot t·K + k is the k-th choice of token t. A row is a position in expert order."""
 
     row_M: Tensor  # i64: the slot at each row
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     ends_E: Tensor  # i32: the end of each expert's rows, rising
 
 
-def plan(expert_TK: Tensor, num_experts: int) -> Plan:
+def sort_by_expert(expert_TK: Tensor, num_experts: int) -> RowOrder:
     """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]; T may be 0.
 
     The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`.
@@ -39,22 +39,22 @@ def plan(expert_TK: Tensor, num_experts: int) -> Plan:
     place_M = torch.empty_like(row_M).scatter_(0, row_M, index_M)
     experts_E = torch.arange(num_experts, dtype=key_dtype, device=row_M.device)
     ends_E = torch.searchsorted(expert_M, experts_E, right=True, out_int32=True)
-    return Plan(row_M, place_M.view_as(expert_TK), ends_E)
+    return RowOrder(row_M, place_M.view_as(expert_TK), ends_E)
 
 
-def gather_rows(x_TD: Tensor, plan: Plan, backend: Backend | None = None) -> Tensor:
+def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
     """Return x_MD: each row's token. A token's gradient is the sum over its K rows."""
-    return _Gather.apply(x_TD, plan.row_M, plan.place_TK, backend or _choose_backend(x_TD))
+    return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
 
 
-def combine_rows(y_MD: Tensor, plan: Plan, backend: Backend | None = None) -> Tensor:
+def combine_rows(y_MD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
     """Return out_TD: each token's sum over its K rows, in slot order."""
-    return _Combine.apply(y_MD, plan.row_M, plan.place_TK, backend or _choose_backend(y_MD))
+    return _Combine.apply(y_MD, order.row_M, order.place_TK, backend or _choose_backend(y_MD))
 
 
-def order_slots(value_TK: Tensor, plan: Plan) -> Tensor:
+def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
     """Return value_M: one number a slot, such as its score, in row order."""
-    return _OrderSlots.apply(value_TK, plan.row_M, plan.place_TK)
+    return _OrderSlots.apply(value_TK, order.row_M, order.place_TK)
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:

@@ -4,20 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orrery.kernels.expert_rows.dispatch import Plan
+from orrery.kernels.expert_rows.dispatch import RowOrder
 
 
-def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
-    return x_TD[plan.row_M // plan.place_TK.shape[1]]
+def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    return x_TD[order.row_M // order.place_TK.shape[1]]
 
 
-def order_slots(value_TK: Tensor, plan: Plan) -> Tensor:
-    return value_TK.flatten()[plan.row_M]
+def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
+    return value_TK.flatten()[order.row_M]
 
 
-def combine_rows(y_MD: Tensor, plan: Plan) -> Tensor:
+def combine_rows(y_MD: Tensor, order: RowOrder) -> Tensor:
     dtype = torch.promote_types(y_MD.dtype, torch.float32)
-    return y_MD[plan.place_TK].to(dtype).sum(1).to(y_MD.dtype)
+    return y_MD[order.place_TK].to(dtype).sum(1).to(y_MD.dtype)
 
 
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from orrery.kernels.expert_rows import Plan, combine_rows, gather_rows, order_slots, plan
+from orrery.kernels.expert_rows import (
+    RowOrder,
+    combine_rows,
+    gather_rows,
+    order_slots,
+    sort_by_expert,
+)
 from orrery.manifest.errors import OrreryError
 
 
@@ -50,10 +56,10 @@ class DeepEpExchange(nn.Module):
         return _DeepEpCombine.apply(combine_rows(y_MD, rows), buffer, handle)
 
 
-def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> Plan:
-    """Plan rows in expert order, then one row for all slots with an expert elsewhere (−1)."""
-    rows = plan(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
-    return Plan(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
+def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
+    """RowOrder rows in expert order, then one row for all slots with an expert elsewhere (−1)."""
+    rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
+    return RowOrder(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
 
 
 @cache

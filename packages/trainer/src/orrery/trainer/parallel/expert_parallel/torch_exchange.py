@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, plan
+from orrery.kernels.expert_rows import combine_rows, gather_rows, order_slots, sort_by_expert
 from orrery.trainer.parallel import recomputation
 
 
@@ -28,7 +28,7 @@ class TorchExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
     ) -> Tensor:
-        rows = plan(expert_TK, self.num_experts)
+        rows = sort_by_expert(expert_TK, self.num_experts)
         known = recomputation.recall()
         requested = self._request_lengths(rows.ends_E) if known is None else None
         x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
@@ -41,7 +41,7 @@ class TorchExchange(nn.Module):
         expert_N = local_E.flatten().repeat_interleave(
             arriving_RE.flatten(), output_size=sum(arriving)
         )
-        here = plan(expert_N[:, None], arriving_RE.shape[1])
+        here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1])
         y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), here.ends_E)
         (y_MD,) = exchange_rows((combine_rows(y_ND, here),), arriving, sent, self.group)
         return combine_rows(y_MD, rows)
