@@ -101,17 +101,17 @@ class InstantTrainer:
                     )
 
 
-async def metered(fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
+async def metered(pool: EnginePool, warm_up_s: float, seconds: float) -> float:
     """Return the engine's generated tokens/s over `seconds`, after `warm_up_s`."""
     await asyncio.sleep(warm_up_s)
-    first, start = (await fleet.metrics())[0].generation_tokens_total, time.perf_counter()
+    first, start = (await pool.metrics())[0].generation_tokens_total, time.perf_counter()
     await asyncio.sleep(seconds)
-    return ((await fleet.metrics())[0].generation_tokens_total - first) / (
+    return ((await pool.metrics())[0].generation_tokens_total - first) / (
         time.perf_counter() - start
     )
 
 
-async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float) -> float:
+async def direct(ctx: RoleContext, pool: EnginePool, warm_up_s: float, seconds: float) -> float:
     """Run a minimal client without a router, which only uses the task's prompts."""
     import aiohttp
 
@@ -139,14 +139,14 @@ async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds:
                     "sampling_params": sampling,
                 }
                 async with session.post(
-                    f"{fleet.engines[0].url}/inference/v1/generate", json=body
+                    f"{pool.engines[0].url}/inference/v1/generate", json=body
                 ) as answer:
                     answer.raise_for_status()
                     await answer.read()
 
         workers = [asyncio.create_task(worker()) for _ in range(settings.admission.max_in_flight)]
         try:
-            meter = asyncio.create_task(metered(fleet, warm_up_s, seconds))
+            meter = asyncio.create_task(metered(pool, warm_up_s, seconds))
             await asyncio.wait([meter, *workers], return_when=asyncio.FIRST_COMPLETED)
             for each in workers:
                 if each.done():
@@ -159,7 +159,7 @@ async def direct(ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds:
 
 
 async def orchestrated(
-    ctx: RoleContext, fleet: EnginePool, warm_up_s: float, seconds: float
+    ctx: RoleContext, pool: EnginePool, warm_up_s: float, seconds: float
 ) -> float:
     """Run the orchestrator's loop through the router."""
     renderer = Renderer(assemble.policy_dir(ctx, "init"))
@@ -169,12 +169,12 @@ async def orchestrated(
         Scheduler(ctx.manifest),
         assemble.tasks(ctx.manifest),
         renderer,
-        fleet,
+        pool,
         watch,
         InstantTrainer(),
     )
     running = asyncio.create_task(loop.run())
-    meter = asyncio.create_task(metered(fleet, warm_up_s, seconds))
+    meter = asyncio.create_task(metered(pool, warm_up_s, seconds))
     await asyncio.wait([running, meter], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         meter.cancel()

@@ -239,7 +239,7 @@ class FakeRenderer:
 
 
 @dataclass
-class FakeFleet:
+class FakePool:
     """Engines with a version. `script` maps a request id to its fate.
 
     Fates: "fail", "gone once", "gone, then hang", "empty", "length", "hang".

@@ -285,7 +285,7 @@ def test_four_engines_get_four_times_as_many_as_one():
 # One poll of the pool
 
 
-class Fleet:
+class Pool:
     def __init__(self, *answers):
         self.answers = answers
 
@@ -309,13 +309,13 @@ async def test_a_poll_skips_prefill_and_missing_engines_and_keeps_the_limit_with
     ctx, admission = fakes.FakeContext(tmp_path, manifest), adaptive()
     prefill = fakes.load(0, kv_tokens=CONTEXT)
     serving = replace(fakes.load(0, kv_tokens=50 * CONTEXT), external_hit_tokens_total=96)
-    assert list(await poll_engines(ctx, Fleet(prefill, serving, serving), admission)) == [0, 1, 2]
+    assert list(await poll_engines(ctx, Pool(prefill, serving, serving), admission)) == [0, 1, 2]
     assert admission.limit == 100
-    assert list(await poll_engines(ctx, Fleet(prefill, None, serving), admission)) == [0, 2]
+    assert list(await poll_engines(ctx, Pool(prefill, None, serving), admission)) == [0, 2]
     assert admission.limit == 50
     assert (
         await poll_engines(
-            ctx, Fleet(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
+            ctx, Pool(RunFailed("engine 1 did not finish GET /metrics within 10 s")), admission
         )
         == {}
     )

@@ -32,20 +32,20 @@ from orrery.tasks.tokenizer import write_tokenizer
 from orrery.transport import checkpoints, rollout_store
 
 
-def loop_of(ctx, manifest, fleet, trainer, scheduler=None, task=None, held_out=None):
+def loop_of(ctx, manifest, pool, trainer, scheduler=None, task=None, held_out=None):
     tasks = {
         "train": [task or fakes.FakeTask() for _ in manifest.tasks.train],
         "evaluation": [held_out or fakes.FakeTask()],
     }
     return Loop(
-        ctx, scheduler or Scheduler(manifest), tasks, fakes.FakeRenderer(), fleet, trainer, trainer
+        ctx, scheduler or Scheduler(manifest), tasks, fakes.FakeRenderer(), pool, trainer, trainer
     )
 
 
 def run(
     tmp_path,
     manifest,
-    fleet=None,
+    pool=None,
     trainer=None,
     scheduler=None,
     task=None,
@@ -53,14 +53,14 @@ def run(
     attempt=1,
     held_out=None,
 ):
-    ctx, fleet, trainer = (
+    ctx, pool, trainer = (
         fakes.FakeContext(tmp_path, manifest, attempt=attempt),
-        fleet or fakes.FakeFleet(),
+        pool or fakes.FakePool(),
         trainer or fakes.FakeTrainer(),
     )
-    loop = loop_of(ctx, manifest, fleet, trainer, scheduler, task, held_out)
+    loop = loop_of(ctx, manifest, pool, trainer, scheduler, task, held_out)
     asyncio.run(asyncio.wait_for(loop.run(), limit_s))
-    return ctx, fleet, trainer, loop
+    return ctx, pool, trainer, loop
 
 
 @pytest.fixture
@@ -82,31 +82,31 @@ def trained(batch):
 
 
 def test_a_run_sends_every_batch_once_and_ends_when_the_last_policy_is_evaluated(tmp_path):
-    ctx, fleet, trainer, loop = run(tmp_path, fakes.manifest())
+    ctx, pool, trainer, loop = run(tmp_path, fakes.manifest())
     assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6]
     assert all(batch.totals["num_samples"] == 8 for batch in trainer.batches)
     evaluated = [row["version"] for row in ctx.events("evaluation")]
     assert evaluated[0] == 0 and evaluated[-1] == 6
-    assert fleet.updates == sorted(set(fleet.updates)) and fleet.updates[-1] == 6
+    assert pool.updates == sorted(set(pool.updates)) and pool.updates[-1] == 6
     versions = np.concatenate(
         [part.token["version"][part.token["trained"]] for part in trained(trainer.compared)]
     )
     assert (versions == 6).all() and trainer.compared.totals["num_samples"] == ctx.events(
         "evaluation"
     )[-1]["num_rollouts"]
-    assert not fleet.in_flight and loop.scheduler.dispatch.admission.taken == 0
+    assert not pool.in_flight and loop.scheduler.dispatch.admission.taken == 0
 
 
 def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_counts_it(tmp_path):
     script = {
         f"{name}-0": "gone once" for name in ("evaluation-0-0", "evaluation-2-1", "train-1-2")
     }
-    ctx, fleet, _, loop = run(
-        tmp_path, fakes.manifest(max_in_flight=4), fakes.FakeFleet(script=script)
+    ctx, pool, _, loop = run(
+        tmp_path, fakes.manifest(max_in_flight=4), fakes.FakePool(script=script)
     )
     first = ctx.events("evaluation")[0]
     assert (first["num_rollouts"], first["num_failed"]) == (6, 0)
-    asked = [request for request in fleet.requests if request["request_id"] == "evaluation-2-1-0"]
+    asked = [request for request in pool.requests if request["request_id"] == "evaluation-2-1-0"]
     assert (
         len(asked) == 2
         and asked[0]["seed"] == asked[1]["seed"] is not None
@@ -121,9 +121,9 @@ def test_an_evaluation_asks_again_for_what_was_lost_with_an_engine_and_training_
 def test_an_evaluation_rollout_has_its_own_seed_at_every_version_and_training_has_none(
     tmp_path,
 ):
-    _, fleet, _, _ = run(tmp_path, fakes.manifest())
+    _, pool, _, _ = run(tmp_path, fakes.manifest())
     seeds = {}
-    for request in fleet.requests:
+    for request in pool.requests:
         purpose, group, member, _ = request["request_id"].split("-")
         if purpose == "train":
             assert request["seed"] is None
@@ -150,17 +150,15 @@ def test_what_an_evaluation_asks_again_for_is_in_flight_until_it_ends_and_is_tim
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(runner, "GONE_PAUSE_S", 0.01)
-    manifest, fleet = (
+    manifest, pool = (
         fakes.manifest(rollout_timeout_s=0.2),
-        fakes.FakeFleet(script={"evaluation-2-1-0": "gone, then hang"}),
+        fakes.FakePool(script={"evaluation-2-1-0": "gone, then hang"}),
     )
     ctx = fakes.FakeContext(tmp_path, manifest)
 
     async def main():
-        await asyncio.wait_for(loop_of(ctx, manifest, fleet, fakes.FakeTrainer()).run(), 20)
-        return list(fleet.aborted), dict(
-            fleet.in_flight
-        )  # before asyncio ends what nobody else has
+        await asyncio.wait_for(loop_of(ctx, manifest, pool, fakes.FakeTrainer()).run(), 20)
+        return list(pool.aborted), dict(pool.in_flight)  # before asyncio ends what nobody else has
 
     assert asyncio.run(main()) == (["evaluation-2-1-0"], {})
     assert ctx.events("evaluation")[0]["failures"] == {"timeout": 1}
@@ -219,7 +217,7 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
 
 def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
     manifest = fakes.manifest(max_off_policy_steps=1)
-    _, _, trainer, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
+    _, _, trainer, _ = run(tmp_path, manifest, fakes.FakePool(yields=9))
     for batch in trainer.batches:
         parts = trained(batch)
         versions = np.concatenate([part.token["version"][part.token["trained"]] for part in parts])
@@ -253,7 +251,7 @@ def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_
     tmp_path,
 ):
     manifest = fakes.manifest(checkpoint_steps=2)
-    ctx, _, first, _ = run(tmp_path, manifest, fakes.FakeFleet(yields=9))
+    ctx, _, first, _ = run(tmp_path, manifest, fakes.FakePool(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
     sample = fakes.queued(
         fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
@@ -311,14 +309,14 @@ def test_a_batch_is_written_down_before_it_is_sent(tmp_path):
 
     manifest = fakes.manifest()
     ctx, trainer = fakes.FakeContext(tmp_path, manifest), Dying()
-    loop = loop_of(ctx, manifest, fakes.FakeFleet(), trainer)
+    loop = loop_of(ctx, manifest, fakes.FakePool(), trainer)
     with pytest.raises(RunFailed, match="the trainer is gone"):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
     assert [row["step"] for row in ctx.events("batch")] == rollout_store.steps(tmp_path) == [1, 2]
 
 
 def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):
-    class Odd(fakes.FakeFleet):
+    class Odd(fakes.FakePool):
         async def metrics(self):
             raise ValueError("a page that is no numbers")
 
@@ -337,7 +335,7 @@ def test_while_engines_load_a_version_the_trainer_makes_no_more_versions_than_ar
     """The trainer keeps `max_batches_ahead` + 3 versions: the loaded one and those to come."""
     newer = []
 
-    class Slow(fakes.FakeFleet):
+    class Slow(fakes.FakePool):
         async def update(self, published):
             await asyncio.sleep(
                 0.1
@@ -409,9 +407,9 @@ def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused_here(tmp
 
 
 def test_evaluation_rollouts_hold_one_version_each_time(tmp_path):
-    _, fleet, _, _ = run(tmp_path, fakes.manifest(interval_steps=1), fakes.FakeFleet(yields=5))
+    _, pool, _, _ = run(tmp_path, fakes.manifest(interval_steps=1), fakes.FakePool(yields=5))
     salts = {}
-    for request in fleet.requests:
+    for request in pool.requests:
         if request["request_id"].startswith("evaluation"):
             salts.setdefault(request["cache_salt"], set()).add(request["version"])
     assert salts and all(versions == {int(salt)} for salt, versions in salts.items())
@@ -425,7 +423,7 @@ def test_failures_are_counted_by_reason_and_do_not_stop_the_run(tmp_path):
         "train-2-1-0": "fail",
         "train-2-2-0": "fail",
     }
-    ctx, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakeFleet(script=script))
+    ctx, _, _, loop = run(tmp_path, fakes.manifest(), fakes.FakePool(script=script))
     dropped = loop.scheduler.buffer.dropped
     assert dropped["engine"] == 4 and dropped["empty"] == 1 and dropped["too_few_survivors"] == 1
     assert ctx.events("batch")[-1]["dropped"]["engine"] == 4
@@ -435,7 +433,7 @@ def test_a_rollout_that_never_ends_is_timed_out_and_aborted_in_the_engine(tmp_pa
     manifest = fakes.manifest(
         rollout_timeout_s=0.2, max_off_policy_steps=8
     )  # never stale, so only the time limit can end it
-    _, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script={"train-0-3-0": "hang"}))
+    _, _, trainer, loop = run(tmp_path, manifest, fakes.FakePool(script={"train-0-3-0": "hang"}))
     assert loop.scheduler.buffer.dropped["timeout"] == 1 and "train-0-3-0" in at_close.aborted
     assert len(trainer.batches) == 6
 
@@ -451,7 +449,7 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 ):
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
     script = {"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}
-    ctx, _, trainer, loop = run(tmp_path, manifest, fakes.FakeFleet(script=script))
+    ctx, _, trainer, loop = run(tmp_path, manifest, fakes.FakePool(script=script))
     assert loop.scheduler.buffer.dropped["timeout"] == 1, "counted as one that does not train"
     first, second = ctx.events("evaluation")[:2]
     assert (
@@ -478,10 +476,8 @@ def test_a_timeout_is_a_reward_of_zero_in_evaluations_and_baselines_where_the_ma
 def test_a_rollout_that_a_still_engine_holds_is_no_timeout(tmp_path, looks_often, monkeypatch):
     monkeypatch.setattr(dispatch, "PROOF_S", 0.2)
     manifest = fakes.manifest(rollout_timeout_s=0.2, max_off_policy_steps=8, on_timeout="zero")
-    fleet = fakes.FakeFleet(
-        script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True
-    )
-    ctx, _, _, loop = run(tmp_path, manifest, fleet)
+    pool = fakes.FakePool(script={"train-0-3-0": "hang", "evaluation-0-1-0": "hang"}, is_still=True)
+    ctx, _, _, loop = run(tmp_path, manifest, pool)
     assert (
         loop.scheduler.buffer.dropped["engine_still"],
         loop.scheduler.buffer.dropped["timeout"],
@@ -527,13 +523,13 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
         }
     )
     script = {f"evaluation-1-{member}-0": "hang" for member in (0, 1)}
-    ctx, fleet = (
+    ctx, pool = (
         fakes.FakeContext(tmp_path, manifest, stage="evaluate"),
-        fakes.FakeFleet(script=script, version=3),
+        fakes.FakePool(script=script, version=3),
     )
     held_out = evaluate.EvaluationLoop(
         ctx,
-        fleet,
+        pool,
         fakes.FakeRenderer(),
         {"train": [], "evaluation": [fakes.FakeTask()]},
         last_step=3,
@@ -550,7 +546,7 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
 def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(
     tmp_path, monkeypatch, set_by_s
 ):
-    class Setting(fakes.FakeFleet):
+    class Setting(fakes.FakePool):
         async def generate(self, token_ids, **options):
             if options["request_id"] == "train-2-0-0":
                 offset.append(set_by_s)
@@ -565,7 +561,7 @@ def test_a_wall_clock_that_is_set_expires_no_rollout_and_keeps_none(
 
 
 def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_updated(tmp_path):
-    class Noting(fakes.FakeFleet):
+    class Noting(fakes.FakePool):
         async def update(self, published):
             known = {group.key for group in scheduler.dispatch.open_train_groups()}
             others = {name for name in self.in_flight if name.rsplit("-", 2)[0] not in known}
@@ -584,7 +580,7 @@ def test_what_no_batch_to_come_may_hold_is_aborted_before_the_engines_are_update
 
 
 def test_after_the_last_cut_training_leaves_the_engine(tmp_path, at_close):
-    class Noting(fakes.FakeFleet):
+    class Noting(fakes.FakePool):
         async def abort(self, request_ids):  # the last cut may fall into an update
             self.aborted.extend(request_ids)
 
@@ -606,12 +602,12 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reasons(tmp_path):
 
 
 def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
-    ctx, fleet, trainer = (
+    ctx, pool, trainer = (
         fakes.FakeContext(tmp_path, fakes.manifest()),
-        fakes.FakeFleet(),
+        fakes.FakePool(),
         fakes.FakeTrainer(),
     )
-    loop = loop_of(ctx, ctx.manifest, fleet, trainer)
+    loop = loop_of(ctx, ctx.manifest, pool, trainer)
     group = GroupRequest("train", 0, 0, 0, 8)
     queued = [
         fakes.queued(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
@@ -622,7 +618,7 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
         loop.scheduler.updated(0)
         loop.scheduler.digests[0] = "of version 0"
         loop.scheduler.buffer.queue.append(queued)
-        fleet.is_proving = True
+        pool.is_proving = True
         training = asyncio.create_task(loop.train())
         for _ in range(5):  # it looks each time
             loop.changed.notify_all()
@@ -632,7 +628,7 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
             loop.scheduler.clock.next_batch,
             loop.scheduler.buffer.num_queued,
         )
-        fleet.is_proving = False
+        pool.is_proving = False
         loop.changed.notify_all()
         while not trainer.batches:
             await asyncio.sleep(0.001)
@@ -647,7 +643,7 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
 
 
 def test_an_engine_that_does_not_attest_ends_the_run_by_its_sentence(tmp_path):
-    class Corrupt(fakes.FakeFleet):
+    class Corrupt(fakes.FakePool):
         async def update(self, published):
             if published.version >= 2:
                 raise RunFailed(
@@ -674,10 +670,10 @@ def test_a_checkpoint_is_written_before_its_batch_is_sent_and_a_resumed_run_goes
 
     _, _, first, _ = run(tmp_path, manifest, trainer=Checking())
     resumed = Scheduler(manifest, snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4))
-    _, fleet, second, _ = run(
+    _, pool, second, _ = run(
         tmp_path, manifest, trainer=fakes.FakeTrainer(first_version=4), scheduler=resumed
     )
-    assert [batch.step for batch in second.batches] == [5, 6] and fleet.updates[0] == 4
+    assert [batch.step for batch in second.batches] == [5, 6] and pool.updates[0] == 4
 
     def samples_of(batches):
         return [
@@ -758,7 +754,7 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     first, scheduler = WindingDown(tmp_path, manifest, after), Scheduler(manifest)
     first.scheduler = scheduler
     with pytest.raises(Preempted) as ended:
-        run(tmp_path, manifest, fakes.FakeFleet(yields=3), first, scheduler)
+        run(tmp_path, manifest, fakes.FakePool(yields=3), first, scheduler)
     step = ended.value.step
     assert step == first.wound_down_at == len(first.batches) and after <= step <= after + 1
     assert max(checkpoints.steps(tmp_path), default=0) == step
@@ -791,7 +787,7 @@ def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_
             fakes.FakeContext(tmp_path, manifest, attempt=attempt)
         )
         with pytest.raises(Preempted):
-            run(tmp_path, manifest, fakes.FakeFleet(yields=3), trainer, scheduler, attempt=attempt)
+            run(tmp_path, manifest, fakes.FakePool(yields=3), trainer, scheduler, attempt=attempt)
     [step] = checkpoints.steps(tmp_path)
     assert step == trainer.wound_down_at and trainer.batches == []
     checkpoint = checkpoints.whole_dir(tmp_path, step)
@@ -823,12 +819,12 @@ class Ending(WindingDown):
         await super().send(batch)
 
 
-def improving(fleet, from_version):
+def improving(pool, from_version):
     """Return a held-out task that the policy solves from `from_version` on."""
 
     class Improving(fakes.FakeTask):
         def judge(self, problem, messages):
-            return Judgement(float(fleet.version >= from_version), {})
+            return Judgement(float(pool.version >= from_version), {})
 
     return Improving()
 
@@ -840,10 +836,8 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
     manifest = fakes.manifest(
         num_steps=40, interval_steps=2, stop_at=0.9, checkpoint_steps=checkpoint_steps
     )
-    fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
-    ctx, _, _, loop = run(
-        tmp_path, manifest, fleet, trainer, held_out=improving(fleet, from_version)
-    )
+    pool, trainer = fakes.FakePool(yields=3), Ending(tmp_path, manifest)
+    ctx, _, _, loop = run(tmp_path, manifest, pool, trainer, held_out=improving(pool, from_version))
     last = trainer.version
     assert from_version <= last <= from_version + 4 and [
         batch.step for batch in trainer.batches
@@ -869,9 +863,9 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
     if last:  # killed while the trainer compares or exports
         resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
         assert resumed.stopped_early and resumed.clock.num_batches == last
-        fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, last, attempt=2)
+        pool, second = fakes.FakePool(), Ending(tmp_path, manifest, last, attempt=2)
         again, _, _, _ = run(
-            tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 99), attempt=2
+            tmp_path, manifest, pool, second, resumed, held_out=improving(pool, 99), attempt=2
         )
         assert second.batches == [] and second.compared is not None
         assert [row["version"] for row in again.events("evaluation")] == [last] and len(
@@ -881,7 +875,7 @@ def test_the_stage_ends_early_once_the_held_out_reward_is_reached_and_resumes_to
 
 def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp_path):
     manifest = fakes.manifest(num_steps=40, interval_steps=3, stop_at=0.9, checkpoint_steps=2)
-    fleet, trainer = fakes.FakeFleet(yields=3), Ending(tmp_path, manifest)
+    pool, trainer = fakes.FakePool(yields=3), Ending(tmp_path, manifest)
 
     async def dies(*_):
         raise RunFailed("killed")
@@ -890,15 +884,15 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
     Loop._write_now = dies
     try:
         with pytest.raises(RunFailed, match="killed"):
-            run(tmp_path, manifest, fleet, trainer, held_out=improving(fleet, 3))
+            run(tmp_path, manifest, pool, trainer, held_out=improving(pool, 3))
     finally:
         Loop._write_now = loop_write
     step = max(checkpoints.steps(tmp_path))
     resumed = assemble.scheduler(fakes.FakeContext(tmp_path, manifest, attempt=2))
     assert step % 2 == 0 and not resumed.stopped_early
-    fleet, second = fakes.FakeFleet(), Ending(tmp_path, manifest, step, attempt=2)
+    pool, second = fakes.FakePool(), Ending(tmp_path, manifest, step, attempt=2)
     ctx, _, _, _ = run(
-        tmp_path, manifest, fleet, second, resumed, held_out=improving(fleet, 3), attempt=2
+        tmp_path, manifest, pool, second, resumed, held_out=improving(pool, 3), attempt=2
     )
     assert (
         second.version < 12

@@ -16,10 +16,10 @@ from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.transport.routed_experts import RouteShape
 
 
-def episode(fleet, task=None, max_turns=3, max_model_len=64, **options):
+def episode(pool, task=None, max_turns=3, max_model_len=64, **options):
     return run_episode(
         task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns,
-        renderer=fakes.FakeRenderer(), engine=fleet,
+        renderer=fakes.FakeRenderer(), engine=pool,
         sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len,
         cache_salt="7", name="train-1-0",
         timeout_s=9.0, **options,
@@ -27,9 +27,9 @@ def episode(fleet, task=None, max_turns=3, max_model_len=64, **options):
 
 
 def test_sampled_tokens_stay_verbatim_over_turns_and_only_they_are_trained():
-    fleet = fakes.FakeFleet(version=3)
-    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=1)))
-    first, second = fleet.requests
+    pool = fakes.FakePool(version=3)
+    rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=1)))
+    first, second = pool.requests
     np.testing.assert_array_equal(first["token_ids"], [5, 6, 14])
     np.testing.assert_array_equal(
         second["token_ids"][:7], rollout.token_id[:7]
@@ -54,24 +54,24 @@ def test_sampled_tokens_stay_verbatim_over_turns_and_only_they_are_trained():
 
 
 def test_all_turns_of_a_rollout_have_one_salt_and_ids_of_their_own():
-    fleet = fakes.FakeFleet(version=9)
-    asyncio.run(episode(fleet, fakes.FakeTask(replies=2)))
-    assert [request["cache_salt"] for request in fleet.requests] == ["7"] * 3
-    assert len({request["request_id"] for request in fleet.requests}) == 3
+    pool = fakes.FakePool(version=9)
+    asyncio.run(episode(pool, fakes.FakeTask(replies=2)))
+    assert [request["cache_salt"] for request in pool.requests] == ["7"] * 3
+    assert len({request["request_id"] for request in pool.requests}) == 3
 
 
 def test_each_turn_samples_with_the_seed_after_the_turn_befores():
     for seed, seeds in ((41, [41, 42, 43]), (0, [0, 1, 2]), (None, [None] * 3)):
-        fleet = fakes.FakeFleet(version=9)
-        asyncio.run(episode(fleet, fakes.FakeTask(replies=2), seed=seed))
-        assert [request["seed"] for request in fleet.requests] == seeds
+        pool = fakes.FakePool(version=9)
+        asyncio.run(episode(pool, fakes.FakeTask(replies=2), seed=seed))
+        assert [request["seed"] for request in pool.requests] == seeds
 
 
 def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are_there():
-    fleet = fakes.FakeFleet(version=3)
-    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
+    pool = fakes.FakePool(version=3)
+    rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=2), routes=RouteShape(2, 2, 200)))
     assert rollout.num_tokens == 3 + 4 + 2 + 4 + 2 + 4
-    assert [request["routes_from"] for request in fleet.requests] == [
+    assert [request["routes_from"] for request in pool.requests] == [
         0,
         6,
         12,
@@ -79,13 +79,13 @@ def test_routes_of_all_turns_make_one_column_and_no_turn_asks_for_those_that_are
     assert rollout.routed_experts.shape == (19, 2, 2) and rollout.routed_experts.dtype == np.uint8
     np.testing.assert_array_equal(rollout.routed_experts[:18, 1, 0], np.arange(18))
     assert (rollout.routed_experts[18] == 255).all()
-    assert asyncio.run(episode(fakes.FakeFleet(version=3))).routed_experts is None
+    assert asyncio.run(episode(fakes.FakePool(version=3))).routed_experts is None
 
 
 def test_a_turn_that_is_cut_by_its_length_ends_the_episode_truncated():
-    fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": "length"})
-    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=2)))
-    assert rollout.truncated and len(fleet.requests) == 1
+    pool = fakes.FakePool(version=0, script={"train-1-0-0": "length"})
+    rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=2)))
+    assert rollout.truncated and len(pool.requests) == 1
 
 
 def test_a_problem_that_names_a_length_gets_it_whatever_is_sampled():
@@ -93,31 +93,31 @@ def test_a_problem_that_names_a_length_gets_it_whatever_is_sampled():
         def problem(self, index):
             return msgspec.structs.replace(super().problem(index), exact_tokens=40)
 
-    fleet = fakes.FakeFleet(version=0, num_tokens=40, script={"train-1-0-0": "length"})
-    rollout = asyncio.run(episode(fleet, Exact()))
-    request = fleet.requests[0]
+    pool = fakes.FakePool(version=0, num_tokens=40, script={"train-1-0-0": "length"})
+    rollout = asyncio.run(episode(pool, Exact()))
+    request = pool.requests[0]
     assert request["max_tokens"] == 40 > fakes.manifest().orchestrator.sampling.max_tokens_per_turn
     assert request["ignore_eos"] and not request["stop_token_ids"]
     assert int(rollout.trained.sum()) == 40 and not rollout.truncated
 
 
 def test_no_rollout_is_longer_than_the_engine_can_hold():
-    fleet = fakes.FakeFleet(version=0, num_tokens=8)
-    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=9), max_turns=9, max_model_len=16))
+    pool = fakes.FakePool(version=0, num_tokens=8)
+    rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=9), max_turns=9, max_model_len=16))
     assert rollout.truncated and rollout.num_tokens == 16
-    assert [request["max_tokens"] for request in fleet.requests] == [8, 3]
+    assert [request["max_tokens"] for request in pool.requests] == [8, 3]
 
 
 def test_a_reply_that_leaves_no_room_for_an_answer_is_not_part_of_the_rollout():
-    fleet = fakes.FakeFleet(version=0)
-    rollout = asyncio.run(episode(fleet, fakes.FakeTask(replies=1), max_model_len=9))
+    pool = fakes.FakePool(version=0)
+    rollout = asyncio.run(episode(pool, fakes.FakeTask(replies=1), max_model_len=9))
     assert rollout.truncated and rollout.num_tokens == 7 and rollout.trained[-1]
 
 
 def test_max_turns_ends_the_episode():
-    fleet = fakes.FakeFleet(version=0)
-    asyncio.run(episode(fleet, fakes.FakeTask(replies=9), max_turns=2))
-    assert len(fleet.requests) == 2
+    pool = fakes.FakePool(version=0)
+    asyncio.run(episode(pool, fakes.FakeTask(replies=9), max_turns=2))
+    assert len(pool.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_max_turns_ends_the_episode():
 def test_what_is_not_the_policys_doing_is_a_failure_with_a_reason_and_never_a_reward(
     script, broken, reason
 ):
-    fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": script})
+    pool = fakes.FakePool(version=0, script={"train-1-0-0": script})
     with pytest.raises(RolloutFailed) as failed:
-        asyncio.run(episode(fleet, fakes.FakeTask(broken=broken)))
+        asyncio.run(episode(pool, fakes.FakeTask(broken=broken)))
     assert failed.value.reason == reason and failed.value.detail
 
 
@@ -173,7 +173,7 @@ DOORS = [
 @pytest.mark.parametrize(("where", "is_async", "reason"), DOORS)
 def test_a_task_that_exits_ends_its_rollout_and_not_the_run(where, is_async, reason):
     with pytest.raises(RolloutFailed, match=f"{reason} raised SystemExit: 0") as failed:
-        asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(SystemExit(0), where, is_async)))
+        asyncio.run(episode(fakes.FakePool(version=0), Leaving(SystemExit(0), where, is_async)))
     assert failed.value.reason == reason
 
 
@@ -185,7 +185,7 @@ def test_the_end_of_the_process_or_the_rollout_passes_through_a_task(
     where, is_async, reason, error
 ):
     with pytest.raises(type(error)):
-        asyncio.run(episode(fakes.FakeFleet(version=0), Leaving(error, where, is_async)))
+        asyncio.run(episode(fakes.FakePool(version=0), Leaving(error, where, is_async)))
 
 
 def test_the_event_loop_goes_on_while_a_problem_is_made():
@@ -195,7 +195,7 @@ def test_the_event_loop_goes_on_while_a_problem_is_made():
             return super().problem(index)
 
     async def run():
-        playing = asyncio.create_task(episode(fakes.FakeFleet(version=0), Slow()))
+        playing = asyncio.create_task(episode(fakes.FakePool(version=0), Slow()))
         await asyncio.sleep(0.01)
         assert not playing.done()
         made.set()
@@ -207,13 +207,13 @@ def test_the_event_loop_goes_on_while_a_problem_is_made():
 
 def test_tokens_of_no_published_version_are_refused():
     with pytest.raises(RolloutFailed) as failed:
-        asyncio.run(episode(fakes.FakeFleet(version=-1)))
+        asyncio.run(episode(fakes.FakePool(version=-1)))
     assert failed.value.reason == "unversioned"
 
 
 def test_a_prompt_that_fills_the_context_is_a_failure():
     with pytest.raises(RolloutFailed) as failed:
-        asyncio.run(episode(fakes.FakeFleet(version=0), max_model_len=3))
+        asyncio.run(episode(fakes.FakePool(version=0), max_model_len=3))
     assert failed.value.reason == "prompt_too_long"
 
 
@@ -234,7 +234,7 @@ def test_a_reward_or_metric_that_is_no_number_is_a_failure_of_the_judge(reward, 
             return Judgement(reward, metrics)
 
     with pytest.raises(RolloutFailed) as failed:
-        asyncio.run(episode(fakes.FakeFleet(version=0), Strange()))
+        asyncio.run(episode(fakes.FakePool(version=0), Strange()))
     assert failed.value.reason == "judge"
 
 
@@ -244,7 +244,7 @@ def test_a_judge_that_is_broken_ends_more_than_its_rollout():
             raise JudgeBroken("a known answer was scored wrongly")
 
     with pytest.raises(JudgeBroken, match="a known answer"):
-        asyncio.run(episode(fakes.FakeFleet(version=0), Broken()))
+        asyncio.run(episode(fakes.FakePool(version=0), Broken()))
 
 
 def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold():
@@ -254,7 +254,7 @@ def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold(
                 np.float32(0.5), {"share": np.float64(0.25), "count": np.int64(3), "right": True}
             )
 
-    rollout = asyncio.run(episode(fakes.FakeFleet(version=0), Counting()))
+    rollout = asyncio.run(episode(fakes.FakePool(version=0), Counting()))
     assert (
         msgspec.json.decode(msgspec.json.encode(rollout.metrics))
         == {"share": 0.25, "count": 3, "right": 1}
@@ -262,14 +262,14 @@ def test_metrics_of_other_number_types_become_plain_numbers_that_files_can_hold(
     )
 
 
-def runner_of(fleet, **options):
+def runner_of(pool, **options):
     spec, failed = fakes.manifest(), []
     tasks = {purpose: [fakes.FakeTask()] * 9 for purpose in ("train", "evaluation")}
     runner = RolloutRunner(
         spec,
         tasks,
         fakes.FakeRenderer(),
-        fleet,
+        pool,
         lambda *_: None,
         lambda *of: failed.append(of),
         **options,
@@ -283,7 +283,7 @@ def requests(purpose, version=3):
 
 def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
     async def run():
-        runner, failed = runner_of(fakes.FakeFleet(version=3))
+        runner, failed = runner_of(fakes.FakePool(version=3))
         runner.start(requests("train"))
         assert runner.num_running == 2
         await runner.cancel(requests("train"))
@@ -296,15 +296,15 @@ def test_a_rollout_that_is_cancelled_before_it_begins_is_no_longer_playing():
 
 def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
     async def run():
-        fleet = fakes.FakeFleet(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
-        runner, _ = runner_of(fleet)
+        pool = fakes.FakePool(version=3, script={"train-1-0-0": "hang", "train-1-1-0": "hang"})
+        runner, _ = runner_of(pool)
         first, second = requests("train")
         runner.start([first, second])
-        while len(fleet.in_flight) < 2:
+        while len(pool.in_flight) < 2:
             await asyncio.sleep(0.01)
         runner.cancel([first])  # a timeout, whose end is not waited for
         await runner.cancel([])  # an update with nothing to drain
-        assert fleet.aborted == ["train-1-0-0"] and list(fleet.in_flight) == ["train-1-1-0"]
+        assert pool.aborted == ["train-1-0-0"] and list(pool.in_flight) == ["train-1-1-0"]
         await runner.close()
 
     asyncio.run(run())
@@ -316,16 +316,16 @@ def test_an_update_waits_for_the_aborts_of_all_that_were_cancelled_before_it():
 )
 def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks):
     async def run():
-        fleet = fakes.FakeFleet(version=version)
-        runner, _ = runner_of(fleet, is_compared=lambda version: version == 7)
+        pool = fakes.FakePool(version=version)
+        runner, _ = runner_of(pool, is_compared=lambda version: version == 7)
         runner._routes = RouteShape(2, 2, 200)
         runner.start(requests(purpose, version))
         while runner.num_running:
             await asyncio.sleep(0.01)
         runner.check()
         assert (
-            [request.get("routes_from") is not None for request in fleet.requests]
-            == [asks] * len(fleet.requests)
+            [request.get("routes_from") is not None for request in pool.requests]
+            == [asks] * len(pool.requests)
             != []
         )
 
@@ -333,15 +333,15 @@ def test_only_what_is_trained_or_compared_asks_for_routes(purpose, version, asks
 
 
 def test_cancelling_a_rollout_aborts_its_request_in_the_engine():
-    async def scenario() -> fakes.FakeFleet:
-        fleet = fakes.FakeFleet(version=0, script={"train-1-0-0": "hang"})
-        task = asyncio.create_task(episode(fleet))
-        while not fleet.in_flight:
+    async def scenario() -> fakes.FakePool:
+        pool = fakes.FakePool(version=0, script={"train-1-0-0": "hang"})
+        task = asyncio.create_task(episode(pool))
+        while not pool.in_flight:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return fleet
+        return pool
 
-    fleet = asyncio.run(scenario())
-    assert fleet.aborted == ["train-1-0-0"] and not fleet.in_flight
+    pool = asyncio.run(scenario())
+    assert pool.aborted == ["train-1-0-0"] and not pool.in_flight

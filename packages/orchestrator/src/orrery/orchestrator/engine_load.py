@@ -15,14 +15,14 @@ PIECE_S = 5.0  # length of an activity span; longer in long runs
 
 
 async def poll_engines(
-    ctx: RoleContext, fleet: Any, admission: Admission, pace: Pace | None = None
+    ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
     """Return the load of every engine by index, or {} if one does not answer in time.
 
     Rows are written when `pace` is due, or always if it is None.
     """
     try:
-        loads: dict[int, EngineMetrics] = await fleet.metrics()
+        loads: dict[int, EngineMetrics] = await pool.metrics()
     except OrreryError as error:  # a slow metrics page must not end the run
         ctx.log.warning("no numbers from the engines: %s", error)
         return {}
