@@ -1,7 +1,7 @@
 """`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer here.
 
 MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working
-directory. Options that are not given come from the run's row in `request.py`, then from defaults.
+directory. Missing options come from the run's row in `request.py`, then from defaults.
 The first line of the output names them all.
 """
 
@@ -118,7 +118,7 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return the options, and those of them from the run's row."""
+    """Return the options, and the part that comes from the run's row."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}

@@ -133,7 +133,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         model, trainer = request.model, request.trainer
         text = describe_error(error, rank, step, model, trainer, request.load, request.num_devices)
         return {"out_of_memory": text}
-    destroy_world(world)  # not after an error, which leaves collectives in flight
+    destroy_world(world)  # not after an error: collectives are in flight
     return answer
 
 
@@ -158,7 +158,7 @@ def timed_steps(
 ) -> list[dict[str, Any]]:
     """Run steps back to back, and return their times, document lengths and metrics.
 
-    A step's time is between two returns to the host, which may be ahead of the device.
+    A step's time is between two returns to the host. The device may be behind.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
@@ -346,7 +346,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, or nothing without a device.
+    """Return the step's copies by direction, none without a device.
 
     Communication hides no copy: a copy beside a collective alone still delays the step.
     """

@@ -332,7 +332,7 @@ def _optimizer_s(
 
 
 def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
-    """Return Muon's values, those in matrices that FSDP splits, and operations an iteration."""
+    """Return Muon's values, its values in split matrices, and operations an iteration."""
     values, split, operations = 0, 0, 0.0
     for name, weight in build(request.model, torch.float32, "meta").named_parameters():
         if is_block_matrix(name, weight):

@@ -1,4 +1,4 @@
-"""What to measure: a manifest's model and trainer, fitted to the devices, and made-up batches.
+"""The measurement: a manifest's model and trainer, fitted to the devices, and made-up batches.
 
 Another number of devices than the mesh's changes `dp_shard`, and `ep` if it no longer divides the
 ranks. A mesh given as an option is used unchanged, or refused. The SFT loss is measured with the
@@ -34,7 +34,7 @@ from orrery.transport.routed_experts import route_shape
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Workload
 
-# Default options of runs that have a row in `benchmarks/trainer/`.
+# Default options of the runs with a row in `benchmarks/trainer/`.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -117,7 +117,7 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit the manifest to the options. Raise OrreryError if that is impossible."""
+    """Fit the manifest to the options. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -326,7 +326,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [T, L, K]: each token takes the K experts after those of the last."""
+    """Return routes [T, L, K]: each token takes the next K experts, in turn."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

@@ -1,4 +1,4 @@
-"""Out-of-memory errors as one sentence: which manifest field to change, what it frees and costs.
+"""Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
 
 Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
 margin. CUDA and NCCL report other errors than torch's allocator, without numbers: pinning host
@@ -25,7 +25,7 @@ from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
 from orrery.transport.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # of the device, for fragments
-END_S = 10.0  # for an orderly end, which may wait for unfinished collectives
+END_S = 10.0  # for an orderly end; it may wait for collectives
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
     ("memory", "activation_offload"),
@@ -109,7 +109,7 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return a warning if the stage's plan exceeds the device's `capacity` bytes, else None.
+    """Return a warning if the stage's plan exceeds the device's `capacity` bytes.
 
     `host_bytes`: host memory that a rank may use.
     """

@@ -207,7 +207,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return all states (p·n / s each), or the slots of offloaded ones."""
+        """Return all states (p·n / s each), or the slots of offloaded states."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -250,8 +250,8 @@ class _StepPlan:
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
         """Return the gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` have reduced theirs (p·n / s). Others have those of earlier micro-batches:
-        the same, or whole (r·n) with `reduce_gradients: step`.
+        Units in `done` have reduced theirs (p·n / s). Others have gradients of earlier
+        micro-batches: the same, or whole (r·n) with `reduce_gradients: step`.
         """
         total = 0
         for unit in self.counted.units:

@@ -31,8 +31,8 @@ class ActivationBytes:
 class _Results:
     """Bytes of a block's results: `named` for checkpointing, and `rest`.
 
-    No backward pass reads the `unread` part of `named`. Only attention's reads `for_attention`,
-    the results that are not kept.
+    No backward pass reads the `unread` part of `named`. Attention's alone reads `for_attention`,
+    which is not kept.
     """
 
     named: dict[str, int]

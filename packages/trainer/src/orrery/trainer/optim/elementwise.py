@@ -1,6 +1,6 @@
 """Update rules that work value by value: AdamW, SGD with momentum and sign SGD.
 
-AdamW and SGD call torch's fused kernels, which also divide the gradients.
+AdamW and SGD call torch's fused kernels. These also divide the gradients.
 """
 
 import torch

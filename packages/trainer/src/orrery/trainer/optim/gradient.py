@@ -1,4 +1,4 @@
-"""Global gradient norm, clipping, and the search for values that are not finite.
+"""Global gradient norm, clipping, and the search for NaN and infinity.
 
 Gradients are already summed over ranks. A weight's own mesh says which ranks hold its other
 shards, so the same code serves FSDP weights, experts, replicas and unsharded weights.

@@ -31,7 +31,7 @@ RMS = 0.2
 # Gate above up: a projection, or stacked experts and their adapter, but not of transformers.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# The odd quintic that is steepest at zero and keeps singular values near one.
+# The steepest odd quintic at zero to keep singular values near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 BATCH_VALUES = 1 << 27  # orthogonalized at a time; bounds temporary memory
@@ -114,7 +114,7 @@ class MatrixShard:
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """(mesh, axis, dim) if ranks hold parts of matrices along dim 0 or 1, else None."""
+        """(mesh, axis, dim) if ranks hold parts of matrices along dim 0 or 1, or None."""
         first = self.source.ndim - 2
         axes = {
             axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first

@@ -27,7 +27,7 @@ ALIGNMENT = 128  # in values, for vectorised kernels
 class WeightPart:
     """A part of one weight with its gradient and state, on the device.
 
-    Tensors are flat, or whole local shards if the rule needs those.
+    Tensors are flat, or whole local shards if the rule needs them.
     """
 
     source: nn.Parameter
@@ -193,7 +193,7 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
-        """Move all weights that have a gradient, divided by `divisor` (float32 scalar, `clip`)."""
+        """Move all weights with a gradient, divided by `divisor` (float32 scalar, `clip`)."""
         divisors: dict[torch.device, Tensor | None] = {}
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
@@ -283,8 +283,8 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    Filling a tensor in place loads it. The box is `local_box(weight)`, or () for a scalar, which is
-    equal on all ranks.
+    Filling a tensor in place loads it. The box is `local_box(weight)`, or () for a scalar. Scalars
+    are equal on all ranks.
     """
     state = optimizer.state
     for name, weight in weights.items():

@@ -3,7 +3,7 @@
 1. context parallel replaces the core of attention.
 2. expert parallel replaces the token exchange and shards the experts.
 3. activation checkpointing and compile: the compiled block goes inside the checkpoint if it has
-   exchanges, else outside.
+   exchanges, or outside.
 4. activation offload wraps both, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must wrap all of these.
 """

@@ -50,7 +50,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return the keyword arguments of torch's `checkpoint` that select the operations to keep.
 
-    A block that is one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
+    A block of one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if trainer.compile and compiled.is_without_exchange(trainer.mesh):
@@ -91,7 +91,7 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def without_view(x: Tensor) -> Tensor:
-    """Return x as a tensor that is no view, in the same memory. Its gradient is x's.
+    """Return x as a base tensor (no view) in the same memory. Its gradient is x's.
 
     A graph inside a checkpoint must find no view in either run, or both trace different graphs.
     FSDP hands out views, activation offload does not.

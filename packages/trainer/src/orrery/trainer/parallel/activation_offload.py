@@ -1,4 +1,4 @@
-"""Activation offload: what a block saves for its backward pass waits in pinned host memory.
+"""Activation offload: tensors saved for the backward pass wait in pinned host memory.
 
 While block i computes, block i − 1 is copied out (forward) or in (backward), each direction on its
 own stream. So at most two blocks' tensors are on the device.
@@ -34,7 +34,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Reusable host buffers of powers of two bytes. `num_bytes` counts all that were made."""
+    """Reusable host buffers of powers of two bytes. `num_bytes` counts all of them."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned

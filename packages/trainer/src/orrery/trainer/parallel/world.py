@@ -166,7 +166,7 @@ def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
 
 
 def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
-    """Return the stage's TCPStore, which rank 0 serves and publishes."""
+    """Return the stage's TCPStore. Rank 0 serves and publishes it."""
     from orrery.transport import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))

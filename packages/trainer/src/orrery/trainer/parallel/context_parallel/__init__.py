@@ -50,7 +50,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` with each core's output, whose gradient is local to this rank."""
+    """Call `observe` with each core's output. Its gradient is local to this rank."""
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore):
             module.watch = observe

@@ -3,7 +3,7 @@
 T tokens here · H query heads · G key and value heads · K head size
 
 Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`), and keys
-and values pass around. With those of rank j, a step is one of three cases of equal work:
+and values pass around. With the keys of rank j, a step is one of three cases of equal work:
 
     j = r   all queries, all keys, causal in the order of places here
     j < r   all queries, early keys

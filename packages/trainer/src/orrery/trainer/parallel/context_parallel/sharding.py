@@ -41,7 +41,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Cut documents into 2·num_ranks equal pieces. Return the rank-th from the front and the back.
 
-    The offsets are those of the pairs of pieces, so all ranks have the same offsets and equal work.
+    The offsets count pairs of pieces, so all ranks have the same offsets and equal work.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))

@@ -2,7 +2,7 @@
 
 `apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
 the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers the
-tokens of all ep ranks. The kinds (`trainer.mesh.ep_backend`) are `torch`, which is deterministic,
+tokens of all ep ranks. The kinds (`trainer.mesh.ep_backend`) are `torch`, deterministic,
 and `deepep`, with DeepEP's kernels.
 """
 
@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {
 
 
 def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> nn.Module:
-    """Return the exchange over `group`, whose rank i holds the i-th share of `num_experts`.
+    """Return the exchange over `group`. Rank i holds the i-th share of `num_experts`.
 
     Raise OrreryError if `backend` is unknown or not installed.
     """
@@ -75,7 +75,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args)
 
-    # On `forward`, inside FSDP's hooks, which read the parameters.
+    # On `forward`, inside FSDP's hooks: these read the parameters.
     experts.forward = on_local_shares
 
 
