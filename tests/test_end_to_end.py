@@ -22,7 +22,7 @@ from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
 from orrery.transport.checkpoints import steps, verify, whole_dir
-from orrery.transport.rollout_store import read_batch
+from orrery.transport.column_files import read_batch
 from orrery.transport.token import Purpose, authorization
 from orrery.transport.weight_wire import weight_dir
 

@@ -45,7 +45,7 @@ from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # no
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
-from orrery.transport import checkpoints, rollout_store  # noqa: E402
+from orrery.transport import checkpoints, column_files  # noqa: E402
 from orrery.transport.columns import Columns  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -159,7 +159,7 @@ def wind_down(root: Path) -> None:
 def keep_a_batch(root: Path) -> None:
     ids = torch.arange(4, dtype=torch.int32).numpy()
     for step in (1, 2):
-        rollout_store.write_batch(
+        column_files.write_batch(
             root / "run",
             step,
             Columns(ids[:2] * 0 + ids[[0, 3]].astype("int64"), {"token_id": ids[:3]}, {}),

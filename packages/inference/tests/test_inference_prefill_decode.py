@@ -184,7 +184,9 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
 
     async def scenario(fleet):
         # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the lease says.
-        _, where = await fleet.apart._prefill(fleet.apart.peer(0), PROMPT, "unread", 60.0, "u")
+        _, where = await fleet.disaggregated._prefill(
+            fleet.disaggregated.peer(0), PROMPT, "unread", 60.0, "u"
+        )
         updated = asyncio.Event()
         answers = [[] for _ in range(12)]
 
@@ -258,9 +260,9 @@ def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(eng
         ):  # an engine this small may be done before an abort reaches it
             name = f"decoding-{attempt}"
             decoding = asyncio.create_task(ask(fleet, name, "a", max_tokens=290, session="1"))
-            while not fleet.apart._prefilling:
+            while not fleet.disaggregated._prefilling:
                 await asyncio.sleep(0)
-            while fleet.apart._prefilling:
+            while fleet.disaggregated._prefilling:
                 await asyncio.sleep(0.001)
             while not decoding.done():  # an abort that comes before the request is ignored
                 await fleet.abort([name])
@@ -269,7 +271,7 @@ def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(eng
                 break
         # Between the engines: the prompt is prefilled (or is being), nothing is sampled yet.
         between = asyncio.create_task(ask(fleet, "between", "b", session="2"))
-        while "between" not in fleet.apart._prefilling:
+        while "between" not in fleet.disaggregated._prefilling:
             await asyncio.sleep(0)
         await fleet.abort(["between"])
         cancelled = [
@@ -284,7 +286,7 @@ def test_an_abort_reaches_a_request_wherever_it_is_and_no_block_stays_behind(eng
             await between,
             *await asyncio.gather(*cancelled, return_exceptions=True),
         ]
-        await fleet.apart.close()
+        await fleet.disaggregated.close()
         end = time.monotonic() + 20
         while (
             any(each.kv_usage for each in (await fleet.metrics()).values())
@@ -309,7 +311,9 @@ def test_a_cache_that_cannot_be_read_fails_the_request(engines):
     }
 
     async def scenario(fleet):
-        _, where = await fleet.apart._prefill(fleet.apart.peer(0), PROMPT, "lost", 60.0, "lost")
+        _, where = await fleet.disaggregated._prefill(
+            fleet.disaggregated.peer(0), PROMPT, "lost", 60.0, "lost"
+        )
         gone = where | {name: nowhere[name] for name in where.keys() & nowhere}
         with pytest.raises(GenerationFailed):
             await fleet.engines[1].generate(
@@ -413,18 +417,23 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
             return keeps_nothing
 
         async def prefilled():
-            return fleet.apart._decode_of.in_flight[1] == 3 and not fleet.apart._prefilling
+            return (
+                fleet.disaggregated._decode_of.in_flight[1] == 3
+                and not fleet.disaggregated._prefilling
+            )
 
         async def serves(*indices):
-            return fleet.roster.at(Phase.HEALTHY) == list(indices)
+            return fleet.registry.at(Phase.HEALTHY) == list(indices)
 
         await fleet.update(publisher.publish(20, named_hf_tensors(module)))
 
         # The prefill engine: it stands still while some of its caches are asked for and others are made, and then it is killed. Whether a
         # read needs it is a matter of UCX's; of the dead one nothing can be read.
-        producer, consumer = map(fleet.apart.peer, (0, 1))
+        producer, consumer = map(fleet.disaggregated.peer, (0, 1))
         caches = [
-            (await fleet.apart._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[1]
+            (await fleet.disaggregated._prefill(producer, PROMPT, f"read-{i}", 60.0, f"read-{i}"))[
+                1
+            ]
             for i in range(3)
         ]
         sampling = start("sampling", 2, max_tokens=290)
@@ -438,7 +447,7 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         freeze(0)
         reading = [
             asyncio.create_task(
-                fleet.apart._decode(producer, consumer, where, PROMPT, request_id=f"read-{i}", max_tokens=4, temperature=1.0,
+                fleet.disaggregated._decode(producer, consumer, where, PROMPT, request_id=f"read-{i}", max_tokens=4, temperature=1.0,
                                     cache_salt=f"read-{i}", ignore_eos=True)
             )
             for i, where in enumerate(caches[:2])

@@ -12,6 +12,7 @@ from orchestrator_engine_stand_in import HELD, StandIn, run
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines import client as client_module
 from orrery.orchestrator.engines import pool as pool_module
+from orrery.orchestrator.engines import recovery as recovery_module
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
     EngineGone,
@@ -191,7 +192,7 @@ class Engines:
 def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
     monkeypatch.setattr("orrery.runtime.token._kept", "t")
-    monkeypatch.setattr(pool_module, "TEND_S", 0.01)
+    monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
 
@@ -236,14 +237,14 @@ def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_up
         assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", (
             "the other one goes on"
         )
-        assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
+        assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
         [asked] = preemption.fenced(tmp_path, "rl", 1)
         assert (asked.name, asked.incarnation) == (
             "inference.1",
             0,
         ) and "did not finish /update_weights within 0.3 s" in asked.why
         engines.start_again()
-        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert "/resume" not in engines.stand_ins[1].paths()
         return engines
 
@@ -278,13 +279,13 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
     async def scenario(engines):
         with pytest.raises(GenerationFailed, match="sent to nobody"):
             await engines.fleet.generate([1], **request)
-        assert engines.fleet.roster.at(Phase.HEALTHY) == [0, 1]
+        assert engines.fleet.registry.at(Phase.HEALTHY) == [0, 1]
         stand_ins[1].fail["/health"] = (503, {})
         with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 says that it is not well"):
             await engines.fleet.generate([1], **request)
         assert (await engines.fleet.metrics()).keys() == {0}
         engines.start_again()
-        await until(lambda: engines.fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        await until(lambda: engines.fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), (
             "no version is wanted yet but the one that it starts with"
         )
@@ -321,7 +322,7 @@ def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_hal
         finally:
             told.set()
         await until(lambda: len(router.paths()) == 3)
-        assert fleet.roster.at(Phase.FENCED) == [0, 1]
+        assert fleet.registry.at(Phase.FENCED) == [0, 1]
         assert {one.name for one in preemption.fenced(tmp_path, "rl", 1)} == {
             "inference.0",
             "inference.1",
@@ -352,7 +353,7 @@ def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(
         finally:
             dropped.set()
         await until(lambda: router.paths().count(f"/remove_worker?url={url}") == 2)
-        assert fleet.roster.at(Phase.FENCED) == [1] and (await fleet.metrics()).keys() == {0}
+        assert fleet.registry.at(Phase.FENCED) == [1] and (await fleet.metrics()).keys() == {0}
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
@@ -394,7 +395,7 @@ def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over
         assert not updating.done() and not asking.done(), "a request's time begins when it is sent"
         engines.start_again()
         assert (await updating).version == 3 and len((await asking).token_ids) == 2
-        assert fleet.roster.at(Phase.HEALTHY) == [1]
+        assert fleet.registry.at(Phase.HEALTHY) == [1]
         await fleet.engines[1].generate(
             [1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="c"
         )
@@ -433,7 +434,7 @@ def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of
 
     async def scenario(engines):
         updating = asyncio.create_task(engines.fleet.update(PUBLISHED))
-        await until(lambda: engines.fleet.roster.at(Phase.FENCED) == [0, 1])
+        await until(lambda: engines.fleet.registry.at(Phase.FENCED) == [0, 1])
         engines.start_again()
         assert (await updating).version == 3
         assert all(
@@ -462,7 +463,7 @@ def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_
 
 
 def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "RETURN_S", 0.2)
+    monkeypatch.setattr(recovery_module, "RETURN_S", 0.2)
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -535,7 +536,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, (
             "it was paused through both takes"
         )
-        assert fleet.roster.at(Phase.HEALTHY) == [0] and fleet.roster.at(Phase.FENCED) == [1]
+        assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
         assert [engines for _, engines in seen] == [
             ("engine 0", "engine 1"),
             ("engine 0",),
@@ -544,7 +545,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
         assert engines.stand_ins[0].calls() == ["untaken", "give_up_update", "untaken", "attested"]
         assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
         engines.start_again()
-        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         await until(
             lambda: (
                 sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
@@ -568,11 +569,11 @@ def test_who_tries_again_after_the_trainer_has_stepped_waits_for_the_next_versio
     async def scenario(engines):
         fleet = engines.fleet
         assert await fleet.update(direct(tmp_path / "wire")) is None
-        assert fleet.roster.at(Phase.STALE) == [0, 1] and all(
+        assert fleet.registry.at(Phase.STALE) == [0, 1] and all(
             "/resume" not in one.paths() for one in stand_ins
         ), "they stand paused"
         assert (await fleet.update(direct(tmp_path / "wire", version=4))).version == 4
-        assert fleet.roster.at(Phase.HEALTHY) == [0, 1]
+        assert fleet.registry.at(Phase.HEALTHY) == [0, 1]
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
@@ -602,9 +603,10 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
     async def scenario(engines):
         fleet = engines.fleet
         assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
-        assert fleet.roster.at(Phase.HEALTHY) == [0]
+        assert fleet.registry.at(Phase.HEALTHY) == [0]
         assert (
-            "engine 1 hung in a take that was over for another 0.2 s before" in fleet.roster[1].why
+            "engine 1 hung in a take that was over for another 0.2 s before"
+            in fleet.registry[1].why
         )
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
@@ -630,10 +632,10 @@ def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer
         while open_leases(folder, 3):
             await fleet.generate([1], request_id=f"r{served}", **request)
             served += 1
-        assert served and fleet.roster.at(Phase.HEALTHY) == [0]
-        await until(lambda: fleet.roster.at(Phase.FENCED) == [1])
-        assert "did not finish /update_weights within 0.5 s" in fleet.roster[1].why
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(
+        assert served and fleet.registry.at(Phase.HEALTHY) == [0]
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [1])
+        assert "did not finish /update_weights within 0.5 s" in fleet.registry[1].why
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
             Phase.HEALTHY
         ) == [0]
 
@@ -649,12 +651,12 @@ def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_i
     async def scenario(engines):
         folder, fleet = tmp_path / "wire", engines.fleet
         updating = asyncio.create_task(fleet.update(direct(folder)))
-        await until(lambda: fleet.roster.at(Phase.FENCED) == [0, 1])
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
         (folder / "version_3.json").unlink()  # the trainer steps
         engines.start_again()
         assert await updating is None
-        assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.roster.at(
+        assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
             Phase.HEALTHY
         ) == [1]
 
@@ -673,11 +675,11 @@ def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a
         updating = asyncio.create_task(
             fleet.update(Published(3, str(folder), FINGERPRINTS, PUBLISHED.digest))
         )
-        await until(lambda: fleet.roster.at(Phase.FENCED) == [0, 1])
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
         folder.rmdir()
         engines.start_again()
         assert await updating is None
-        assert fleet.roster.at(Phase.STALE) == [1] and not fleet.is_serving
+        assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
 
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
@@ -691,14 +693,14 @@ def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_t
     async def scenario(engines):
         folder, fleet = tmp_path / "wire", engines.fleet
         await back_without_a_version(engines, folder, stand_ins[1])
-        assert fleet.roster.at(Phase.STALE) == [1] and fleet.is_serving
-        monkeypatch.setattr(pool_module, "RETURN_S", 0.0)
+        assert fleet.registry.at(Phase.STALE) == [1] and fleet.is_serving
+        monkeypatch.setattr(recovery_module, "RETURN_S", 0.0)
         await asyncio.sleep(0.1)
         fleet.check()
-        monkeypatch.setattr(pool_module, "RETURN_S", 600.0)
+        monkeypatch.setattr(recovery_module, "RETURN_S", 600.0)
         stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
         assert (await fleet.update(direct(folder, 4))).version == 4
-        await until(lambda: fleet.roster.at(Phase.HEALTHY) == [0, 1])
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert seen == [back] and engines.waits() == set(), (
             "it has a version to take, and has taken it"
         )
@@ -721,7 +723,7 @@ def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when
         await until(
             lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"}
         )
-        monkeypatch.setattr(pool_module, "RETURN_S", 0.0)
+        monkeypatch.setattr(recovery_module, "RETURN_S", 0.0)
         with pytest.raises(RunFailed, match=r"engine [01] did not serve again within 0 s"):
             while True:
                 fleet.check()
@@ -746,7 +748,7 @@ def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("orrery.runtime.token._kept", "t")
-    monkeypatch.setattr(pool_module, "TEND_S", 0.01)
+    monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
     ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
     prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transport_documents import documents, same
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport import checkpoints, rendezvous, rollout_store, safetensors_columns
+from orrery.transport import checkpoints, column_files, rendezvous
 from orrery.transport.columns import Columns
 
 
@@ -422,17 +422,17 @@ def test_a_damaged_endpoint_file_is_named(tmp_path):
 
 def test_a_stored_batch_is_read_back_with_its_info(tmp_path):
     parts = documents([3, 0, 70_000, 5])
-    rollout_store.write_batch(tmp_path, 7, parts, version=6)
-    columns, info = rollout_store.read_batch(tmp_path, 7)
+    column_files.write_batch(tmp_path, 7, parts, version=6)
+    columns, info = column_files.read_batch(tmp_path, 7)
     assert same(columns, Columns.concatenate(parts))
     assert info == {"step": 7, "version": 6}
-    assert rollout_store.steps(tmp_path) == [7]
+    assert column_files.batch_steps(tmp_path) == [7]
 
 
 def test_a_stored_batch_is_a_safetensors_file_that_the_library_reads(tmp_path):
     parts = documents([3, 4])
     whole = Columns.concatenate(parts)
-    tensors = load_file(rollout_store.write_batch(tmp_path, 1, parts))
+    tensors = load_file(column_files.write_batch(tmp_path, 1, parts))
     expected = {"offsets": whole.offsets}
     expected |= {f"token/{name}": array for name, array in whole.token.items()}
     expected |= {f"sample/{name}": array for name, array in whole.sample.items()}
@@ -446,7 +446,7 @@ def test_a_file_that_the_library_wrote_is_read(tmp_path):
         {"offsets": np.array([0, 2]), "token/token_id": np.array([5, 6], np.int32)},
         tmp_path / "x.safetensors",
     )
-    columns, info = safetensors_columns.read(tmp_path / "x.safetensors")
+    columns, info = column_files.read(tmp_path / "x.safetensors")
     assert columns.token["token_id"].tolist() == [5, 6] and info == {}
 
 
@@ -464,9 +464,9 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(OrreryError, match=r"x\.safetensors: not a safetensors file of columns"):
-        safetensors_columns.read(path)
+        column_files.read(path)
 
 
 def test_a_batch_that_is_not_stored_is_named(tmp_path):
     with pytest.raises(OrreryError, match=r"step_3\.safetensors: no such file"):
-        rollout_store.read_batch(tmp_path, 3)
+        column_files.read_batch(tmp_path, 3)

@@ -15,10 +15,10 @@ import zmq
 from transport_documents import documents, same
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport.buffers import BufferPool
 from orrery.transport.columns import Columns
 from orrery.transport.packing import LazyMicroBatches
 from orrery.transport.rollout_wire import KINDS, Batch, files, make_receiver, make_sender, zeromq
+from orrery.transport.rollout_wire.bulk import BufferPool
 from orrery.transport.routed_experts import RouteShape, check_routes, without_routes
 
 pytestmark = pytest.mark.timeout(60)
@@ -437,7 +437,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
             if kind == "files":  # a stranger that does ask
-                ask = files.Ask(
+                ask = files.FileAsk(
                     files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1
                 )  # of "theirs"
                 files._write(wire.sender._folder / "ask.rank_0.json", ask)
@@ -586,7 +586,7 @@ def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
             receiver = wire.receiver()
             post = receiver._send
             receiver._send = lambda message, who: (
-                None if isinstance(message, zeromq.Done) else post(message, who)
+                None if isinstance(message, zeromq.Acknowledgement) else post(message, who)
             )
             await taken(receiver, 1)
             receiver._send = post

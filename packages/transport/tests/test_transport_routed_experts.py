@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from orrery.manifest.errors import RunFailed
+from orrery.transport.column_files import read_batch, write_batch
 from orrery.transport.columns import Columns
-from orrery.transport.rollout_store import read_batch, write_batch
 from orrery.transport.routed_experts import RouteShape, check_routes, without_routes
 
 SMALL, BYTE, LARGE = RouteShape(3, 2, 8), RouteShape(3, 2, 256), RouteShape(3, 2, 300)

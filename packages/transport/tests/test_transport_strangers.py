@@ -65,8 +65,8 @@ def malformed(seed: int) -> bytes:
     """Return a damaged message: random, changed, cut off, deeply nested, or with odd values."""
     rng = random.Random(seed)
     true = [
-        zeromq.Ask(zeromq.PROTOCOL, 0, 1, -1, 1, -1),
-        zeromq.Done(zeromq.PROTOCOL, 0, 1),
+        zeromq.ZmqAsk(zeromq.PROTOCOL, 0, 1, -1, 1, -1),
+        zeromq.Acknowledgement(zeromq.PROTOCOL, 0, 1),
         zeromq.BatchHead(1, 1, 1, {"n": 1}, {"digest": "abc"}),
         zeromq.Refusal(1, "no"),
     ]
@@ -96,7 +96,7 @@ def malformed(seed: int) -> bytes:
                 True,
             ]
             fields = {"type": rng.choice(["ask", "done", "x"])} | {
-                name: rng.choice(odd) for name in zeromq.Ask.__struct_fields__
+                name: rng.choice(odd) for name in zeromq.ZmqAsk.__struct_fields__
             }
             message = bytearray(msgspec.msgpack.encode(fields))
     return bytes(message)
@@ -230,7 +230,7 @@ def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed
     async def run():
         async with wire_of("zmq", tmp_path) as wire:
             receiver = wire.receiver()
-            ask = zeromq.Ask(zeromq.PROTOCOL, 0, 1, -1, 1, -1)
+            ask = zeromq.ZmqAsk(zeromq.PROTOCOL, 0, 1, -1, 1, -1)
             for seed in range(NUM_MALFORMED):
                 frames = iter([zmq.Frame(malformed(seed)), None])
                 monkeypatch.setattr(
@@ -336,7 +336,7 @@ def test_a_thousand_malformed_ask_files_are_ignored(tmp_path):
     async def run():
         async with wire_of("files", tmp_path) as wire:
             path = wire.sender._folder / "ask.rank_0.json"
-            true = msgspec.json.encode(files.Ask(files.PROTOCOL, "0" * 64, 0, 1, -1))
+            true = msgspec.json.encode(files.FileAsk(files.PROTOCOL, "0" * 64, 0, 1, -1))
             for seed in range(NUM_MALFORMED):
                 rng = random.Random(seed)
                 damaged = bytearray(true)

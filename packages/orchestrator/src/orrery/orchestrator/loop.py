@@ -30,7 +30,7 @@ from orrery.orchestrator.scheduler import Scheduler, TrainBatch
 from orrery.orchestrator.updates import Updates
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import Pace, scaled
-from orrery.transport import checkpoints, rollout_store
+from orrery.transport import checkpoints, column_files
 
 TICK_S = 0.5  # the precision of rollout timeouts
 POLL_S = 0.03  # between looks for a publication
@@ -299,8 +299,8 @@ class Loop:
 
     def _keep(self, batch: TrainBatch, documents: list, digests: dict[str, str]) -> None:
         run_dir, step = self.ctx.run_dir, batch.step
-        rollout_store.write_batch(run_dir, step, documents, digests=digests)
-        rollout_store.prune(run_dir, step, self.manifest.orchestrator.keep_batches)
+        column_files.write_batch(run_dir, step, documents, digests=digests)
+        column_files.prune_batches(run_dir, step, self.manifest.orchestrator.keep_batches)
         lines = [
             samples.line(
                 rollout,

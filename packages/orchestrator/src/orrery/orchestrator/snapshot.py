@@ -19,7 +19,7 @@ from orrery.orchestrator.requests import GroupRequest
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.scheduler import Snapshot
 from orrery.tasks.task import Message
-from orrery.transport import checkpoints, safetensors_columns
+from orrery.transport import checkpoints, column_files
 from orrery.transport.columns import Columns
 from orrery.transport.routed_experts import COLUMN
 
@@ -132,7 +132,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     make_folder(aside)
     (aside / "state.json").write_bytes(msgspec.json.encode(state))
     documents = [document(rollout, temperature) for _, rollout in rollouts]
-    safetensors_columns.write(aside / "queue.safetensors", documents, sync=False)
+    column_files.write(aside / "queue.safetensors", documents, sync=False)
     publish_folder(aside, target)
     return target
 
@@ -148,7 +148,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
         checkpoints.verify(later, remedy)
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
-        columns, _ = safetensors_columns.read(path / "queue.safetensors")
+        columns, _ = column_files.read(path / "queue.safetensors")
     except (OSError, msgspec.MsgspecError, OrreryError) as error:
         raise OrreryError(
             f"{path}: not a snapshot of the orchestrator ({error}); {remedy}"

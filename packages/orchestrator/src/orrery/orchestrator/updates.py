@@ -8,7 +8,7 @@
 import time
 from typing import Any
 
-from orrery.orchestrator.engines.pool import RETURN_S
+from orrery.orchestrator.engines.recovery import RETURN_S
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.role_context import RoleContext

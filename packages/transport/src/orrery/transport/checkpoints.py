@@ -1,16 +1,14 @@
-"""Checkpoints: folders that count only once they are whole.
+"""Checkpoints: folders that count only once they are complete.
 
 - The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
-  (sha256 of all files), and last `COMPLETE`. No attempt changes, completes or prunes a newer one's
-  folders.
-- Who writes a big file syncs it and notes its size and sha256 beside it (`note_digests`): all ranks hash at once, each its own, and
-  `complete` reads none of it.
-- The SFT stage's checkpoints are in `checkpoints/sft/…`. They are removed when the RL stage begins.
-- Readers look only for `COMPLETE`. Everything is synced to disk before the marker, so a marker never lies after a crash.
-- Only `later.attempt_<k>/` may come into a checkpoint after the marker. It has its own marker.
-  Attempt k writes it if it winds down before the next checkpoint.
-- What goes loses its marker first, then its name, then its files: a folder that cannot be emptied (a reader has a file open) is neither
-  taken for whole nor in the way of a new checkpoint of the same step.
+  (sha256 of all files), and last `COMPLETE`. Everything is synced before the marker, and readers
+  look only for the marker. No attempt changes, completes or prunes a newer one's folders.
+- A rank that writes big files syncs and hashes them itself and leaves a note (`note_digests`), so
+  all ranks hash at once, and `complete` reads none of these files.
+- SFT checkpoints are in `checkpoints/sft/…`, and are removed when the RL stage begins.
+- Only `later.attempt_<k>/` may be added after the marker. It has its own marker. Attempt k writes
+  it if it winds down before the next checkpoint.
+- A discarded folder loses its marker first, then its name, then its files.
 """
 
 import contextlib
@@ -39,10 +37,10 @@ from orrery.transport import nfs
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # what the orchestrator had when it wound down after a step whose checkpoint was whole already
-PUBLISHED = "published.json"  # in the trainer's half: {version: digest} of all published versions
+LATER = "later"  # orchestrator state of a wind-down after a complete checkpoint
+PUBLISHED = "published.json"  # of the trainer: {version: digest} of all published versions
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # begins the names of folders in `checkpoints/` that are on their way out
+DISCARDED = ".discarded"  # prefix of folders in `checkpoints/` that are being removed
 
 
 class _Noted(msgspec.Struct):
@@ -61,9 +59,10 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 
 
 def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
-    """Whether the stage leaves a checkpoint after `step`. Of RL's, trainer and orchestrator each write a half.
+    """Return whether the stage leaves a checkpoint after `step`.
 
-    RL leaves one after its last step; SFT does not, since its last weights are exported at once, and nobody needs more of it.
+    RL leaves one after its last step, and trainer and orchestrator each write a half. SFT leaves
+    none, since its last weights are exported at once.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -72,7 +71,7 @@ def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
 
 
 def steps(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Steps with a complete checkpoint, rising."""
+    """Return the steps with a complete checkpoint, ascending."""
     return sorted({one.step for one in whole_checkpoints(run_dir, stage)})
 
 
@@ -86,38 +85,37 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
     Raises OrreryError if there is none.
     """
-    found = max(
-        (one for one in whole_checkpoints(run_dir, stage) if one.step == step), default=None
-    )
-    if found is None:
+    ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
+    if not ones:
         raise OrreryError(
-            f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; there are {steps(run_dir, stage)}"
+            f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; "
+            f"there are {steps(run_dir, stage)}"
         )
-    return checkpoints_dir(run_dir, stage) / found.name
+    return checkpoints_dir(run_dir, stage) / max(ones).name
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
-    """Write size and sha256 of `files`, which are synced already and lie in the folder of `note`, as `note`."""
+    """Write `note`: size and sha256 of `files`, which are synced and in the same folder."""
     write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """The same where (bytes, sha256) of every file is known already, by its name.
+    """Write `note` from the known (bytes, sha256) of every file, by its name.
 
-    The last that its writer does in the folder: whoever sees the note may rename the folder at once; `complete` syncs it.
+    Call this last in the folder: a reader of the note may rename the folder at once. `complete`
+    syncs the note.
     """
     temporary = note.with_name(f".{note.name}.tmp")
-    temporary.write_bytes(
-        msgspec.json.encode({name: _Noted(*one) for name, one in written.items()})
-    )
+    noted = {name: _Noted(*one) for name, one in written.items()}
+    temporary.write_bytes(msgspec.json.encode(noted))
     temporary.replace(note)
 
 
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
-    """Say that `folder` is whole: sha256 of every file in it, then the marker.
+    """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are the files of `note_digests` that there must be, relative to `folder`; what they name is not read again. RunFailed where one
-    is missing, or a file's size is not the noted one.
+    `notes` are the required files of `note_digests`, relative to `folder`; their files are not
+    read again. Raises RunFailed if one is missing, or if a file's size is not the noted one.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -131,9 +129,8 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
         sync(parent)
     digests |= {name: _sha256(folder / name) for name in rest}
-    write_atomic(
-        folder / FILES, (json.dumps(dict(sorted(digests.items())), indent=1) + "\n").encode()
-    )
+    text = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
+    write_atomic(folder / FILES, text.encode())
     write_atomic(folder / MARKER, b"")
     sync(folder.parent)
 
@@ -144,10 +141,10 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raises `OrreryError` naming a file that is missing, damaged, or not of the checkpoint, and saying `remedy`.
+    """Raise OrreryError, with `remedy`, naming a missing, damaged or unknown file.
 
-    `share` (i, n): read only the i-th of n shares of the files; each of n processes takes one, and all is well where it is for all.
-    `each` is called, by several threads, whenever CHUNK_BYTES are read.
+    With `share` (i, n) only the i-th of n shares of the files is read, one for each of n processes.
+    `each` is called, by several threads, after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -161,16 +158,15 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    mine = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[
-        index::count
-    ]  # by suffix, so that big files are dealt evenly
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        for name, digest in zip(
-            mine, pool.map(lambda name: _sha256(folder / name, each), mine), strict=True
-        ):
+    # By suffix, so that big files are dealt evenly.
+    own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        digests = pool.map(lambda name: _sha256(folder / name, each), own)
+        for name, digest in zip(own, digests, strict=True):
             if digest != expected[name]:
                 raise OrreryError(
-                    f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; {remedy}"
+                    f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; "
+                    f"{remedy}"
                 )
 
 
@@ -197,10 +193,13 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove the checkpoints of a stage that is done, whole or not; returns the steps. What will not go is tried again another time."""
+    """Remove all checkpoints of a finished stage; return the steps.
+
+    A folder that cannot be removed is tried again at the next call.
+    """
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
-        if (one := checkpoint_named(folder.name)) is None:  # somebody's own copy
+        if (one := checkpoint_named(folder.name)) is None:  # a user's own copy
             continue
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink(missing_ok=True)
@@ -210,7 +209,7 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 
 def discard(run_dir: Path, folder: Path) -> None:
-    """Free the name of `folder`, a folder of the run's checkpoints, and remove what can be removed; nothing where it is not there."""
+    """Free the name of a checkpoint folder, if it exists, and remove what can be removed."""
     aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
@@ -219,9 +218,9 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove what an earlier attempt left half-written or half-removed; returns the steps.
+    """Remove incomplete checkpoints of earlier attempts; return the steps.
 
-    For RL the orchestrator calls it before it cuts, for SFT the trainer before its first step: nobody writes yet.
+    Call it before any process writes: for RL the orchestrator does, for SFT the trainer.
     """
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
@@ -232,7 +231,8 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
                 discard(run_dir, folder)
             except OSError as error:
                 raise OrreryError(
-                    f"{folder}: was never completed and cannot be moved aside ({error}); remove it and run again"
+                    f"{folder}: was never completed and cannot be moved aside ({error}); "
+                    "remove it and run again"
                 ) from error
             removed.append(one.step)
     for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
@@ -251,17 +251,19 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """{name in `folder`: sha256} of what `note` names, each there with its size."""
+    """Return {name in `folder`: sha256} of a note, after checking the files' sizes."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
-            f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; see the logs of the role"
+            f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; "
+            "see the logs of the role"
         )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
     except (OSError, msgspec.MsgspecError) as error:
         raise RunFailed(
-            f"{path}: not a note of sizes and sha256 ({error}); run again to go on from the checkpoint before it"
+            f"{path}: not a note of sizes and sha256 ({error}); "
+            "run again to go on from the checkpoint before it"
         ) from error
     for name, entry in noted.items():
         file = path.with_name(name)
@@ -269,7 +271,8 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
         if num_bytes != entry.bytes:
             has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
             raise RunFailed(
-                f"{file}: {has}, but {path.name} says {entry.bytes} bytes; run again to go on from the checkpoint before it"
+                f"{file}: {has}, but {path.name} says {entry.bytes} bytes; "
+                "run again to go on from the checkpoint before it"
             )
     return {
         path.with_name(name).relative_to(folder).as_posix(): entry.sha256
@@ -278,16 +281,14 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """As of now: a network file system asks for it anew when a file is opened, and may not when it is only looked at."""
+    """Return the current size. NFS refreshes it when the file is opened, `stat` may be stale."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 
 
 def _sha256(path: Path, each: Callable[[], object] = lambda: None) -> str:
-    digest, chunk = (
-        hashlib.sha256(),
-        memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))),
-    )
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(chunk):
             digest.update(chunk[:size])

@@ -1,51 +1,40 @@
-"""Fingerprints: 64 bits that say whether two processes hold the same tensor, bit for bit.
+"""Fingerprints: 64 bits that tell whether two processes hold the same tensor, bit for bit.
 
-For a tensor whose elements, in row-major order, have the raw bits b_i (read as signed integers of the element's width):
+Let b_i be the elements in row-major order, their raw bits read as signed integers:
 
-    F = Σ_i (b_i + 1) · c_i   mod 2^64,    c_i = k(i mod 16) · m(⌊i / 16⌋)
+    F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
+    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two multiply and xor-shift rounds (splitmix64)
 
-    m(q) = mix(q) | 1,  k(r) = mix(2^63 + r) | 1,  mix = two rounds of multiply and xor-shift (splitmix64's)
-
-- Linear in slices: c_i depends on the global position only, so the fingerprints of the slices that ranks hold add up,
-  mod 2^64, to the whole tensor's.
-- One flipped bit always shows: it changes b_i by ±2^k with k < 64, and c_i is odd, so ±2^k · c_i is never 0 mod 2^64.
-- Order shows: exchanging unequal elements i, j changes F by (b_i − b_j) · (c_j − c_i), which is 0 only where 2^64 divides it:
-  for 32-bit elements c_i and c_j would have to agree in their lowest 33 bits, for 16-bit ones in 49.
-- Cheap: sixteen elements that follow one another share one m. Σ_r (b_{16q+r} + 1) · k(r) first, then that times m(q).
-- It guards against mistakes and damage, not against an adversary.
-
-Elements are handled in chunks, so temporaries stay small whatever the tensor. Torch is imported when first needed.
+- c_i depends only on the global position, so the slices' shares add up to the whole tensor's F.
+- One flipped bit always shows: it adds ±2^k · c_i, which is never 0 because c_i is odd.
+- Swapped elements show unless 2^64 divides (b_i − b_j) · (c_j − c_i).
+- It detects mistakes and damage, not an adversary. Torch is imported when first needed.
 """
 
 import functools
 import hashlib
+import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
-import importlib.util
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
-
-CHUNK_ELEMENTS = 1 << 18  # stays in a core's cache
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides what fifteen launches cost
+CHUNK_ELEMENTS = 1 << 18  # fits a core's cache; chunks keep temporaries small
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides the cost of fifteen launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-GROUP = 16
+GROUP = 16  # consecutive elements that share one m
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
-    """`mix` | 1 of u64."""
+    """Return `mix` | 1 of u64."""
     value = (index + np.uint64(1)) * np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
@@ -60,10 +49,10 @@ def tensor_fingerprint(
     full_shape: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
 ) -> int:
-    """F of `tensor`, in [0, 2^64); any dtype of 1, 2, 4 or 8 bytes, any device, any strides.
+    """Return F of `tensor`, in [0, 2^64); dtypes of 1, 2, 4 or 8 bytes, any device and strides.
 
-    A slice of a larger tensor says that tensor's `full_shape` and the index `starts` where it begins in every dimension:
-    then the result is the slice's share of the whole tensor's F.
+    With `full_shape` and `starts`, `tensor` is the slice of a larger tensor at that index, and the
+    result is its share of the whole tensor's F. Raises ValueError if it lies outside.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -77,25 +66,20 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """F of a whole tensor whose elements are the integers `bits`, in row-major order; needs no torch."""
+    """Return F of a whole tensor with the integers `bits` as elements; needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
-        chunk = np.zeros(
-            -(-min(CHUNK_ELEMENTS, flat.size - start) // GROUP) * GROUP, np.uint64
-        )  # zeros after the end add nothing
         part = flat[start : start + CHUNK_ELEMENTS]
+        chunk = np.zeros(-(-part.size // GROUP) * GROUP, np.uint64)  # zeros at the end add nothing
         chunk[: part.size] = part.astype(np.int64).view(np.uint64) + np.uint64(1)
         sums = (chunk.reshape(-1, GROUP) * FACTORS).sum(1, dtype=np.uint64)
-        total += int(
-            (sums * _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))).sum(
-                dtype=np.uint64
-            )
-        )
+        mixed = _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))
+        total += int((sums * mixed).sum(dtype=np.uint64))
     return total & MASK
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """16 hex digits for a set of named fingerprints, whatever their order."""
+    """Return 16 hex digits for a set of named fingerprints, whatever their order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -103,7 +87,10 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """The share as a signed i64 scalar on the tensor's device, so that nobody has to wait for it; the arguments are not checked."""
+    """Return the share as a signed i64 scalar on the tensor's device, without synchronizing.
+
+    The arguments are not checked.
+    """
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -111,10 +98,8 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    is_run = (
-        tensor.is_contiguous() and shape[1:] == full_shape[1:]
-    )  # its elements follow one another in the whole tensor too
-    if not is_run and tensor.numel() > most:  # by parts: flattening it whole would copy it whole
+    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # consecutive in the whole too
+    if not is_run and tensor.numel() > most:  # in halves, since flattening would copy it whole
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
@@ -124,7 +109,8 @@ def slice_share(
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.element_size() not in integers or tensor.is_complex():
         raise ValueError(
-            f"fingerprint: {tensor.dtype} elements have no integer view; view them as a smaller dtype first"
+            f"fingerprint: {tensor.dtype} elements have no integer view; "
+            "view them as a smaller dtype first"
         )
     bits = tensor.contiguous().view(integers[tensor.element_size()]).reshape(-1)
     if is_run:
@@ -138,51 +124,38 @@ def slice_share(
 
 
 def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
-    """The share of elements at the positions from `first` on: by groups, but for those before the first whole one and after the last."""
+    """Return the share of elements at consecutive positions from `first` on."""
     import torch
 
     head = min(-first % GROUP, len(bits))
     end = head + (len(bits) - head) // GROUP * GROUP
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    device = bits.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for ragged, position in ((bits[:head], first), (bits[end:], first + end)):
         if len(ragged):
-            total += _scattered(
-                ragged, torch.arange(position, position + len(ragged), device=bits.device)
-            )
+            index = torch.arange(position, position + len(ragged), device=device)
+            total += _scattered(ragged, index)
     if end > head:
         group = (first + head) // GROUP
-        total += _groups(
-            bits[head:end], torch.arange(group, group + (end - head) // GROUP, device=bits.device)
-        )
+        index = torch.arange(group, group + (end - head) // GROUP, device=device)
+        total += _groups(bits[head:end], index)
     return total
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """The share of whole groups; `index`, which is used up, says which."""
+    """Return the share of whole groups with the numbers `index`, which is overwritten."""
     import torch
 
-    return (
-        bits.to(torch.int64, copy=True)
-        .add_(1)
-        .view(-1, GROUP)
-        .mul_(_factors(bits.device))
-        .sum(1)
-        .mul_(_mix(index))
-        .sum()
-    )
+    terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
+    return terms.sum(1).mul_(_mix(index)).sum()
 
 
 def _scattered(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """The share of elements at any positions."""
+    """Return the share of elements at the positions `index`."""
     import torch
 
-    return (
-        bits.to(torch.int64, copy=True)
-        .add_(1)
-        .mul_(_factors(bits.device)[index % GROUP])
-        .mul_(_mix(index // GROUP))
-        .sum()
-    )
+    terms = bits.to(torch.int64, copy=True).add_(1).mul_(_factors(bits.device)[index % GROUP])
+    return terms.mul_(_mix(index // GROUP)).sum()
 
 
 def _positions(
@@ -192,16 +165,14 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """i64 [elements / run]: where runs of `run` elements of a slice, in row-major order, stand among those of the full tensor."""
+    """Return i64 [elements / run]: the positions, in runs, of a slice's runs in the full tensor."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, (size, full, start) in enumerate(zip(shape, full_shape, starts, strict=True)):
         unit = run if dim == len(shape) - 1 else 1
-        index = (
-            index[:, None] * (full // unit)
-            + torch.arange(start // unit, (start + size) // unit, device=device)
-        ).view(-1)
+        along = torch.arange(start // unit, (start + size) // unit, device=device)
+        index = (index[:, None] * (full // unit) + along).view(-1)
     return index
 
 
@@ -213,7 +184,7 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """`mix` | 1, in place. `>>` keeps the sign, so the mask makes it logical."""
+    """Return `mix` | 1, in place. `>>` keeps the sign, so a mask makes it logical."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -228,7 +199,10 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice: dense, row-major, from byte `offset` of the buffer; the box at `starts` of a tensor of `full_shape`."""
+    """A slice, dense and row-major from byte `offset` of a buffer.
+
+    It is the box at `starts` of a tensor of `full_shape`.
+    """
 
     offset: int
     shape: tuple[int, ...]
@@ -238,59 +212,56 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """(elements of a row, positions from one row to the next, position of the first); None where rows do not follow evenly."""
+        """(elements a row, positions between rows, first position); None if rows are uneven."""
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
         dim = len(self.shape)
         while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
             dim -= 1
         if dim:
-            dim -= 1  # part of this one, all of those after it: a row
-        outer = [
-            (size, stride)
-            for size, stride in zip(self.shape[:dim], strides[:dim], strict=True)
-            if size > 1
-        ]
+            dim -= 1  # a row is part of this dimension and all of the later ones
+        sizes = zip(self.shape[:dim], strides[:dim], strict=True)
+        outer = [(size, stride) for size, stride in sizes if size > 1]
         if len(outer) > 1:
             return None
         return max(1, math.prod(self.shape[dim:])), outer[0][1] if outer else 0, origin
 
 
 class SliceFingerprints:
-    """Made once for slices that lie at the same places every time."""
+    """Shares of many slices of one buffer, which lie at the same places every time.
+
+    On a CPU slice by slice. On a GPU one kernel handles all slices of an element size
+    (`fingerprint_kernel`): a mixture has tens of thousands of tensors, and a launch for each would
+    cost more than the bytes.
+    """
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused`: by the kernel; where it is not said, on a GPU where there is Triton."""
+        """`fused` selects the kernel; by default on a GPU with Triton."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))
-        if (
-            fused
-            if fused is not None
-            else device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        ):
+        if fused is None:
+            fused = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        if fused:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """i64 [slices] on the buffer's device: F's share of each, mod 2^64 (as signed integers). `buffer` is u8."""
+        """Return i64 [slices] on the device: each slice's share mod 2^64, signed. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:
-            return self._kernels[0][0].of(buffer)  # which has them in their order
+            return self._kernels[0][0].of(buffer)  # already in the slices' order
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         shares = torch.zeros(len(self._slices), dtype=torch.int64, device=self._device)
         for kernel, positions in self._kernels:
             shares[positions] = kernel.of(buffer)
         for position in self._alone:
             offset, shape, full_shape, starts, itemsize = self._slices[position]
-            size = itemsize * torch.Size(shape).numel()
-            shares[position] = slice_share(
-                buffer[offset : offset + size].view(integers[itemsize]).view(shape),
-                full_shape,
-                starts,
-            )
+            data = buffer[offset : offset + itemsize * torch.Size(shape).numel()]
+            bits = data.view(integers[itemsize]).view(shape)
+            shares[position] = slice_share(bits, full_shape, starts)
         return shares
 
     def _fuse(self) -> None:
@@ -300,15 +271,12 @@ class SliceFingerprints:
 
         groups, self._alone = defaultdict(list), []
         for position, one in enumerate(self._slices):
-            rows = one.rows
-            if rows is None:
+            if (numbers := one.rows) is None:
                 self._alone.append(position)
             else:
-                groups[one.itemsize].append(
-                    (position, Rows(one.offset // one.itemsize, math.prod(one.shape), *rows))
-                )
+                rows = Rows(one.offset // one.itemsize, math.prod(one.shape), *numbers)
+                groups[one.itemsize].append((position, rows))
         for itemsize, found in groups.items():
             positions = torch.tensor([position for position, _ in found], device=self._device)
-            self._kernels.append(
-                (RowFingerprints([rows for _, rows in found], itemsize, self._device), positions)
-            )
+            kernel = RowFingerprints([rows for _, rows in found], itemsize, self._device)
+            self._kernels.append((kernel, positions))

@@ -1,17 +1,15 @@
-"""Fingerprints of many slices of a buffer in one pass on a GPU (Triton). `fingerprint.array_fingerprint` is the referee.
+"""Fingerprints of many slices of a buffer in one pass on a GPU (Triton).
 
-A slice is rows of a tensor's row-major order: `num_columns` elements that follow one another, then `row_stride` positions further the next.
-Each program takes a few blocks of BLOCK elements of one slice and adds their sum to the slice's share; sums are mod 2^64, so their order
-does not matter.
+A slice is rows of its tensor's row-major order: `num_columns` consecutive elements, then the next
+row `row_stride` positions further. Each program takes a few blocks of one slice and adds their sum
+to its share. Sums are mod 2^64, so their order does not matter.
 
-Where a slice's rows are whole groups of the formula (all but odd shapes), the buffer is read as 32-bit words, 16 bytes at a time, and a
-group's position and its m are worked out once. With W an element's width and u = b + 2^(W−1), which is b with its sign bit turned:
+If a slice's rows are whole groups of the formula, the buffer is read as 32-bit words, 16 bytes at
+a time, and a group's m is computed once. With W the element's width and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
 
-and u · k is a 32-by-32-bit product with the lower half of k, and one of which 32 bits count with the upper: 11 instructions a bfloat16
-element, by the disassembly for compute capability 9.0, where products of 64 bits take 18. Element by element they are 80.
-Programs of several blocks look up their slice once, and keep fewer registers than one large block would.
+u · k is a 32-by-32-bit product with k's low half, and a 32-bit product with its high half.
 """
 
 from collections.abc import Sequence
@@ -24,14 +22,14 @@ import triton.language as tl
 
 from orrery.transport.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
-BLOCK, STEPS = 4096, 8  # elements, and how many blocks of whole groups a program takes
-WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest of those measured on an H200, with 8 steps of 4096
+BLOCK, STEPS = 4096, 8  # elements a block, blocks of whole groups a program
+WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, in elements: where it begins in the buffer, how many there are, and where they stand in the whole tensor."""
+    """A slice, in elements: its place in the buffer, its size, and its rows in the whole tensor."""
 
     begin: int
     num_elements: int
@@ -40,9 +38,8 @@ class Rows(NamedTuple):
     origin: int
 
     def has_whole_groups(self, itemsize: int) -> bool:
-        aligned = (
-            self.num_columns | self.row_stride | self.origin
-        ) % GROUP == 0 and self.begin * itemsize % LOAD_BYTES == 0
+        rows_fit = (self.num_columns | self.row_stride | self.origin) % GROUP == 0
+        aligned = rows_fit and self.begin * itemsize % LOAD_BYTES == 0
         return aligned and itemsize <= WORD_BYTES
 
 
@@ -56,7 +53,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Where runs stand in the whole tensor, counted in runs; a stride of 0 is that of one row."""
+    """Return the runs' positions in the whole tensor, in runs; a stride of 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -66,11 +63,16 @@ def _position(run, columns, stride, origin):
 
 @triton.jit
 def _groups(
-    words, low_factors, high_factors, slice_of, first_of, begin, num_groups, num_columns, row_stride, origin, out,
-    BITS: tl.constexpr, SIGNS: tl.constexpr, CORRECTION: tl.constexpr, LOAD: tl.constexpr, STEPS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    words, low_factors, high_factors, slice_of, first_of,
+    begin, num_groups, num_columns, row_stride, origin, out,
+    BITS: tl.constexpr, SIGNS: tl.constexpr, CORRECTION: tl.constexpr, LOAD: tl.constexpr,
+    STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Whole groups of elements of BITS. `begin` is in words, a multiple of LOAD; a slice's other numbers are in groups."""
+    """Whole groups of BITS-wide elements.
+
+    `begin` is in words, a multiple of LOAD. A slice's other numbers are in groups.
+    """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -117,10 +119,12 @@ def _groups(
 
 @triton.jit
 def _elements(
-    buffer, factors, slice_of, first_of, begin, num_elements, num_columns, row_stride, origin, out,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    buffer, factors, slice_of, first_of,
+    begin, num_elements, num_columns, row_stride, origin, out,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Element by element, wherever they stand."""
+    """Fallback for unaligned slices, element by element."""
     program = tl.program_id(0)
     which = tl.load(slice_of + program)
     element = tl.load(first_of + program) + tl.arange(0, BLOCK)
@@ -134,64 +138,54 @@ def _elements(
     tl.atomic_add(out + which, tl.sum(tl.where(here, term, 0)))
 
 
-class Pass(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel's launch over the slices that it handles."""
 
     kernel: Any
-    integers: torch.dtype  # what it reads the buffer as
+    integers: torch.dtype  # that it reads the buffer as
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs]
-    first_of: torch.Tensor  # i32 [programs]: the first run of each
-    rows: list[torch.Tensor]  # [slices], of each kind of number one
+    first_of: torch.Tensor  # i32 [programs], each program's first run
+    rows: list[torch.Tensor]  # one a field of `Rows`, [slices]
     constants: dict[str, int]
 
 
 class RowFingerprints:
-    """Made once for rows of elements of one size."""
+    """Shares of rows of elements of one size; the tables are made once."""
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
-        groups = [
-            which
-            for which, each in enumerate(rows)
-            if each.num_elements and each.has_whole_groups(itemsize)
-        ]
-        elements = [
-            which
-            for which, each in enumerate(rows)
-            if each.num_elements and not each.has_whole_groups(itemsize)
-        ]
-        self._passes = [_of_groups(rows, groups, itemsize, device)] if groups else []
+        filled = [which for which, each in enumerate(rows) if each.num_elements]
+        groups = [which for which in filled if rows[which].has_whole_groups(itemsize)]
+        elements = [which for which in filled if not rows[which].has_whole_groups(itemsize)]
+        self._launches = [_of_groups(rows, groups, itemsize, device)] if groups else []
         if elements:
             factors = torch.from_numpy(FACTORS.view(np.int64)).to(device)
-            self._passes.append(
-                Pass(
-                    _elements,
-                    INTEGERS[itemsize],
-                    [factors],
-                    *_tables(rows, elements, 1, BLOCK, device),
-                    {"num_warps": WARPS_BY_ELEMENT},
-                )
-            )
+            tables = _tables(rows, elements, 1, BLOCK, device)
+            warps = {"num_warps": WARPS_BY_ELEMENT}
+            launch = KernelLaunch(_elements, INTEGERS[itemsize], [factors], *tables, warps)
+            self._launches.append(launch)
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """i64 [rows]: the shares; `buffer` is u8."""
+        """Return i64 [rows], the shares; `buffer` is u8."""
         out = torch.zeros(self._num, dtype=torch.int64, device=buffer.device)
-        for each in self._passes:
+        for each in self._launches:
             size = each.integers.itemsize
+            data = buffer[: buffer.numel() // size * size].view(each.integers)
             each.kernel[(len(each.slice_of),)](
-                buffer[: buffer.numel() // size * size].view(each.integers), *each.factors, each.slice_of, each.first_of, *each.rows, out,
-                **each.constants, GROUP=GROUP, BLOCK=BLOCK, GOLDEN=GOLDEN, FIRST=FIRST, SECOND=SECOND,
+                data, *each.factors, each.slice_of, each.first_of, *each.rows, out,
+                **each.constants, GROUP=GROUP, BLOCK=BLOCK,
+                GOLDEN=GOLDEN, FIRST=FIRST, SECOND=SECOND,
             )  # fmt: skip
         return out
 
 
 def _of_groups(
     rows: Sequence[Rows], chosen: list[int], itemsize: int, device: torch.device
-) -> Pass:
+) -> KernelLaunch:
     bits, parts = 8 * itemsize, WORD_BYTES // itemsize
     slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, STEPS * BLOCK, device)
-    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # those of every word's lowest part first
+    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # every word's lowest part first
     halves = [
         (factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
         for shift in (0, 32)
@@ -204,18 +198,23 @@ def _of_groups(
         "STEPS": STEPS,
         "num_warps": WARPS,
     }
-    return Pass(
-        _groups, torch.int32, [torch.from_numpy(half).to(device) for half in halves], slice_of, first_of,
-        [begin * itemsize // WORD_BYTES, *others], constants,
-    )  # fmt: skip
+    return KernelLaunch(
+        _groups,
+        torch.int32,
+        [torch.from_numpy(half).to(device) for half in halves],
+        slice_of,
+        first_of,
+        [begin * itemsize // WORD_BYTES, *others],
+        constants,
+    )
 
 
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """What a kernel looks up: of every program, which takes `taken` elements, its slice and the first run; of every slice its numbers.
+    """Return (each program's slice, each program's first run, the slices' numbers).
 
-    They are in runs but for `begin`.
+    A program takes `taken` elements. Numbers are in runs of `run` elements, except `begin`.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -1,9 +1,10 @@
-"""Visible: what a process on another node has written may be seen here later than it was written.
+"""Reading files that another node writes, when NFS shows them late.
 
-- A network file system keeps names, and the absence of names, in each node's memory, some for up to a minute. Listing a folder asks anew.
-- Whoever polls needs only `read` and `identity`, which pass over what is just being replaced. `appears` is for what must be there, since
-  its writer has said so by another way: only then is it worth waiting.
-- Writers do their part: what a marker vouches for is on disk before the marker is renamed into place.
+- A network file system caches names, and their absence, in each node's memory for up to a minute.
+  Listing a folder bypasses the cache.
+- Polling needs only `read` and `identity`, which ignore a file that is being replaced. `appears`
+  waits for a file whose writer has said by another way that it exists.
+- Writers sync what a marker vouches for before they rename the marker into place.
 """
 
 import errno
@@ -22,12 +23,12 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """The file's content; None where it is not there, or was replaced while it was read."""
+    """Return the file's content, or None if it is missing or was replaced during the read."""
     return _if_there(path.read_bytes)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Which file it is: another one where it was replaced. None where it is not there."""
+    """Return a value that changes when the file is replaced, or None if it is missing."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 
@@ -42,7 +43,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Whether `path` is there, at the latest after `within_s` (VISIBLE_S, scaled). Blocks the thread."""
+    """Wait for `path` for `within_s` (VISIBLE_S, scaled); return whether it exists."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

@@ -1,12 +1,13 @@
-"""Packing: which samples make one micro-batch, on which rank, at which micro-step.
+"""Packing: which samples form a micro-batch, on which rank, at which micro-step.
 
-- In: token lengths of all samples of a batch.
-- Out: `[rank][micro_step]` sample indices; documents stay apart (a micro-batch is a list of documents, not a stream).
-- Always: every sample exactly once; no micro-batch over `max_tokens`, padding counted where a model pads; every rank has the same number
-  of micro-steps. Where none pads they are the fewest that best-fit decreasing finds (at most 11/9 of the optimum plus one, rounded up to
-  whole micro-steps).
-- Why by cost: collectives run in lock-step, so micro-step m lasts as long as its costliest rank. Micro-batches of like
-  cost are put at the same micro-step, and samples are spread so that all micro-batches cost about the same.
+- The plan is `[rank][micro_step]` sample indices. Documents stay apart: a micro-batch is a list of
+  documents.
+- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, including the padding of a
+  model that pads. Every rank has the same number of micro-steps.
+- Without padding, bins are filled by best-fit decreasing: at most 11/9 of the optimum plus one,
+  rounded up to whole micro-steps.
+- Collectives run in lock-step, so a micro-step lasts as long as its costliest rank. Micro-batches
+  of similar cost share a micro-step, and samples are spread to make all costs similar.
 """
 
 from bisect import bisect_left, insort
@@ -25,7 +26,7 @@ Plan = list[list[np.ndarray]]
 
 
 def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
-    """`pack` as this run's trainer takes its micro-batches."""
+    """Return the plan for the manifest's trainer."""
     model, trainer = manifest.model, manifest.trainer
     limit = trainer.memory.max_tokens_per_micro_batch
     return pack(
@@ -40,11 +41,13 @@ def pack(
     quadratic: float = 0.0,
     padded: bool = False,
 ) -> Plan:
-    """Sample indices (int64, ascending) as `[rank][micro_step]`; an empty array is a dummy step.
+    """Return sample indices (int64, ascending) as `[rank][micro_step]`; empty for a dummy step.
 
-    `lengths` int64 [num_samples], tokens. The cost of a sample of n tokens is n + quadratic · n²; `quadratic_cost` gives
-    the factor for a model. `padded`: the model computes samples as rows of the longest, and those stay within `max_tokens`.
-    Raises `OrreryError` for a sample that no micro-batch can hold.
+    - `lengths`: int64 [num_samples], tokens.
+    - `quadratic`: the cost of a sample of n tokens is n + quadratic · n²; see `quadratic_cost`.
+    - `padded`: the model computes samples as rows of the longest; those must fit `max_tokens`.
+
+    Raises OrreryError for a sample that no micro-batch can hold.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if num_ranks < 1:
@@ -53,37 +56,37 @@ def pack(
         return [[] for _ in range(num_ranks)]
     if lengths.min() < 1:
         raise OrreryError(
-            f"packing: sample {int(lengths.argmin())} has {int(lengths.min())} tokens; every sample needs at least one"
+            f"packing: sample {int(lengths.argmin())} has {int(lengths.min())} tokens; "
+            "every sample needs at least one"
         )
-    if lengths.max() > max_tokens:
+    longest = int(lengths.max())
+    if longest > max_tokens:
         raise OrreryError(
-            f"packing: sample {int(lengths.argmax())} has {int(lengths.max())} tokens, more than the {max_tokens} of one micro-batch; "
-            f"raise trainer.memory.max_tokens_per_micro_batch to at least {int(lengths.max())}"
+            f"packing: sample {int(lengths.argmax())} has {longest} tokens, more than the "
+            f"{max_tokens} of one micro-batch; "
+            f"raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
         )
     costs = lengths + quadratic * lengths.astype(np.float64) ** 2
     order = np.argsort(-lengths, kind="stable")
-    full = (
-        _rows_of_like_length(lengths, order, max_tokens)
-        if padded
-        else _best_fit_decreasing(lengths, order, max_tokens)
-    )
+    fill = _rows_of_like_length if padded else _best_fit_decreasing
+    full = fill(lengths, order, max_tokens)
     num_bins = -(-(int(full.max()) + 1) // num_ranks) * num_ranks
-    even = None if padded else _spread(lengths, costs, order, max_tokens, num_bins)
-    plans = [
-        _lock_step(bins, costs, num_bins, num_ranks) for bins in (full, even) if bins is not None
-    ]
+    candidates = [full]
+    if not padded:
+        even = _spread(lengths, costs, order, max_tokens, num_bins)
+        candidates += [] if even is None else [even]
+    plans = [_lock_step(bins, costs, num_bins, num_ranks) for bins in candidates]
     _, bins_in_order, bins = min(plans, key=lambda plan: plan[0])
-    members = np.split(
-        np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=num_bins))[:-1]
-    )
-    return [
-        [members[bin_index] for bin_index in bins_in_order[rank::num_ranks]]
-        for rank in range(num_ranks)
-    ]
+    ends = np.cumsum(np.bincount(bins, minlength=num_bins))[:-1]
+    members = np.split(np.argsort(bins, kind="stable"), ends)
+    return [[members[each] for each in bins_in_order[rank::num_ranks]] for rank in range(num_ranks)]
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Bin of every sample, int64 [num_samples]: longest first, as many into a bin as rows of its first one's length fit."""
+    """Return every sample's bin, int64 [num_samples].
+
+    Longest first; a bin takes as many rows of its first sample's length as fit.
+    """
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -94,11 +97,13 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Bin of every sample, int64 [num_samples]: each, longest first, into the fullest bin that still holds it."""
+    """Return every sample's bin, int64 [num_samples].
+
+    Longest first; each goes into the fullest bin that still holds it.
+    """
     bins = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[
-        int
-    ] = []  # sorted; room · stride + bin, so that one bisection finds the tightest bin
+    # Sorted; room · stride + bin, so that one bisection finds the tightest bin.
+    rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
     chosen = []
@@ -119,10 +124,10 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Bin of every sample: each, costliest first, into the cheapest bin that holds it; None where none is found.
+    """Return every sample's bin, or None if the search ends without a solution.
 
-    The search looks past at most a few full bins a sample on average, so that a batch that fills its bins to the brim
-    costs no more than best fit, which then stands.
+    Costliest first; each goes into the cheapest bin that holds it. The search skips only a few
+    full bins a sample on average, so it is fast for batches that fill their bins completely.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -149,37 +154,39 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """(Σ over micro-steps of the costliest rank, bins in the order of their cost, bins): costliest first, so memory peaks early."""
+    """Return (total cost of the costliest ranks, bins by falling cost, bins).
+
+    The costliest micro-step comes first, so memory peaks early.
+    """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
     return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
 
 
 def is_padded(model: Model) -> bool:
-    """Whether the model computes a micro-batch as rows of its longest sample."""
+    """Return whether the model computes a micro-batch as rows of its longest sample."""
     return model.family == "hugging_face"
 
 
 def quadratic_cost(model: Model) -> float:
-    """Attention FLOPs a squared token over matrix FLOPs a token, for `pack`: layers · heads · head_dim / active matrix parameters."""
+    """Return attention FLOPs a squared token over matrix FLOPs a token, for `pack`.
+
+    That is layers · heads · head_dim / active matrix parameters.
+    """
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
-    width = (
-        model.intermediate_size
-        if model.moe is None
-        else model.moe.num_experts_per_token * model.moe.expert_intermediate_size
-    )
-    matrices = (
-        model.num_layers * (attention + 3 * model.hidden_size * width)
-        + model.vocab_size * model.hidden_size
-    )
+    width = model.intermediate_size
+    if model.moe is not None:
+        width = model.moe.num_experts_per_token * model.moe.expert_intermediate_size
+    layer = attention + 3 * model.hidden_size * width
+    matrices = model.num_layers * layer + model.vocab_size * model.hidden_size
     return model.num_layers * heads / matrices
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """`length` micro-batches, each made by `make(index)` when it is asked for, so that a batch is never held whole.
+    """`length` micro-batches, each made by `make(index)` on access, so no batch is held whole.
 
-    `make` is called again when a receiver asks again, and must then give the same micro-batch.
+    A receiver may ask again; `make` must then return the same micro-batch.
     """
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
@@ -203,15 +210,16 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """The plan's micro-batches, `[rank][micro_step]`, as parts: nothing is copied until the wire gathers them.
+    """Return the plan's micro-batches, `[rank][micro_step]`, as uncopied parts.
 
-    `documents[i]` holds the one sample that the plan calls i. A dummy step has the same columns, of length 0.
+    `documents[i]` holds the plan's sample i. A dummy step has the same columns, of length 0.
     """
-    nothing = [documents[0].select([])] if len(documents) else []
+    empty = [documents[0].select([])] if len(documents) else []
 
-    def of_rank(rank: int) -> LazyMicroBatches:
-        return LazyMicroBatches(
-            len(plan[rank]), lambda at: [documents[i] for i in plan[rank][at].tolist()] or nothing
-        )
+    def of_rank(steps: list[np.ndarray]) -> LazyMicroBatches:
+        def make(at: int) -> list[Columns]:
+            return [documents[i] for i in steps[at].tolist()] or empty
 
-    return [of_rank(rank) for rank in range(len(plan))]
+        return LazyMicroBatches(len(steps), make)
+
+    return [of_rank(steps) for steps in plan]

@@ -1,9 +1,10 @@
-"""Rendezvous: how the roles of a stage find one another.
+"""How the roles of a stage find one another's addresses.
 
-- In: a role that listens publishes its address once, as a file in `stages/<stage>/endpoints/`.
-- Out: whoever needs it waits for the file, with a deadline and a name for what it waits for.
-- Always: a file is whole (written aside, renamed) and carries the attempt; files of an earlier attempt are not seen.
-- A process that was started again within its attempt says so by its incarnation: an address of a dead one is not taken for that of the new.
+- A role that listens publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
+  wait for the file, with a deadline and a name for the wait.
+- A file appears whole and names its attempt; files of an earlier attempt are ignored.
+- A process that was restarted within its attempt has another incarnation, so the address of a dead
+  process is not mistaken for its own.
 """
 
 import os
@@ -28,7 +29,7 @@ _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one process listens. `info` is whatever else it chose to say about itself (JSON values)."""
+    """Where one process listens. `info` holds JSON values that it chose to publish."""
 
     role: str
     index: int
@@ -53,21 +54,19 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
-    """Say where this process listens; a second call replaces the first. RunFailed for a role that was started without the run's token."""
+    """Publish this process's address, replacing an earlier one.
+
+    Raises RunFailed if a launcher started this process without the run's token.
+    """
     run_token()
     folder = _folder(ctx)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{ctx.role}.{ctx.index}.json"
-    write_atomic(
-        path,
-        msgspec.json.encode(
-            _File(ctx.role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
-        ),
-    )
+    file = _File(ctx.role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
+    write_atomic(folder / f"{ctx.role}.{ctx.index}.json", msgspec.json.encode(file))
 
 
 def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
-    """What `role` has published in this attempt so far, by index. Never waits."""
+    """Return what `role` has published in this attempt so far, by index, without waiting."""
     found = []
     for path in _folder(ctx).glob(f"{role}.*.json"):
         content = nfs.read(path)
@@ -93,10 +92,10 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """The endpoints of `role` with indices `0..count`, once all are there.
+    """Return the endpoints of `role` with indices `0..count`, once all are published.
 
-    Blocks the thread: from asyncio, call it through `asyncio.to_thread`. Raises `RunFailed` after `deadline_s`, and what `meanwhile`
-    raises, which is called at every look.
+    Blocks the thread; from asyncio call it through `asyncio.to_thread`. Calls `meanwhile` at every
+    look. Raises RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -109,9 +108,9 @@ def await_endpoints(
             waited_s = time.monotonic() - start
             if waited_s >= deadline_s:
                 raise RunFailed(
-                    f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} {', '.join(map(str, missing))} to say where it listens; "
+                    f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} "
+                    f"{', '.join(map(str, missing))} to say where it listens; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
-            time.sleep(
-                min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S)
-            )  # a long wait need not hurry, nor load a shared file system
+            # Poll less often in a long wait, to spare a shared file system.
+            time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))

@@ -1,4 +1,4 @@
-"""The run's token: the secret that the roles of one attempt share, so that nobody else's message is taken for theirs.
+"""The run's token: the secret that the roles of one attempt share to authenticate messages.
 
 - A role that a launcher started has a token, or ends. A process that a person or a test started may
   have none, and then asks no caller for one.
@@ -20,8 +20,9 @@ def run_token() -> str:
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
-            "the run's token: none came by standard input, though a launcher started this process; without it anybody could pass for a "
-            "role of this run; see that whatever starts roles (Slurm, the container) hands standard input on, then run again"
+            "the run's token: none came by standard input, though a launcher started this process; "
+            "without it anybody could pass for a role of this run; see that whatever starts roles "
+            "(Slurm, the container) hands standard input on, then run again"
         )
     return token
 

@@ -1,18 +1,15 @@
-"""Prefill and decode apart, client end: a prompt's cache is made by one engine and read by the one that samples.
+"""Disaggregated prefill: one engine computes the prompt's KV cache, another reads it and samples.
 
-    prompt ──▶ prefill engine: whole prompt, one token that nobody keeps ──▶ where its blocks are
-    prompt, where the blocks are ──▶ decode engine: reads them, computes the prompt's last token again, samples
+    prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ where its KV blocks are
+    prompt, where the blocks are ──▶ decode engine: reads them, recomputes the last token, samples
 
-- Every sampled token is the decode engine's, with its version. The prompt's cache may be of an older version, as that of a request which an
-  update overtakes: never older than the salt, under which both engines cache.
-- `session` (a rollout) stays with its engines, where its earlier turns are cached; a new one goes to those with fewest requests.
-- Blocks are given back, also where nobody wants the answer any more: a prefill runs to its end and the decode engine reads its blocks for
-  one token; a request on its way to the decode engine arrives and is aborted there. Neither connection is cut: a cut that crosses an end,
-  or a beginning, would leave blocks that nobody reads until their lease runs out.
-- Routes of the prompt are the prefill engine's, from the prompt's last token on the decode engine's, which computes it and samples.
-- Which two engines talk is decided here and not by a router, which would rewrite request ids and drop the run's token.
-- An engine that is lost takes along what it has of a request, and nothing of it is asked twice: EngineGone. Who is left is told: a prefill
-  engine keeps no blocks for a reader that is gone, a decode engine waits for none of an engine that has ended.
+- Every sampled token is the decode engine's, with its version. The prompt's cache may be of an
+  older version, but never older than the cache salt.
+- A session (a rollout) stays with its engines, which cache its earlier turns. A new one goes to
+  those with the fewest requests. A router cannot choose: it would drop ids and credentials.
+- An unwanted request still finishes its handover, because a cut connection could leave blocks
+  until their lease runs out: the decode engine reads them for one token, or aborts on arrival.
+- A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
 import asyncio
@@ -32,19 +29,21 @@ from orrery.runtime.timing import scaled
 
 SESSIONS_AT_MOST = 65_536  # that are remembered; an older one is placed anew
 GIVE_BACK_S = 60.0
-CLOSE_S = 10.0
+CLOSE_S = 10.0  # scaled
 ABORT_AGAIN_S = 0.5
+
+TokenIds = Sequence[int] | np.ndarray
 
 
 class SessionAffinity:
-    """Which of `num_engines` serves a session."""
+    """Assigns sessions to engines."""
 
     def __init__(self, num_engines: int):
         self.in_flight = [0] * num_engines
         self._homes: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, session: str, among: Collection[int]) -> int:
-        """The engine that had the session before, where it is `among` those that serve, else the one with fewest requests in flight."""
+        """Return the session's engine if it is in `among`, else the one with fewest requests."""
         home = self._homes.pop(session, None)
         if home is None or home not in among:
             home = min(among, key=self.in_flight.__getitem__)
@@ -56,32 +55,34 @@ class SessionAffinity:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine as it was when a request was given to it: its next incarnation has another client, and none of its blocks."""
+    """An engine as it was when it got a request; its next incarnation has another client."""
 
     index: int
     client: EngineClient
     handover: Mapping[str, Any]
 
 
-async def _nobody_is_lost() -> None:
-    """Where engines are not started again, the first loss ends the run."""
+async def _do_not_look() -> None:
+    """Without restarts the first loss ends the run."""
 
 
 class DisaggregatedEngines:
-    """Generation over engines that prefill and engines that decode."""
+    """Generation over prefill engines and decode engines."""
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
         handovers: Sequence[Mapping[str, Any]],
         admitted: Collection[int] | None = None,
-        look: Callable[[], Awaitable[None]] = _nobody_is_lost,
+        look: Callable[[], Awaitable[None]] = _do_not_look,
     ):
-        """`engines`: first those that prefill, as many as there are `handovers`, then those that decode; `handovers`: what each of the
-        first published of itself (`kv_engine_id` and `kv_bootstrap` with Mooncake, else nothing).
+        """Share `engines` and `admitted` with the pool, which changes them.
 
-        `admitted`: the indices of those that get requests, all where not given; `look` takes those out that are gone. `engines` and
-        `admitted` belong to the fleet, which changes them as engines go and come back.
+        - `engines`: the prefill engines, as many as `handovers`, then the decode engines.
+        - `handovers`: what each prefill engine published: `kv_engine_id` and `kv_bootstrap` with
+          Mooncake, else nothing.
+        - `admitted`: indices of the engines that get requests; all by default.
+        - `look` removes lost engines from `admitted`.
         """
         self.engines, self.handovers = engines, list(handovers)
         self._admitted = range(len(engines)) if admitted is None else admitted
@@ -92,10 +93,8 @@ class DisaggregatedEngines:
             SessionAffinity(len(engines)),
         )
         self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted meanwhile
-        self._unwanted: dict[
-            EngineClient, list[str]
-        ] = {}  # caches of lost readers, which their engine is about to be told of
-        self._behind_us: set[asyncio.Task[None]] = set()
+        self._unwanted: dict[EngineClient, list[str]] = {}  # names of caches of lost readers
+        self._background: set[asyncio.Task[None]] = set()
 
     @property
     def is_serving(self) -> bool:
@@ -104,7 +103,7 @@ class DisaggregatedEngines:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: TokenIds,
         *,
         request_id: str,
         max_tokens: int,
@@ -113,8 +112,7 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """`EngineClient.generate`; `cached_tokens` is what the prefill engine found in its prefix cache."""
-        end = asyncio.get_running_loop().time() + timeout_s
+        """Run `EngineClient.generate`; `cached_tokens` and the prompt's routes are of the prefill."""
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
@@ -124,100 +122,99 @@ class DisaggregatedEngines:
         consumer = self.peer(self._decode_of.choose(session, self._serving(self.consumers)))
         self._prefill_of.in_flight[producer.index] += 1
         self._decode_of.in_flight[consumer.index] += 1
+        options |= {"request_id": request_id, "max_tokens": max_tokens}
         try:
-            prefilling = asyncio.create_task(
-                self._prefill(
-                    producer, token_ids, request_id, timeout_s, options["cache_salt"], routes_from
-                )
-            )
-            self._prefilling[request_id] = False
-            try:
-                prefilled, where = await asyncio.shield(prefilling)
-            except asyncio.CancelledError:
-                self._give_back(
-                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
-                )
-                raise
-            finally:
-                aborted = self._prefilling.pop(request_id)
-            if aborted:
-                self._give_back(
-                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
-                )
-                nothing = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
-                return Generation(request_id, *nothing, "abort", prefilled.cached_tokens)
-            left_s = end - asyncio.get_running_loop().time()
-            if left_s <= 0:  # which a connection would take for no limit at all
-                self._give_back(
-                    producer, consumer, prefilling, token_ids, request_id, options["cache_salt"]
-                )
-                raise GenerationFailed(
-                    f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the prompt; none are left to decode"
-                )
-            decoding = asyncio.create_task(
-                self._decode(
-                    producer, consumer, where, token_ids, request_id=request_id, max_tokens=max_tokens, timeout_s=left_s,
-                    routes_from=None if routes_from is None else len(token_ids) - 1, **options,
-                )
-            )  # fmt: skip
-            try:
-                decoded = await asyncio.shield(decoding)
-            except asyncio.CancelledError:
-                self._end(consumer, decoding, request_id)
-                raise
-            return replace(
-                decoded,
-                cached_tokens=prefilled.cached_tokens,
-                routes=(*prefilled.routes, *decoded.routes),
+            return await self._generate(
+                producer, consumer, token_ids, routes_from, timeout_s, options
             )
         finally:
             self._prefill_of.in_flight[producer.index] -= 1
             self._decode_of.in_flight[consumer.index] -= 1
 
+    async def _generate(
+        self,
+        producer: Peer,
+        consumer: Peer,
+        token_ids: TokenIds,
+        routes_from: int | None,
+        timeout_s: float,
+        options: dict[str, Any],
+    ) -> Generation:
+        end = asyncio.get_running_loop().time() + timeout_s
+        request_id, salt = options["request_id"], options["cache_salt"]
+        prefilling = asyncio.create_task(
+            self._prefill(producer, token_ids, request_id, timeout_s, salt, routes_from)
+        )
+        self._prefilling[request_id] = False
+        try:
+            prefilled, where = await asyncio.shield(prefilling)
+        except asyncio.CancelledError:
+            self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
+            raise
+        finally:
+            aborted = self._prefilling.pop(request_id)
+        if aborted:
+            self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
+            empty = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
+            return Generation(request_id, *empty, "abort", prefilled.cached_tokens)
+        left_s = end - asyncio.get_running_loop().time()
+        if left_s <= 0:  # a connection would take 0 for no limit
+            self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
+            raise GenerationFailed(
+                f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the "
+                "prompt; none are left to decode"
+            )
+        options["routes_from"] = None if routes_from is None else len(token_ids) - 1
+        decoding = asyncio.create_task(
+            self._decode(producer, consumer, where, token_ids, timeout_s=left_s, **options)
+        )
+        try:
+            decoded = await asyncio.shield(decoding)
+        except asyncio.CancelledError:
+            self._abort_decode(consumer, decoding, request_id)
+            raise
+        routes = (*prefilled.routes, *decoded.routes)
+        return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
+
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Have requests that are being prefilled come to nothing; the decode engines are told by whoever calls this."""
+        """Abort requests that are being prefilled; the caller tells the decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait until all blocks are given back, a moment and no longer: a paused engine takes none, and is about to end anyway."""
-        if self._behind_us:
-            _, left = await asyncio.wait(self._behind_us, timeout=scaled(CLOSE_S))
+        """Wait at most CLOSE_S until all blocks are given back; a paused engine takes none."""
+        if self._background:
+            _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
                 task.cancel()
 
     def peer(self, index: int) -> Peer:
-        """This engine as it is now."""
-        return Peer(
-            index, self.engines[index], self.handovers[index] if index in self.producers else {}
-        )
+        handover = self.handovers[index] if index in self.producers else {}
+        return Peer(index, self.engines[index], handover)
 
     def ended(self, index: int) -> None:
-        """The process of this engine has ended, for certain: whoever waits for blocks out of it waits in vain, and is told so.
+        """Tell the decode engines that this engine's process has ended.
 
-        Never before: Mooncake's producer writes into its reader's blocks, which must not be anybody else's while it may.
+        Never call it earlier: Mooncake's producer writes into its reader's blocks, which must not
+        be reused while it may. A NIXL reader sees the connection break by itself.
         """
-        if (
-            index not in self.producers
-            or (kv_engine_id := self.handovers[index].get("kv_engine_id")) is None
-        ):
-            return  # a reader of NIXL's sees the connection break
+        if index not in self.producers:
+            return
+        kv_engine_id = self.handovers[index].get("kv_engine_id")
+        if kv_engine_id is None:
+            return
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(
-                OrreryError
-            ):  # an engine that is lost too reads nothing; another gives up by itself when the lease runs out
+            with suppress(OrreryError):  # a lost engine reads nothing; others have their leases
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
-            self._behind(
-                tell(self.engines[consumer]),
-                f"tell engine {consumer} that engine {index} has ended",
-            )
+            name = f"tell engine {consumer} that engine {index} has ended"
+            self._run_in_background(tell(self.engines[consumer]), name)
 
     def returned(self, index: int, handover: Mapping[str, Any]) -> None:
-        """The next incarnation of an engine listens, and has published this of itself."""
+        """Note that an engine's next incarnation listens, with what it published."""
         self.ended(index)
         if index in self.producers:
             self.handovers[index] = handover
@@ -225,103 +222,112 @@ class DisaggregatedEngines:
     def _serving(self, indices: Collection[int]) -> list[int]:
         return [index for index in indices if index in self._admitted]
 
-    def _is_there(self, peer: Peer) -> bool:
+    def _is_up(self, peer: Peer) -> bool:
         return peer.index in self._admitted and self.engines[peer.index] is peer.client
 
     async def _prefill(
         self,
         producer: Peer,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: TokenIds,
         request_id: str,
         timeout_s: float,
         cache_salt: str,
         routes_from: int | None = None,
     ) -> tuple[Generation, dict[str, Any]]:
-        """The prefill engine's answer and what the decode engine needs to find the blocks."""
+        """Return the prefill engine's answer, and what the decode engine needs to find the blocks."""
         client, handover = producer.client, producer.handover
         transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         where: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
-        if handover:  # Mooncake: both are told a name for the transfer
+        if handover:  # Mooncake: both engines get a name for the transfer
             transfer["transfer_id"] = where["transfer_id"] = f"{request_id}-{uuid.uuid4()}"
-            where |= {
-                "remote_engine_id": handover["kv_engine_id"],
-                "remote_bootstrap_addr": handover["kv_bootstrap"],
-            }
+            where["remote_engine_id"] = handover["kv_engine_id"]
+            where["remote_bootstrap_addr"] = handover["kv_bootstrap"]
         prefilled = await client.generate(
-            token_ids, request_id=request_id, max_tokens=1, temperature=0.0, cache_salt=cache_salt, ignore_eos=True,
-            timeout_s=timeout_s, kv_transfer=transfer, routes_from=routes_from,
-        )  # fmt: skip
-        if not handover:
-            if prefilled.kv_transfer is None:
-                raise GenerationFailed(
-                    f"{client.name} did not say where the cache of request {request_id!r} is"
-                )
-            where = prefilled.kv_transfer
-        return prefilled, where
+            token_ids,
+            request_id=request_id,
+            max_tokens=1,
+            temperature=0.0,
+            cache_salt=cache_salt,
+            ignore_eos=True,
+            timeout_s=timeout_s,
+            kv_transfer=transfer,
+            routes_from=routes_from,
+        )
+        if handover:
+            return prefilled, where
+        if prefilled.kv_transfer is None:
+            raise GenerationFailed(
+                f"{client.name} did not say where the cache of request {request_id!r} is"
+            )
+        return prefilled, prefilled.kv_transfer
 
     async def _decode(
         self,
         producer: Peer,
         consumer: Peer,
         where: Mapping[str, Any],
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """The decode engine's answer. Where that engine is lost, the prefill engine is told to keep the blocks no longer."""
+        """Return the decode engine's answer; if that engine is lost, free the prefill's blocks."""
         try:
             for peer in (producer, consumer):
-                if not self._is_there(peer):
+                if not self._is_up(peer):
                     raise EngineGone(
-                        f"{peer.client.name} was lost while the cache of request {options['request_id']!r} was handed over"
+                        f"{peer.client.name} was lost while the cache of request "
+                        f"{options['request_id']!r} was handed over"
                     )
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # Only then: an engine that is there may read them yet, and would take another request's blocks for these.
-            if not self._is_there(consumer) and self._is_there(producer):
-                self._keep_no_longer(
-                    producer.client, str(where.get("transfer_id") or where.get("remote_request_id"))
-                )
+            # A living reader may still read the blocks, and would get another request's data.
+            if not self._is_up(consumer) and self._is_up(producer):
+                name = str(where.get("transfer_id") or where.get("remote_request_id"))
+                self._keep_no_longer(producer.client, name)
             raise
 
     def _keep_no_longer(self, client: EngineClient, name: str) -> None:
-        """Have a prefill engine free the blocks that it keeps under this name; without, it would when their lease runs out."""
+        """Have a prefill engine free the blocks of this name before their lease runs out."""
         names = self._unwanted.setdefault(client, [])
         names.append(name)
         if len(names) > 1:
-            return
+            return  # the task that is about to run sends all names
 
         async def tell() -> None:
             with suppress(OrreryError):
                 await client.keep_no_longer(self._unwanted.pop(client))
 
-        self._behind(tell(), f"{client.name} keeps no longer")
+        self._run_in_background(tell(), f"{client.name} keeps no longer")
 
     def _give_back(
         self,
         producer: Peer,
         consumer: Peer,
         prefilling: "asyncio.Task[Any]",
-        token_ids: Any,
+        token_ids: TokenIds,
         request_id: str,
         salt: str,
     ) -> None:
-        """Nobody wants this answer any more: have the decode engine read the blocks and sample one token, which frees them everywhere."""
+        """Have the decode engine read the blocks for one token, which frees them everywhere."""
+        options = {
+            "request_id": f"{request_id}-given-back",
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "cache_salt": salt,
+            "timeout_s": GIVE_BACK_S,
+        }
 
         async def give_back() -> None:
             with suppress(OrreryError):  # an engine that is gone holds nothing
                 _, where = await prefilling
-                await self._decode(
-                    producer, consumer, where, token_ids, request_id=f"{request_id}-given-back", max_tokens=1, temperature=0.0,
-                    cache_salt=salt, timeout_s=GIVE_BACK_S,
-                )  # fmt: skip
+                await self._decode(producer, consumer, where, token_ids, **options)
 
-        self._behind(give_back(), f"give back {request_id}")
+        self._run_in_background(give_back(), f"give back {request_id}")
 
-    def _end(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Abort a request in the decode engine; an abort that comes before the request is ignored there, so it is said until it holds."""
+    def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
+        """Abort a request in the decode engine, again and again, since it may not be there yet."""
 
-        async def end() -> None:
+        async def abort() -> None:
             while not decoding.done():
                 with suppress(OrreryError):
                     await consumer.client.abort([request_id])
@@ -329,9 +335,9 @@ class DisaggregatedEngines:
             with suppress(OrreryError):
                 await decoding
 
-        self._behind(end(), f"end {request_id}")
+        self._run_in_background(abort(), f"end {request_id}")
 
-    def _behind(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def _run_in_background(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
-        self._behind_us.add(task)
-        task.add_done_callback(self._behind_us.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,12 +1,12 @@
-"""Roster: what is known of every engine of a stage, as a pure machine. Events are arguments; what happens to engines is the fleet's.
+"""State of every engine of a stage, as a pure state machine; `pool` acts on the engines.
 
     starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
-       every one ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
+       any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
        healthy or updated, another version wanted ──▶ stale
 
-- `healthy`: holds the wanted version, attested, and serves. The only way there leads through `stale` and `updated`.
-- `fenced`: takes part in nothing. Nothing brings an incarnation back that was fenced; only a later one comes.
-- Each event says of which incarnation it is; what is said of another than the newest changes nothing.
+- `healthy`: holds the wanted version, attested, and serves. Reached only via `updated`.
+- `fenced`: takes part in nothing. Only a later incarnation brings the engine back.
+- Each event names an incarnation. Events of any but the newest change nothing.
 - Versions only rise.
 """
 
@@ -24,18 +24,17 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine: `incarnation` −1 has never listened; `version` is what it holds, None where that is nobody's; `why` it is fenced."""
+    """One engine. `incarnation` is −1 before it first listens; `version` is None if fenced."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""
+    why: str = ""  # it is fenced
 
 
 class EngineRegistry:
-    """Engines 0 .. `num_engines`, none of which listens yet. `version`: what they hold when they start, and what is wanted at first."""
-
     def __init__(self, num_engines: int, version: int):
+        """`version` is what engines hold at their start, and the first wanted version."""
         self._at_start = self.wanted = version
         self._engines = [EngineState() for _ in range(num_engines)]
 
@@ -43,18 +42,18 @@ class EngineRegistry:
         return self._engines[index]
 
     def at(self, *phases: Phase) -> list[int]:
-        """Indices of the engines in one of these phases."""
+        """Return the indices of the engines in one of these phases."""
         return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """An incarnation has said where it is, with the weights of its start. False where that is known already, or old."""
+        """Record that an incarnation listens. Return False if it is known already, or old."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
         return True
 
     def want(self, version: int) -> None:
-        """Every engine is to hold `version`."""
+        """Set the version that every engine must hold."""
         if version < self.wanted:
             raise AssertionError(f"version {version} wanted after version {self.wanted}")
         if version > self.wanted:
@@ -63,7 +62,10 @@ class EngineRegistry:
         self.wanted = version
 
     def took(self, index: int, incarnation: int, version: int) -> bool:
-        """It holds `version`, attested. False where it may not serve for that: it is fenced by now, or another version is wanted."""
+        """Record that the engine holds `version`, attested.
+
+        Return whether it may serve now: it is not fenced, and the version is still wanted.
+        """
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
             return False
@@ -73,7 +75,7 @@ class EngineRegistry:
         return version == self.wanted
 
     def serves(self, index: int, incarnation: int) -> bool:
-        """It answers requests. False where it was fenced, or became stale, meanwhile."""
+        """Record that the engine serves. Return False if it was fenced or became stale."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
             return False
@@ -81,7 +83,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """It is not to be trusted any more. False where that is no news."""
+        """Fence the engine. Return False if it is fenced already, or has never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False

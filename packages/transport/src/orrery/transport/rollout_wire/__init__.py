@@ -1,14 +1,12 @@
-"""Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind, both ends in it.
+"""Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind.
 
-The protocol, whatever the kind:
-
-- The receiver pulls: it asks for (step, rank), and the sender answers when it has it. So nobody joins too late, nothing
-  is dropped, and a rank that restarts asks again.
-- `send` returns when the batch is handed over; it waits while `keep` earlier batches are not yet acknowledged by all ranks.
-- Micro-batches are made, sent and received one by one: neither end ever holds a whole batch.
-- Every message carries its step. Refused: a batch that all ranks acknowledged (it is gone), and one that comes after a
-  batch which this rank has not received (the two ends disagree about the next step).
-- No pickle. Waits end at a deadline with a sentence that says who waited for what.
+- The receiver pulls: it asks for (step, rank) and the sender answers when it has it. So a rank
+  never joins too late, nothing is dropped, and a restarted rank asks again.
+- `send` waits while `keep` earlier batches are not yet acknowledged by all ranks.
+- Micro-batches are made, sent and received one by one: neither end holds a whole batch.
+- Every message carries its step. Refused are a batch that all ranks have acknowledged, and one
+  that comes after a batch which this rank has not received.
+- No pickle. Waits end at a deadline with an error that names the processes.
 """
 
 from collections.abc import Callable
@@ -49,10 +47,10 @@ def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., Rollou
 
 
 def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
-    """The orchestrator's end, listening at `host`; `port` 0 takes a free one. Publish `sender.url` by rendezvous."""
+    """Return the orchestrator's end, listening at `host`; `port` 0 takes a free one."""
     return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
 
 
 def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:
-    """One trainer rank's end of the wire at `url`."""
+    """Return one trainer rank's end of the wire at `url`."""
     return _kind(kind)[1](Path(run_dir), url, rank)

@@ -1,11 +1,13 @@
 """Bulk bytes of a rollout wire: one plain TCP connection a micro-batch, opened by a ticket.
 
-- The sender issues a `Ticket` over the wire's authenticated socket. Both ends then hold two random secrets.
-- The receiver connects, sends the first secret and an offset. The sender answers with the second secret and the bytes from
-  that offset on. Neither end reads anything from a peer that does not know its secret.
-- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on one of MAX_UNKNOWN connections.
-- A ticket dies with its micro-batch: a rank holds at most TICKETS_A_RANK, and none after it acknowledged the batch.
-- The bytes are neither encrypted nor signed: like gradients and weights, they need a network that is the run's own.
+- The sender issues a `Ticket` over the wire's authenticated socket. It holds two random secrets.
+- The receiver connects and sends the first secret and an offset. The sender answers with the second
+  secret and the bytes from that offset on. Neither end reads from a peer without its secret.
+- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on one
+  of MAX_UNKNOWN connections.
+- A rank has at most TICKETS_A_RANK tickets, and none after it has acknowledged the batch.
+- The bytes are neither encrypted nor signed: like gradients and weights, they need the run's own
+  network.
 """
 
 import asyncio
@@ -14,11 +16,13 @@ import logging
 import secrets
 import socket
 import struct
+import sys
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
-from orrery.transport.column_bytes import Layout, MicroBatch, chunks, segments
+from orrery.transport.column_bytes import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
@@ -27,6 +31,7 @@ MAX_UNKNOWN = 64  # connections that have not shown a ticket; one more closes th
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # the ticket's first secret, offset in the bytes
+_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's own argument
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +45,11 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Transfer:
+class _TicketedBatch:
     step: int
     ticket: Ticket
     micro_batch: MicroBatch
-    layout: Layout
+    layout: ColumnLayout
     stream: "asyncio.Task[None] | None" = None
 
 
@@ -59,42 +64,38 @@ class BulkSender:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
-        self._transfers: dict[int, list[_Transfer]] = {}  # by rank, oldest first
-        self._unknown: dict[
-            asyncio.Task[None], None
-        ] = {}  # connections that have not shown a ticket, oldest first
+        self._ticketed: dict[int, list[_TicketedBatch]] = {}  # by rank, oldest first
+        # Connections that have not shown a ticket, oldest first.
+        self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
-    def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: Layout) -> Ticket:
+    def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
         """Return a ticket for `micro_batch`; void the rank's oldest beyond TICKETS_A_RANK."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
-        ticket = Ticket(
-            self.port, secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
-        )
-        held = self._transfers.setdefault(rank, [])
-        held.append(_Transfer(step, ticket, micro_batch, layout))
+        knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
+        ticket = Ticket(self.port, knock, answer)
+        held = self._ticketed.setdefault(rank, [])
+        held.append(_TicketedBatch(step, ticket, micro_batch, layout))
         while len(held) > TICKETS_A_RANK:
-            self._void(held.pop(0))
+            stream = held.pop(0).stream
+            if stream is not None:
+                stream.cancel()
         return ticket
 
     def forget(self, rank: int, up_to_step: int) -> None:
         """Void the tickets of batches that `rank` has acknowledged."""
-        held = self._transfers.get(rank, [])
-        for transfer in [transfer for transfer in held if transfer.step <= up_to_step]:
-            held.remove(transfer)  # its stream has sent everything, or its reader has gone
+        held = self._ticketed.get(rank, [])
+        for each in [each for each in held if each.step <= up_to_step]:
+            held.remove(each)  # its stream has sent everything, or its reader has gone
 
     def close(self) -> None:
         for task in [self._accepting, *self._unknown, *self._streams]:
             if task is not None:
                 task.cancel()
-        self._transfers.clear()
+        self._ticketed.clear()
         self._listener.close()
-
-    def _void(self, transfer: _Transfer) -> None:
-        if transfer.stream is not None:
-            transfer.stream.cancel()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -126,16 +127,16 @@ class BulkSender:
                 async with asyncio.timeout(KNOCK_S):
                     knock = await _exactly(connection, _KNOCK.size)
                 secret, offset = _KNOCK.unpack(knock) if knock else (b"", 0)
-                transfer = self._find(secret)
-                if transfer is None:
+                found = self._find(secret)
+                if found is None:
                     self._count_foreign()
                     return
                 self._unknown.pop(task, None)
-                if transfer.stream is not None:
-                    transfer.stream.cancel()  # its reader has come back on another connection
-                transfer.stream = task
-                await loop.sock_sendall(connection, transfer.ticket.answer)
-                for chunk in chunks(segments(transfer.micro_batch, transfer.layout), CHUNK_BYTES):
+                if found.stream is not None:
+                    found.stream.cancel()  # its reader has come back on another connection
+                found.stream = task
+                await loop.sock_sendall(connection, found.ticket.answer)
+                for chunk in chunks(segments(found.micro_batch, found.layout), CHUNK_BYTES):
                     if offset < len(chunk):
                         await loop.sock_sendall(connection, chunk[offset:])
                     offset = max(0, offset - len(chunk))
@@ -144,12 +145,12 @@ class BulkSender:
                     self._count_foreign()
                 return  # a reader that still needs the bytes asks again
 
-    def _find(self, secret: bytes) -> _Transfer | None:
-        every = [transfer for held in self._transfers.values() for transfer in held]
-        return next(
-            (transfer for transfer in every if hmac.compare_digest(transfer.ticket.knock, secret)),
-            None,
-        )
+    def _find(self, secret: bytes) -> _TicketedBatch | None:
+        for held in self._ticketed.values():
+            for each in held:
+                if hmac.compare_digest(each.ticket.knock, secret):
+                    return each
+        return None
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
@@ -202,3 +203,26 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
             error,
         )
     return offset
+
+
+class BufferPool:
+    """Receive buffers that are reused, since fresh pages cost as much as the copy into them.
+
+    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. So a
+    buffer with no reference but the pool's is free. The pool keeps `keep` buffers; a caller that
+    holds more gets fresh ones.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        self._buffers: list[np.ndarray] = []
+        self._keep = keep
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return uint8 [num_bytes] with undefined contents."""
+        for index in range(len(self._buffers)):
+            is_free = sys.getrefcount(self._buffers[index]) == _UNSHARED
+            if is_free and len(self._buffers[index]) >= num_bytes:
+                return self._buffers[index][:num_bytes]
+        buffer = np.empty(num_bytes, dtype=np.uint8)
+        self._buffers = [*self._buffers[-(self._keep - 1) :], buffer]  # readers keep the others
+        return buffer[:num_bytes]

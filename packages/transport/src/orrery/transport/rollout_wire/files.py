@@ -1,12 +1,14 @@
 """Rollouts through files: one safetensors file a micro-batch, in a folder that both ends see.
 
-- The sender makes `rollouts/wire/<session>/`; the session is in its url, so batches of an earlier sender are never read.
-- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`, last. Ranks with the same micro-batches
-  have hard links to the same files.
-  Each file is closed before the next is begun: whoever sees the marker sees the data, on a network file system too.
-- A receiver asks by writing `ask.rank_<r>.json`: the step it wants and the last that it has whole; the sender removes a
-  batch that all ranks have. Files carry a hash of the run's token, never the token: asks that do not decode or carry another
-  hash are not believed, and a receiver whose token has not the hash of `wire.json` does not read.
+- The sender makes `rollouts/wire/<session>/`. The session is in its url, so a receiver never reads
+  an earlier sender's batches.
+- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`. Each
+  file is closed before the next is begun, so a reader that sees the marker sees the data, on NFS
+  too. Ranks with the same micro-batches have hard links to the same files.
+- A receiver asks by writing `ask.rank_<r>.json`, with the step it wants and the last that it has
+  whole. The sender removes a batch that all ranks have.
+- Files carry a hash of the run's token, never the token. Asks that do not decode or carry another
+  hash are ignored. A receiver refuses a `wire.json` with another hash.
 """
 
 import asyncio
@@ -24,9 +26,9 @@ from typing import Any
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport import nfs, safetensors_columns
+from orrery.transport import column_files, nfs
 from orrery.transport.columns import Columns
-from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
+from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 from orrery.transport.token import run_token
 
 PROTOCOL = 1
@@ -36,15 +38,15 @@ GONE_S = 5.0  # a batch that is not seen for so long after it was announced is g
 log = logging.getLogger(__name__)
 
 
-class Ask(msgspec.Struct):
+class FileAsk(msgspec.Struct):
     protocol: int
     token_sha256: str
     rank: int
     step: int
-    received: int  # the last step that this receiver has whole, −1 before the first
+    received: int  # the last step that this receiver has whole; −1 before the first
 
 
-class Marker(msgspec.Struct):
+class BatchMarker(msgspec.Struct):
     step: int
     num_ranks: int
     num_micro_batches: int
@@ -52,8 +54,8 @@ class Marker(msgspec.Struct):
     info: dict[str, Any]
 
 
-class Wire(msgspec.Struct):
-    """`wire.json`: whose wire this is, and the newest batch that was handed over."""
+class WireState(msgspec.Struct):
+    """`wire.json`: the hash of the run's token, and the newest batch that was sent."""
 
     token_sha256: str
     last_step: int | None
@@ -69,6 +71,10 @@ def _write(path: Path, message: msgspec.Struct) -> None:
     aside.rename(path)
 
 
+def _data_path(folder: Path, step: int, rank: int, micro_step: int) -> Path:
+    return folder / f"step_{step}" / f"rank_{rank}.micro_{micro_step}.safetensors"
+
+
 class FilesSender:
     """See `contract.RolloutSender`. `host` and `port` are not used."""
 
@@ -81,46 +87,41 @@ class FilesSender:
         self._folder = wires / secrets.token_hex(8)
         self._folder.mkdir(parents=True)
         self.url = f"file://{self._folder}"
-        self._missing: dict[int, set[int]] = {}
+        self._missing: dict[int, set[int]] = {}  # step → ranks that have not acknowledged it
         self._last_step: int | None = None
         self._wanted = -1
-        self._foreign: dict[str, int] = {}  # file name -> hash of what it held when it was counted
+        self._foreign: dict[str, int] = {}  # file name → hash of its content when it was counted
         self._token_sha256 = _token_sha256(self._folder)
-        _write(self._folder / "wire.json", Wire(self._token_sha256, None))
+        _write(self._folder / "wire.json", WireState(self._token_sha256, None))
 
     async def send(self, batch: Batch) -> None:
+        step, micro_batches = batch.step, batch.micro_batches
         batch.check(self.num_ranks, self._last_step)
-        self._last_step = batch.step
+        self._last_step = step
         await self._until(lambda: len(self._missing) < self._keep)
-        folder = self._folder / f"step_{batch.step}"
+        folder = self._folder / f"step_{step}"
         folder.mkdir()
-        for rank, of_rank in enumerate(batch.micro_batches):
-            first = next(other for other, same in enumerate(batch.micro_batches) if same is of_rank)
+        for rank, of_rank in enumerate(micro_batches):
+            first = next(other for other, same in enumerate(micro_batches) if same is of_rank)
             for micro_step in range(len(of_rank)):
-                path = folder / f"rank_{rank}.micro_{micro_step}.safetensors"
+                path = _data_path(self._folder, step, rank, micro_step)
                 if first < rank:
-                    os.link(folder / f"rank_{first}.micro_{micro_step}.safetensors", path)
+                    os.link(_data_path(self._folder, step, first, micro_step), path)
                     continue
                 try:
                     await asyncio.to_thread(
-                        safetensors_columns.write,
-                        path,
-                        of_rank[micro_step],
-                        {"step": batch.step},
-                        False,
+                        column_files.write, path, of_rank[micro_step], {"step": step}, False
                     )
                 except ValueError as error:
                     raise OrreryError(
-                        f"batch {batch.step}: micro-batch {micro_step} of rank {rank} cannot be sent: {error}"
+                        f"batch {step}: micro-batch {micro_step} of rank {rank} cannot be sent: "
+                        f"{error}"
                     ) from error
-        self._missing[batch.step] = set(range(self.num_ranks))
-        _write(self._folder / "wire.json", Wire(self._token_sha256, batch.step))
-        _write(
-            folder / "BATCH.json",
-            Marker(
-                batch.step, self.num_ranks, len(batch.micro_batches[0]), batch.totals, batch.info
-            ),
-        )
+        self._missing[step] = set(range(self.num_ranks))
+        _write(self._folder / "wire.json", WireState(self._token_sha256, step))
+        count = len(micro_batches[0])
+        marker = BatchMarker(step, self.num_ranks, count, batch.totals, batch.info)
+        _write(folder / "BATCH.json", marker)
 
     async def wanted(self, at_least: int = -1) -> int:
         await self._until(lambda: self._wanted >= at_least)
@@ -130,13 +131,7 @@ class FilesSender:
         try:
             await asyncio.wait_for(self._until(lambda: not self._missing), deadline_s)
         except TimeoutError:
-            late = "; ".join(
-                f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
-                for step, ranks in self._missing.items()
-            )
-            raise RunFailed(
-                f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log"
-            ) from None
+            raise not_drained(deadline_s, self._missing) from None
 
     def close(self) -> None:
         shutil.rmtree(self._folder.parent, ignore_errors=True)
@@ -149,7 +144,7 @@ class FilesSender:
             await asyncio.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Read every rank's ask; remove what all ranks have acknowledged."""
+        """Read every rank's ask; remove batches that all ranks have acknowledged."""
         for path in [self._folder / f"ask.rank_{rank}.json" for rank in range(self.num_ranks)]:
             ask = self._read(path)
             if ask is None:
@@ -161,16 +156,14 @@ class FilesSender:
                     del self._missing[step]
                     shutil.rmtree(self._folder / f"step_{step}", ignore_errors=True)
 
-    def _read(self, path: Path) -> Ask | None:
+    def _read(self, path: Path) -> FileAsk | None:
         if (data := nfs.read(path)) is None:
             return None
         try:
-            ask = msgspec.json.decode(data, type=Ask)
-            if (
-                ask.protocol == PROTOCOL
-                and 0 <= ask.rank < self.num_ranks
-                and hmac.compare_digest(ask.token_sha256.encode(), self._token_sha256.encode())
-            ):
+            ask = msgspec.json.decode(data, type=FileAsk)
+            token = ask.token_sha256.encode()
+            is_ours = hmac.compare_digest(token, self._token_sha256.encode())
+            if is_ours and ask.protocol == PROTOCOL and 0 <= ask.rank < self.num_ranks:
                 return ask
         except (msgspec.MsgspecError, RecursionError, ValueError):
             pass
@@ -196,65 +189,58 @@ class FilesReceiver:
         self._received = -1
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
-        self._refuse(step)
+        self._check(step)
         self._ask(step)
-        marker_path = self._folder / f"step_{step}" / "BATCH.json"
+        path = self._folder / f"step_{step}" / "BATCH.json"
         end = time.monotonic() + deadline_s
-        while not marker_path.exists():
-            self._refuse(step)
+        while not path.exists():
+            self._check(step)
             if time.monotonic() >= end:
                 raise RunFailed(
-                    f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step}, "
-                    f"but nothing came within {deadline_s:g} s; read logs/orchestrator.0.log"
+                    f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch "
+                    f"{step}, but nothing came within {deadline_s:g} s; "
+                    "read logs/orchestrator.0.log"
                 )
             time.sleep(POLL_S)
         try:
-            marker = msgspec.json.decode(marker_path.read_bytes(), type=Marker)
+            marker = msgspec.json.decode(path.read_bytes(), type=BatchMarker)
         except (msgspec.DecodeError, FileNotFoundError) as error:
             raise RunFailed(
-                f"trainer rank {self.rank}: {marker_path} is no marker of a batch ({error})"
+                f"trainer rank {self.rank}: {path} is no marker of a batch ({error})"
             ) from error
         if marker.step != step or self.rank >= marker.num_ranks:
             raise RunFailed(
-                f"trainer rank {self.rank} asked for batch {step}, but {marker_path} is of batch {marker.step} for {marker.num_ranks} ranks"
+                f"trainer rank {self.rank} asked for batch {step}, but {path} is of batch "
+                f"{marker.step} for {marker.num_ranks} ranks"
             )
-        if marker.num_micro_batches == 0:
+        count = marker.num_micro_batches
+        if count == 0:
             self._done(step)
         return ReceivedBatch(
-            step,
-            self.rank,
-            marker.num_micro_batches,
-            marker.totals,
-            marker.info,
-            self._stream(marker),
+            step, self.rank, count, marker.totals, marker.info, self._stream(step, count)
         )
 
     def close(self) -> None:
         pass
 
-    def _stream(self, marker: Marker) -> Iterator[Columns]:
-        for micro_step in range(marker.num_micro_batches):
-            path = (
-                self._folder
-                / f"step_{marker.step}"
-                / f"rank_{self.rank}.micro_{micro_step}.safetensors"
-            )
+    def _stream(self, step: int, num_micro_batches: int) -> Iterator[Columns]:
+        for micro_step in range(num_micro_batches):
+            path = _data_path(self._folder, step, self.rank, micro_step)
             try:
-                columns, info = safetensors_columns.read(
-                    path, mapped=False
-                )  # the sender removes it once all have acknowledged
+                # Not mapped: the sender removes the file once all ranks have acknowledged it.
+                columns, info = column_files.read(path, mapped=False)
             except OrreryError as error:
                 raise RunFailed(
-                    f"trainer rank {self.rank} asked for micro-batch {micro_step} of batch {marker.step}: {error}"
+                    f"trainer rank {self.rank} asked for micro-batch {micro_step} of batch {step}: "
+                    f"{error}"
                 ) from error
-            if info.get("step") != marker.step:
+            if info.get("step") != step:
                 raise RunFailed(
-                    f"trainer rank {self.rank} asked for batch {marker.step}, but {path} is of batch {info.get('step')}"
+                    f"trainer rank {self.rank} asked for batch {step}, but {path} is of batch "
+                    f"{info.get('step')}"
                 )
-            if micro_step + 1 == marker.num_micro_batches:
-                self._done(
-                    marker.step
-                )  # before the yield: a reader that stops at the last micro-batch has everything
+            if micro_step + 1 == num_micro_batches:
+                self._done(step)  # before the yield, since a reader may stop at the last one
             yield columns
 
     def _done(self, step: int) -> None:
@@ -262,47 +248,46 @@ class FilesReceiver:
         self._ask(step)
 
     def _ask(self, step: int) -> None:
+        ask = FileAsk(PROTOCOL, self._token_sha256, self.rank, step, self._received)
         try:
-            _write(
-                self._folder / f"ask.rank_{self.rank}.json",
-                Ask(PROTOCOL, self._token_sha256, self.rank, step, self._received),
-            )
+            _write(self._folder / f"ask.rank_{self.rank}.json", ask)
         except FileNotFoundError:
-            if self._received < step:  # else the sender has closed after the last batch, as it may
-                raise RunFailed(
-                    f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
-                ) from None
+            if self._received < step:  # else the sender may have closed after the last batch
+                raise self._closed() from None
 
-    def _refuse(self, step: int) -> None:
-        """Raises `RunFailed` where batch `step` must not or will never come."""
-        who = f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step} and was refused"
+    def _closed(self) -> RunFailed:
+        return RunFailed(
+            f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
+        )
+
+    def _check(self, step: int) -> None:
+        """Raise RunFailed if batch `step` will never come, or must not come yet."""
+        asked = (
+            f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step} "
+            "and was refused"
+        )
         path = self._folder / "wire.json"
         if (data := nfs.read(path)) is None:
             if nfs.appears(path, GONE_S):
-                return  # it was being replaced; whoever waits looks again
-            raise RunFailed(
-                f"trainer rank {self.rank}: the rollout wire {self.url} is closed; its folder is gone"
-            )
+                return  # it was being replaced; the caller looks again
+            raise self._closed()
         try:
-            wire = msgspec.json.decode(data, type=Wire)
+            wire = msgspec.json.decode(data, type=WireState)
         except msgspec.DecodeError as error:
-            raise RunFailed(f"{who}: {path} does not decode ({error})") from error
+            raise RunFailed(f"{asked}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
             raise RunFailed(
-                f"{who}: the token is not this run's; both processes must be of one attempt"
+                f"{asked}: the token is not this run's; both processes must be of one attempt"
             )
-        if (
-            wire.last_step is not None
-            and step <= wire.last_step
-            and not nfs.appears(self._folder / f"step_{step}", GONE_S)
-        ):
-            raise RunFailed(f"{who}: batch {step} is gone, the wire is at batch {wire.last_step}")
-        held = sorted(
-            int(path.parent.name.removeprefix("step_"))
-            for path in self._folder.glob("step_*/BATCH.json")
-        )
+        last = wire.last_step
+        is_announced = last is not None and step <= last
+        if is_announced and not nfs.appears(self._folder / f"step_{step}", GONE_S):
+            raise RunFailed(f"{asked}: batch {step} is gone, the wire is at batch {last}")
+        markers = self._folder.glob("step_*/BATCH.json")
+        held = sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
         skipped = [other for other in held if self._received < other < step]
         if skipped:
             raise RunFailed(
-                f"{who}: batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step"
+                f"{asked}: batch {skipped[0]} comes first; "
+                "trainer and orchestrator disagree about the next step"
             )

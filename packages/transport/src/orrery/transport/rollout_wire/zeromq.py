@@ -1,15 +1,13 @@
-"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank; bytes of micro-batches beside it (`bulk`).
+"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank; `bulk` for bytes.
 
 - Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
-  public key is ever sent. A peer without the token cannot finish the handshake, and libzmq hands
-  none of its bytes to this process.
+  public key is ever sent. libzmq drops a peer without the token in the handshake.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
-- A receiver sends `Ask(step, rank, micro_step)`; `micro_step` −1 asks for the batch's head. The answer to a micro-batch is
-  its layout and a ticket, with which the receiver fetches the bytes into one buffer, which is the packed micro-batch.
-- Credit: a receiver has at most two micro-batches asked for, and the sender holds them as references to their parts.
+- A receiver sends `ZmqAsk(step, rank, micro_step)`; `micro_step` −1 asks for the batch's head. The
+  answer to any other is a layout and a ticket, which fetches the bytes into one buffer.
+- A receiver asks for at most two micro-batches at a time. The sender holds references to them.
 - An ask is repeated until it is answered, so a lost connection heals. If its bytes stop in the
-  middle, the new ask has a new number. The sender answers an ask once per connection. Messages that
-  do not decode are counted.
+  middle, the new ask has a new number. The sender answers a number once per connection.
 """
 
 import asyncio
@@ -28,11 +26,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.transport.buffers import BufferPool
-from orrery.transport.column_bytes import Layout, columns_from, layout_of
+from orrery.transport.column_bytes import ColumnLayout, columns_from, layout_of
 from orrery.transport.columns import Columns
-from orrery.transport.rollout_wire.bulk import BulkSender, Ticket, fetch
-from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch
+from orrery.transport.rollout_wire.bulk import BufferPool, BulkSender, Ticket, fetch
+from orrery.transport.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 from orrery.transport.token import derived_key
 
 PROTOCOL = 2
@@ -44,25 +41,22 @@ SILENCE_S = 10.0  # without bytes; then the receiver asks for the rest on a new 
 HANDSHAKE_S = 5.0
 NUM_HANDSHAKES = 5  # failures in a row; then the other end is not this run's orchestrator
 _HEAD = -1
-_NOT_OF_THE_PROTOCOL = (
-    msgspec.MsgspecError,
-    RecursionError,
-    ValueError,
-)  # the last two: deep nesting, bad UTF-8
+# Decoding errors. RecursionError and ValueError come of deep nesting and bad UTF-8.
+_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 
 log = logging.getLogger(__name__)
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class ZmqAsk(msgspec.Struct, tag="ask"):
     protocol: int
     rank: int
     step: int
     micro_step: int
     number: int
-    received: int  # the last step that this receiver has whole, −1 before the first
+    received: int  # the last step that this receiver has whole; −1 before the first
 
 
-class Done(msgspec.Struct, tag="done"):
+class Acknowledgement(msgspec.Struct, tag="done"):
     """This rank has everything of `step`."""
 
     protocol: int
@@ -82,7 +76,7 @@ class MicroBatchHead(msgspec.Struct, tag="micro_batch"):
     number: int
     step: int
     micro_step: int
-    layout: Layout
+    layout: ColumnLayout
     ticket: Ticket
 
 
@@ -91,23 +85,26 @@ class Refusal(msgspec.Struct, tag="refusal"):
     reason: str
 
 
+Answer = BatchHead | MicroBatchHead | Refusal
+
 _encode = msgspec.msgpack.Encoder().encode
-_to_sender = msgspec.msgpack.Decoder(Ask | Done)
-_to_receiver = msgspec.msgpack.Decoder(BatchHead | MicroBatchHead | Refusal)
+_to_sender = msgspec.msgpack.Decoder(ZmqAsk | Acknowledgement)
+_to_receiver = msgspec.msgpack.Decoder(Answer)
 
 
 def _authenticate(socket: Any, is_sender: bool) -> None:
     """Restrict `socket` to peers with the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
-            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; install pyzmq's own wheel"
+            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; "
+            "install pyzmq's own wheel"
         )
     secret_keys = {
         role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
         for role in ("sender", "receiver")
     }
-    mine = secret_keys["sender" if is_sender else "receiver"]
-    socket.curve_secretkey, socket.curve_publickey = mine, zmq.curve_public(mine)
+    own = secret_keys["sender" if is_sender else "receiver"]
+    socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
     if is_sender:
         socket.curve_server = True
     else:
@@ -116,7 +113,10 @@ def _authenticate(socket: Any, is_sender: bool) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 
-_TURNED_AWAY = "and was turned away: the token is not this run's; both processes must be of one attempt; does another program listen there?"
+_TURNED_AWAY = (
+    "and was turned away: the token is not this run's; both processes must be of one attempt; "
+    "does another program listen there?"
+)
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -134,9 +134,7 @@ class ZmqSender:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # credit bounds what is queued; a full queue would drop
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound what is queued; a full queue drops
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             _authenticate(self._socket, is_sender=True)
@@ -153,14 +151,12 @@ class ZmqSender:
         self._bulk = BulkSender(host)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._held: dict[int, Batch] = {}
-        self._missing: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
+        self._missing: dict[int, set[int]] = {}  # step → ranks that have not acknowledged it
         self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, Ask]] = {}  # rank → peer, newest open ask
-        self._answered: dict[
-            int, tuple[bytes, int]
-        ] = {}  # rank → peer, number of the last answered ask
+        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → peer, newest open ask
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, last answered number
         self._changed = asyncio.Condition()
         self._server: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -188,13 +184,7 @@ class ZmqSender:
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
-            late = "; ".join(
-                f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
-                for step, ranks in self._missing.items()
-            )
-            raise RunFailed(
-                f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; read logs/trainer.*.log"
-            ) from None
+            raise not_drained(deadline_s, self._missing) from None
 
     def close(self) -> None:
         for task in (self._server, self._watcher):
@@ -208,9 +198,8 @@ class ZmqSender:
     async def _until(self, condition: Callable[[], bool]) -> None:
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="rollout wire")
-            self._watcher = asyncio.create_task(
-                self._watch_handshakes(), name="rollout wire, handshakes"
-            )
+            name = "rollout wire, handshakes"
+            self._watcher = asyncio.create_task(self._watch_handshakes(), name=name)
         async with self._changed:
             while True:
                 if self._server.done():
@@ -229,7 +218,7 @@ class ZmqSender:
                 message = self._read(parts)
                 if message is None:
                     continue
-                if isinstance(message, Done):
+                if isinstance(message, Acknowledgement):
                     self._acknowledge(message.rank, message.step)
                 else:
                     self._wanted = max(self._wanted, message.step)
@@ -247,20 +236,15 @@ class ZmqSender:
             await recv_monitor_message(self._monitor)
             self._count_foreign("a peer that does not hold this run's token")
 
-    def _read(self, parts: list[bytes]) -> "Ask | Done | None":
-        """The message, or None for one that is not of this protocol."""
-        try:
+    def _read(self, parts: list[bytes]) -> ZmqAsk | Acknowledgement | None:
+        """Return the message, or None if it is not of this protocol."""
+        with contextlib.suppress(*_NOT_OF_THE_PROTOCOL):
             message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
-        except _NOT_OF_THE_PROTOCOL:
-            message = None
-        if (
-            message is None
-            or message.protocol != PROTOCOL
-            or not 0 <= message.rank < self.num_ranks
-        ):
-            self._count_foreign("a message that is no ask of this protocol")
-            return None
-        return message
+            is_ours = message is not None and message.protocol == PROTOCOL
+            if is_ours and 0 <= message.rank < self.num_ranks:
+                return message
+        self._count_foreign("a message that is no ask of this protocol")
+        return None
 
     def _count_foreign(self, why: str) -> None:
         self._num_ignored += 1
@@ -274,47 +258,51 @@ class ZmqSender:
             if not self._missing[step]:
                 del self._held[step], self._missing[step]
 
-    async def _answer(self, peer: bytes, ask: Ask) -> None:
+    async def _answer(self, peer: bytes, ask: ZmqAsk) -> None:
+        """Answer the ask, or keep it until its batch is sent."""
         self._waiting.pop(ask.rank, None)
-        batch = self._held.get(ask.step)
-        skipped = [
-            step for step in self._held if step < ask.step and ask.rank in self._missing[step]
-        ]
-        if skipped:
-            answer: Any = Refusal(
-                ask.number,
-                f"batch {skipped[0]} comes first; trainer and orchestrator disagree about the next step",
-            )
-        elif batch is None:
-            if self._last_held is None or ask.step > self._last_held:
-                self._waiting[ask.rank] = (peer, ask)
-                return
-            answer = Refusal(
-                ask.number, f"batch {ask.step} is gone, the wire is at batch {self._last_held}"
-            )
-        elif ask.micro_step == _HEAD:
-            answer = BatchHead(
-                ask.number, batch.step, len(batch.micro_batches[ask.rank]), batch.totals, batch.info
-            )
-        elif not 0 <= ask.micro_step < len(batch.micro_batches[ask.rank]):
-            answer = Refusal(
-                ask.number,
-                f"batch {ask.step} has no micro-batch {ask.micro_step} on rank {ask.rank}",
-            )
-        else:
-            micro_batch = batch.micro_batches[ask.rank][ask.micro_step]
-            try:
-                layout = layout_of(micro_batch)
-            except ValueError as error:
-                refusal = Refusal(ask.number, f"it cannot be sent: {error}")
-                await self._post(peer, refusal)
-                raise OrreryError(
-                    f"batch {ask.step}: micro-batch {ask.micro_step} of rank {ask.rank} cannot be sent: {error}"
-                ) from error
-            ticket = self._bulk.issue(ask.rank, batch.step, micro_batch, layout)
-            answer = MicroBatchHead(ask.number, batch.step, ask.micro_step, layout, ticket)
+        try:
+            answer = self._answer_to(ask)
+        except OrreryError as error:
+            reason = f"it cannot be sent: {error.__cause__ or error}"
+            await self._post(peer, Refusal(ask.number, reason))
+            raise
+        if answer is None:
+            self._waiting[ask.rank] = (peer, ask)
+            return
         await self._post(peer, answer)
         self._answered[ask.rank] = (peer, ask.number)
+
+    def _answer_to(self, ask: ZmqAsk) -> Answer | None:
+        """Return the answer, or None if the batch is not there yet.
+
+        Raises OrreryError if the micro-batch cannot be sent.
+        """
+        step, rank, number = ask.step, ask.rank, ask.number
+        for other in self._held:
+            if other < step and rank in self._missing[other]:
+                reason = "trainer and orchestrator disagree about the next step"
+                return Refusal(number, f"batch {other} comes first; {reason}")
+        batch = self._held.get(step)
+        if batch is None:
+            if self._last_held is None or step > self._last_held:
+                return None
+            return Refusal(number, f"batch {step} is gone, the wire is at batch {self._last_held}")
+        micro_batches = batch.micro_batches[rank]
+        if ask.micro_step == _HEAD:
+            return BatchHead(number, step, len(micro_batches), batch.totals, batch.info)
+        if not 0 <= ask.micro_step < len(micro_batches):
+            reason = f"batch {step} has no micro-batch {ask.micro_step} on rank {rank}"
+            return Refusal(number, reason)
+        micro_batch = micro_batches[ask.micro_step]
+        try:
+            layout = layout_of(micro_batch)
+        except ValueError as error:
+            raise OrreryError(
+                f"batch {step}: micro-batch {ask.micro_step} of rank {rank} cannot be sent: {error}"
+            ) from error
+        ticket = self._bulk.issue(rank, step, micro_batch, layout)
+        return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
 
     async def _post(self, peer: bytes, message: Any) -> None:
         """Queue one message; a peer that has gone will ask again under a new identity."""
@@ -338,15 +326,14 @@ class ZmqReceiver:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are small and few; see `_send`
-        self._socket.setsockopt(zmq.LINGER, 500)  # lets the last `Done` out
+        self._socket.setsockopt(zmq.LINGER, 500)  # lets the last acknowledgement out
         try:
             _authenticate(self._socket, is_sender=False)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._monitor = self._socket.get_monitor_socket(
-            _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
+        events = _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(events)
         self._num_failed_handshakes = 0
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -358,9 +345,8 @@ class ZmqReceiver:
         count = head.num_micro_batches
         if count == 0:
             self._done(step)
-        return ReceivedBatch(
-            step, self.rank, count, head.totals, head.info, self._stream(step, count, deadline_s)
-        )
+        stream = self._stream(step, count, deadline_s)
+        return ReceivedBatch(step, self.rank, count, head.totals, head.info, stream)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -375,82 +361,78 @@ class ZmqReceiver:
             head = self._await(ask, MicroBatchHead, deadline_s)
             if head.micro_step != micro_step:
                 raise RunFailed(
-                    f"{self._who(ask)} got micro-batch {head.micro_step} instead; sender and receiver differ in version"
+                    f"{self._asked(ask)} got micro-batch {head.micro_step} instead; "
+                    "sender and receiver differ in version"
                 )
-            following = (
-                self._ask(step, micro_step + 1) if micro_step + 1 < num_micro_batches else None
-            )
+            is_last = micro_step + 1 == num_micro_batches
+            following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
-            if following is None:
-                self._done(
-                    step
-                )  # before the yield: a reader that stops at the last micro-batch has everything
+            if is_last:
+                self._done(step)  # before the yield, since a reader may stop at the last one
             ask = following
             yield columns
 
     def _done(self, step: int) -> None:
         self._received = step
+        done = Acknowledgement(PROTOCOL, self.rank, step)
         with contextlib.suppress(RunFailed):  # the next ask raises it
-            self._send(
-                Done(PROTOCOL, self.rank, step), f"trainer rank {self.rank} has batch {step}"
-            )
+            self._send(done, f"trainer rank {self.rank} has batch {step}")
 
-    def _send(self, message: Ask | Done, who: str) -> None:
+    def _send(self, message: ZmqAsk | Acknowledgement, asked: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.Again:  # libzmq gave up: the peer does not speak its protocol
-            raise RunFailed(f"{who} {_TURNED_AWAY}") from None
+            raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
 
-    def _ask(self, step: int, micro_step: int) -> Ask:
+    def _ask(self, step: int, micro_step: int) -> ZmqAsk:
         self._number += 1
-        ask = Ask(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
-        self._send(ask, self._who(ask))
+        ask = ZmqAsk(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
+        self._send(ask, self._asked(ask))
         return ask
 
     def _await(
-        self, ask: Ask, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
+        self, ask: ZmqAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
         """Return the head that answers `ask`; skip heads of older asks."""
-        start = asked = time.monotonic()
+        start = last_asked = time.monotonic()
         while True:
-            frame = self._next(ask, min(start + deadline_s, asked + ASK_AGAIN_S))
-            now = time.monotonic()
+            frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
             if frame is None:
-                if now >= start + deadline_s:
+                last_asked = time.monotonic()
+                if last_asked >= start + deadline_s:
                     raise RunFailed(
-                        f"{self._who(ask)}, but nothing came within {deadline_s:g} s; read logs/orchestrator.0.log"
+                        f"{self._asked(ask)}, but nothing came within {deadline_s:g} s; "
+                        "read logs/orchestrator.0.log"
                     )
-                self._send(ask, self._who(ask))
-                asked = now
-            else:
-                try:
-                    message = _to_receiver.decode(frame.buffer)
-                except _NOT_OF_THE_PROTOCOL as error:
-                    raise RunFailed(
-                        f"{self._who(ask)}, but got bytes that are no answer ({error}); are both of one version?"
-                    ) from error
-                if message.number not in (ask.number, 0):
-                    continue
-                if isinstance(message, Refusal):
-                    raise RunFailed(f"{self._who(ask)} and was refused: {message.reason}")
-                if type(message) is not kind or message.step != ask.step:
-                    raise RunFailed(
-                        f"{self._who(ask)}, but got {type(message).__name__} of batch {message.step}"
-                    )
-                return message
+                self._send(ask, self._asked(ask))
+                continue
+            try:
+                message = _to_receiver.decode(frame.buffer)
+            except _NOT_OF_THE_PROTOCOL as error:
+                raise RunFailed(
+                    f"{self._asked(ask)}, but got bytes that are no answer ({error}); "
+                    "are both of one version?"
+                ) from error
+            if message.number not in (ask.number, 0):
+                continue
+            if isinstance(message, Refusal):
+                raise RunFailed(f"{self._asked(ask)} and was refused: {message.reason}")
+            if type(message) is not kind or message.step != ask.step:
+                name = type(message).__name__
+                raise RunFailed(f"{self._asked(ask)}, but got {name} of batch {message.step}")
+            return message
 
-    def _gather(self, ask: Ask, head: MicroBatchHead, deadline_s: float) -> Columns:
-        """The chunks of one micro-batch, gathered into one buffer, as columns."""
+    def _gather(self, ask: ZmqAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
+        """Fetch one micro-batch into one buffer; return it as columns."""
         try:
             head.layout.check()
         except ValueError as error:
-            raise RunFailed(f"{self._who(ask)}, but its layout is damaged: {error}") from error
+            raise RunFailed(f"{self._asked(ask)}, but its layout is damaged: {error}") from error
         buffer = self._buffers.take(head.layout.num_bytes)
         filled, moved = 0, time.monotonic()
+        silence_s = min(SILENCE_S, deadline_s)
         while True:
-            reached = fetch(
-                self._host, head.ticket, filled, buffer.data, min(SILENCE_S, deadline_s)
-            )
+            reached = fetch(self._host, head.ticket, filled, buffer.data, silence_s)
             if reached == len(buffer):
                 break
             now = time.monotonic()
@@ -458,24 +440,24 @@ class ZmqReceiver:
             filled = reached
             if now >= moved + deadline_s:
                 raise RunFailed(
-                    f"{self._who(ask)}, but after {filled} of {len(buffer)} bytes nothing came for {deadline_s:g} s; "
-                    "read logs/orchestrator.0.log"
+                    f"{self._asked(ask)}, but after {filled} of {len(buffer)} bytes nothing came "
+                    f"for {deadline_s:g} s; read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            ask = self._ask(
-                ask.step, ask.micro_step
-            )  # under a new number: the sender answers each number once
+            # Under a new number, because the sender answers each number once.
+            ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
                 raise RunFailed(
-                    f"{self._who(ask)}, but it has {head.layout.num_bytes} bytes now and had {len(buffer)} before"
+                    f"{self._asked(ask)}, but it has {head.layout.num_bytes} bytes now and had "
+                    f"{len(buffer)} before"
                 )
         try:
             return columns_from(head.layout, buffer)
         except ValueError as error:
-            raise RunFailed(f"{self._who(ask)}, but it does not decode: {error}") from error
+            raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
-    def _next(self, ask: Ask, until: float) -> zmq.Frame | None:
+    def _next(self, ask: ZmqAsk, until: float) -> zmq.Frame | None:
         """Return the next message, or None at `until`.
 
         Raises RunFailed if the peer at the URL is not this run's orchestrator.
@@ -489,21 +471,17 @@ class ZmqReceiver:
             if not ready:
                 return None
 
-    def _count_handshake(self, ask: Ask, event: int) -> None:
+    def _count_handshake(self, ask: ZmqAsk, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_failed_handshakes = 0
             return
         self._num_failed_handshakes += 1
-        if (
-            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            or self._num_failed_handshakes >= NUM_HANDSHAKES
-        ):
-            raise RunFailed(f"{self._who(ask)} {_TURNED_AWAY}")
+        is_foreign = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if is_foreign or self._num_failed_handshakes >= NUM_HANDSHAKES:
+            raise RunFailed(f"{self._asked(ask)} {_TURNED_AWAY}")
 
-    def _who(self, ask: Ask) -> str:
-        what = (
-            f"batch {ask.step}"
-            if ask.micro_step == _HEAD
-            else f"micro-batch {ask.micro_step} of batch {ask.step}"
-        )
+    def _asked(self, ask: ZmqAsk) -> str:
+        what = f"batch {ask.step}"
+        if ask.micro_step != _HEAD:
+            what = f"micro-batch {ask.micro_step} of {what}"
         return f"trainer rank {self.rank} asked the orchestrator at {self.url} for {what}"

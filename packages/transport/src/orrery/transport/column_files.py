@@ -1,9 +1,10 @@
-"""Columns in safetensors files: gathered straight from the parts when written, mapped without a copy when read.
+"""Columns in safetensors files, and the trained batches that a run keeps.
 
-- In: a micro-batch as parts, and a small dict of JSON values that goes into the file's metadata.
-- Out: a valid safetensors file (tensors `offsets`, `token/<name>`, `sample/<name>`), which any safetensors reader opens.
-- Always: written aside, synced unless it need not outlive the machine, renamed. The library's own writer copies every tensor once
-  more, which matters at gigabytes.
+- A file holds the tensors `offsets`, `token/<name>` and `sample/<name>`, and a small dict of JSON
+  values in its metadata. Any safetensors reader opens it.
+- It is written aside and renamed, straight from a micro-batch's parts: the library's own writer
+  would copy every tensor once more.
+- `rollouts/step_<n>.safetensors` in the run directory holds the batch that step n trained.
 """
 
 import json
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.publish import publish_file
+from orrery.manifest.publish import make_folder, publish_file
 from orrery.transport.column_bytes import (
-    Layout,
+    ColumnLayout,
     MicroBatch,
     Slot,
     columns_from,
@@ -36,7 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` at once or not at all; returns its bytes. `sync=False` where the file need not outlive the machine."""
+    """Write `path` atomically; return its bytes. `sync=False` if it need not survive a crash."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -61,16 +62,17 @@ def write(
 
 
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
-    """(columns, info). The columns are read-only views of the mapped file.
+    """Return (columns, info); the columns are read-only.
 
-    They stay valid when this machine removes it, and not where another does on a network file system: `mapped=False` reads it whole.
+    They are views of the mapped file, which stay valid if this machine removes it, but not if
+    another machine does on NFS. `mapped=False` reads the file whole. Raises OrreryError if the
+    file is missing or damaged.
     """
     try:
-        file = (
-            np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-            if mapped
-            else np.fromfile(path, dtype=np.uint8)
-        )
+        if mapped:
+            file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        else:
+            file = np.fromfile(path, dtype=np.uint8)
         file.flags.writeable = False
         header_bytes = int.from_bytes(file[:8].tobytes(), "little")
         if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -80,18 +82,42 @@ def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
         slots = []
         for full_name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             kind, _, name = full_name.partition("/")
-            slots.append(
-                Slot(
-                    kind,
-                    name or full_name,
-                    _NUMPY[tensor["dtype"]],
-                    tuple(tensor["shape"]),
-                    tensor["data_offsets"][0],
-                )
-            )
+            dtype, shape = _NUMPY[tensor["dtype"]], tuple(tensor["shape"])
+            slots.append(Slot(kind, name or full_name, dtype, shape, tensor["data_offsets"][0]))
         body = file[8 + header_bytes :]
-        return columns_from(Layout(tuple(slots), len(body)), body), info
+        return columns_from(ColumnLayout(tuple(slots), len(body)), body), info
     except FileNotFoundError as error:
         raise OrreryError(f"{path}: no such file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OrreryError(f"{path}: not a safetensors file of columns ({error})") from error
+
+
+def batch_path(run_dir: Path, step: int) -> Path:
+    return Path(run_dir) / "rollouts" / f"step_{step}.safetensors"
+
+
+def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
+    """Keep the batch of `step`, replacing an earlier attempt's; return its path."""
+    path = batch_path(run_dir, step)
+    make_folder(path.parent)
+    write(path, batch, {"step": step, **info})
+    return path
+
+
+def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
+    """Return (columns, info) of the batch of `step`, mapped from its file."""
+    return read(batch_path(run_dir, step))
+
+
+def prune_batches(run_dir: Path, step: int, keep: int) -> None:
+    """Of the batches up to `step`, keep the newest `keep`."""
+    for old in batch_steps(run_dir):
+        if old <= step - keep:
+            batch_path(run_dir, old).unlink(missing_ok=True)
+
+
+def batch_steps(run_dir: Path) -> list[int]:
+    """Return the steps whose batches are kept, ascending."""
+    paths = (Path(run_dir) / "rollouts").glob("step_*.safetensors")
+    names = [path.stem.removeprefix("step_") for path in paths]
+    return sorted(int(name) for name in names if name.isdigit())
