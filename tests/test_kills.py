@@ -32,7 +32,7 @@ def digest(attempt: int, version: int) -> str:
 
 def made_up(kills, folder: Path, wrong: str = ""):
     """Write the files of a run that was killed once, after step 3; `wrong` names one defect."""
-    run = object.__new__(kills.Run)
+    run = object.__new__(kills.KilledRun)
     run.folder, run.what = folder, kills.manifest()
     (folder / "metrics").mkdir(parents=True)
     size, whole = (

@@ -50,7 +50,7 @@ BEGINS, ENDS = re.compile(r"Job \d+: (\w+) of "), re.compile(r"Finished jobid: \
 
 
 @dataclass
-class Stage:
+class StageTimes:
     """Times of one stage, as `time.time()`."""
 
     begins_s: float = 0.0
@@ -69,17 +69,19 @@ class Stage:
 
 
 @dataclass
-class Pipeline:
+class TimedPipeline:
     """A finished pipeline. `wall_s` includes the start of Snakemake."""
 
     wall_s: float
-    stages: dict[str, Stage]
+    stages: dict[str, StageTimes]
     to_first_request_s: float
 
 
-def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str, str]) -> Pipeline:
+def run_pipeline(
+    argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str, str]
+) -> TimedPipeline:
     """Run the pipeline and record the times of its stages. `run_dir` must not exist."""
-    stages: dict[str, Stage] = {}
+    stages: dict[str, StageTimes] = {}
     finished = threading.Event()
     looks_on = threading.Thread(target=_look_on, args=(run_dir, stages, finished))
     start_s, lines = time.time(), []
@@ -97,7 +99,7 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
             for line in process.stdout or ():
                 lines.append(line)
                 if begins := BEGINS.match(line):
-                    stages[begins[1]] = Stage(begins_s=time.time())
+                    stages[begins[1]] = StageTimes(begins_s=time.time())
                 elif (ends := ENDS.match(line)) and ends[1] in stages:
                     stages[ends[1]].ends_s = time.time()
         finally:
@@ -118,10 +120,10 @@ def run_pipeline(argv: Sequence[str], cwd: Path, run_dir: Path, env: Mapping[str
         for span in read(run_dir / "metrics/orchestrator.0.spans.jsonl")
         if span["name"] == "generate" and span["stage"] == "rl"
     ]
-    return Pipeline(wall_s, stages, min(generating) - stages["rl"].begins_s)
+    return TimedPipeline(wall_s, stages, min(generating) - stages["rl"].begins_s)
 
 
-def _look_on(run_dir: Path, stages: Mapping[str, Stage], finished: threading.Event) -> None:
+def _look_on(run_dir: Path, stages: Mapping[str, StageTimes], finished: threading.Event) -> None:
     """Fill in when the first role of each stage writes its health file."""
     while not finished.wait(LOOK_S):
         for name, stage in list(stages.items()):
@@ -129,7 +131,7 @@ def _look_on(run_dir: Path, stages: Mapping[str, Stage], finished: threading.Eve
                 stage.alive_s = time.time()
 
 
-def run_here(folder: str) -> Pipeline:
+def run_here(folder: str) -> TimedPipeline:
     """Run it as local processes of this environment, in a fresh checkout."""
     env = {name: value for name, value in os.environ.items() if name != "ORRERY_SITE"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -145,7 +147,7 @@ def run_here(folder: str) -> Pipeline:
         )
 
 
-def run_on_cluster(folder: str) -> Pipeline:
+def run_on_cluster(folder: str) -> TimedPipeline:
     """Run it as jobs of the cluster's user. Remove an earlier run of the same name."""
     as_user("rm", "-rf", f"runs/{folder}")
     argv = (*CLUSTER, "user", "snakemake", "--profile", "slurm", *SAYS, "--", RUN)
@@ -178,7 +180,7 @@ def dry_runs_s() -> list[float]:
     return times_s
 
 
-def rows(where: str, pipeline: Pipeline) -> list[dict[str, Any]]:
+def rows(where: str, pipeline: TimedPipeline) -> list[dict[str, Any]]:
     """Return the rows. `around`: seconds between Snakemake's messages outside the stage."""
     own_s = {name: one.ended_s - one.started_s for name, one in pipeline.stages.items()}
     around_s = {

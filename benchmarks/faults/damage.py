@@ -41,10 +41,11 @@ ODD_JSON = (
     '"a\\u0000b"',
     '{"kind": "no"}',
 )
-ODD_JSONNET = ("1e30", "-1", "0", "0.5", "1e15", "null", "true", "''", "'x'", "[]", "{}", "[1, 2]",
-    "{ kind: 'no' }", "error 'no'",
-               "1 / 0", "function(x) x", "'\\u0000'", "std.repeat('a', 100000)",
-               "(local f(n) = [if n == 0 then 0 else f(n - 1)]; f(100))")  # fmt: skip
+ODD_JSONNET = (
+    "1e30", "-1", "0", "0.5", "1e15", "null", "true", "''", "'x'", "[]", "{}", "[1, 2]",
+    "{ kind: 'no' }", "error 'no'", "1 / 0", "function(x) x", "'\\u0000'",
+    "std.repeat('a', 100000)", "(local f(n) = [if n == 0 then 0 else f(n - 1)]; f(100))",
+)  # fmt: skip
 DEEP = 100_000
 
 

@@ -117,7 +117,7 @@ def manifest() -> Manifest:
     return Manifest.model_validate(content)
 
 
-class Run:
+class KilledRun:
     """A run in its own workspace, which is started and killed repeatedly."""
 
     def __init__(self, workspace: Path, what: Manifest):
@@ -170,9 +170,8 @@ class Run:
         sentence = said.replace(str(self.folder), "RUN")
         row = {
             "stage": kill.stage, "victim": kill.victim, "trained_steps": trained,
-            "named_s": round(named_s, 2),
-            "all_gone_s": round(time.monotonic() - killed_s, 2), "is_named": is_named(kill.victim,
-            sentence), "sentence": sentence,
+            "named_s": round(named_s, 2), "all_gone_s": round(time.monotonic() - killed_s, 2),
+            "is_named": is_named(kill.victim, sentence), "sentence": sentence,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
         return row
@@ -263,7 +262,7 @@ def is_named(victim: str, sentence: str) -> bool:
     return re.search(rf"{named}.*; type `.+` to ", sentence) is not None
 
 
-def checked(run: Run) -> dict:
+def checked(run: KilledRun) -> dict:
     """Count lost, repeated and wrong batches of the finished run; all counts should be 0."""
     counted = {
         row["step"]: row
@@ -317,7 +316,7 @@ def checked(run: Run) -> dict:
     }
 
 
-def published(run: Run, counted: dict[int, dict]) -> dict:
+def published(run: KilledRun, counted: dict[int, dict]) -> dict:
     """Return the digest of each version in the final history.
 
     `differ` counts attempts that resumed from weights other than the published ones.
@@ -352,7 +351,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run, kills = Run(Path(folder), manifest()), schedule(args.seed, args.kills)
+        run, kills = KilledRun(Path(folder), manifest()), schedule(args.seed, args.kills)
         rounds = []
         for stage in STAGES:
             rounds += [run.round(kill) for kill in kills if kill.stage == stage]

@@ -47,7 +47,7 @@ OWN = ("metrics/report.", "stages/report/", "logs/", ".lock")  # of the report s
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The end of one case: `told` is the command's output, `fault` the kind of defect or ""."""
 
     area: str
@@ -60,6 +60,32 @@ class Outcome:
 # A healthy checkout
 
 
+def _write_metrics(run: Path) -> None:
+    stamp, steps = {"stage": "rl", "attempt": 1}, (1, 2, 3)
+    trained = {"loss": 0.1, "entropy": 1.0, "mismatch_kl": 1e-7, "step_time_s": 1.0}
+    trained |= {"forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4}
+    trained |= {"tokens_per_s": 9.0}
+    trainer = [{**stamp, "time_s": 9.0 + step, "step": step, **trained} for step in steps]
+    sft = [
+        {**stamp, "stage": "sft", "time_s": float(step), "step": step, "loss": 3.0}
+        for step in (1, 2)
+    ]
+    _rows(run / "metrics/trainer.0.jsonl", [*sft, *trainer])
+    batch = {"reward_mean": 0.2, "staleness_counts": [8, 2], "staleness_max": 1}
+    batch |= {"num_versions": 2, "num_mixed_rollouts": 1, "generated_tokens_per_s": 9.0}
+    batch |= {"dropped": {"late": 1}}
+    event = {**stamp, "event": "batch"}
+    batches = [{**event, "time_s": 9.0 + step, "step": step, **batch} for step in steps]
+    event = {**stamp, "event": "evaluation", "time_s": 9.0, "step": None}
+    evaluation = {**event, "version": 0, "task": "words", "reward_mean": 0.3}
+    _rows(run / "metrics/orchestrator.0.jsonl", [*batches, evaluation])
+    usage = {"trainer.0": {"cpu_percent": 80.0, "rss_bytes": 1}}
+    event = {**stamp, "event": "usage", "time_s": 9.0, "step": None}
+    _rows(run / "metrics/launcher.0.jsonl", [{**event, "processes": usage}])
+    span = {**stamp, "name": "optimizer", "start_s": 9.0, "end_s": 9.5, "step": 1}
+    _rows(run / "metrics/trainer.0.spans.jsonl", [span])
+
+
 def healthy(folder: Path) -> Workspace:
     """Make a checkout with the tests' specs, their manifests and the folder of one ended run."""
     workspace = manifest_specs.checkout(folder)
@@ -70,83 +96,29 @@ def healthy(folder: Path) -> Workspace:
         raise OrreryError("the healthy specs do not render")
     manifest = load(workspace.manifest_path("words"))
     run = run_dir(folder / "runs", manifest)
-    stamp = {"stage": "rl", "attempt": 1}
     begin(run)
     _json(run / "manifest.json", json.loads(workspace.manifest_path("words").read_text()))
-    role = {
-        "name": "trainer.0",
-        "node": "here",
-        "pid": 1,
-        "port": 1,
-        "cores": [0],
-        "state": "ended",
-        "exit": "exit code 0",
-        "restarts": 0,
-    }
-    _json(run / "status.json", {"stage": "report", "attempt": 5, "state": "done",
-        "message": "report: done", "launcher_pid": 1,
-          "host": "here", "slurm_job": None, "started_s": 1.0, "ended_s": 2.0,
-          "roles": [role]})  # fmt: skip
+    role = {"name": "trainer.0", "node": "here", "pid": 1, "port": 1, "cores": [0]}
+    role |= {"state": "ended", "exit": "exit code 0", "restarts": 0}
+    last = {"stage": "report", "attempt": 5, "state": "done", "message": "report: done"}
+    last |= {"launcher_pid": 1, "host": "here", "slurm_job": None}
+    last |= {"started_s": 1.0, "ended_s": 2.0, "roles": [role]}
+    _json(run / "status.json", last)
+    times = {"attempt": 1, "started_s": 1.0, "ended_s": 2.0, "wall_s": 1.0}
     for stage in ("init", "sft", "rl", "evaluate"):
-        _json(
-            run / "stages" / stage / "DONE",
-            {"attempt": 1, "started_s": 1.0, "ended_s": 2.0, "wall_s": 1.0},
-        )
+        _json(run / "stages" / stage / "DONE", times)
     policy = {"reward_mean": 0.5, "num_rollouts": 8, "num_failed": 0, "failures": {}}
     _json(run / "stages/evaluate/result.json", {"before": policy, "after": policy, "tasks": {}})
-    attempt = {
-        "attempt": 1,
-        "state": "done",
-        "started_s": 1.0,
-        "ended_s": 2.0,
-        "message": "",
-        "nodes": ["here"],
-        "images": {},
-    }
-    _json(run / "receipt.json", {"schema": 1, "run": {"name": "words", "id": "0"},
-          "stages": {"rl": {"attempts": [attempt], "outputs": {},
-          "metrics": {"loss": 0.1}}}})  # fmt: skip
-    trainer = [{**stamp, "time_s": 9.0 + step, "step": step, "loss": 0.1, "entropy": 1.0,
-        "mismatch_kl": 1e-7, "step_time_s": 1.0,
-                "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4,
-                "tokens_per_s": 9.0}
-               for step in (1, 2, 3)]  # fmt: skip
-    sft = [
-        {**stamp, "stage": "sft", "time_s": float(step), "step": step, "loss": 3.0}
-        for step in (1, 2)
-    ]
-    _rows(run / "metrics/trainer.0.jsonl", [*sft, *trainer])
-    batches = [{**stamp, "event": "batch", "time_s": 9.0 + step, "step": step, "reward_mean": 0.2,
-        "staleness_counts": [8, 2],
-                "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 1,
-                "generated_tokens_per_s": 9.0, "dropped": {"late": 1}}
-               for step in (1, 2, 3)]  # fmt: skip
-    evaluation = {
-        **stamp,
-        "event": "evaluation",
-        "time_s": 9.0,
-        "step": None,
-        "version": 0,
-        "task": "words",
-        "reward_mean": 0.3,
-    }
-    _rows(run / "metrics/orchestrator.0.jsonl", [*batches, evaluation])
-    usage = {
-        **stamp,
-        "event": "usage",
-        "time_s": 9.0,
-        "step": None,
-        "processes": {"trainer.0": {"cpu_percent": 80.0, "rss_bytes": 1}},
-    }
-    _rows(run / "metrics/launcher.0.jsonl", [usage])
-    _rows(
-        run / "metrics/trainer.0.spans.jsonl",
-        [{**stamp, "name": "optimizer", "start_s": 9.0, "end_s": 9.5, "step": 1}],
-    )
+    attempt = {"attempt": 1, "state": "done", "started_s": 1.0, "ended_s": 2.0, "message": ""}
+    attempt |= {"nodes": ["here"], "images": {}}
+    rl = {"attempts": [attempt], "outputs": {}, "metrics": {"loss": 0.1}}
+    receipt = {"schema": 1, "run": {"name": "words", "id": "0"}, "stages": {"rl": rl}}
+    _json(run / "receipt.json", receipt)
+    _write_metrics(run)
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
-    _rows(run / "rollouts/evaluate.jsonl", [{"policy": when, "task": "words", "problem": 1,
-        "reward": 1.0, "messages": messages}
-                                            for when in ("before", "after")])  # fmt: skip
+    answer = {"task": "words", "problem": 1, "reward": 1.0, "messages": messages}
+    answers = [{"policy": when, **answer} for when in ("before", "after")]
+    _rows(run / "rollouts/evaluate.jsonl", answers)
     (run / "logs").mkdir()
     (run / "logs/trainer.0.log").write_text("step 1\nstep 2\n")
     (run / "report").mkdir()
@@ -173,28 +145,21 @@ def case(area: str, workspace: Workspace, rng: random.Random) -> tuple[str, Call
     run = next((folder / "runs").iterdir())
     own: damage.Damage = damage.json_damage
     if area == "specs":
-        file, own = (
-            rng.choice([path for path in sorted((folder / "jsonnet").rglob("*sonnet"))]),
-            damage.jsonnet_damage,
-        )
-        argv = rng.choice((["check"], ["check", "words"], ["render"], ["show", "words"], ["explain",
-            "words", "seed"],
-                           ["plan", "words", "--write", "plan"], ["diff", "words", "sums"],
-                           ["snakemake"]))  # fmt: skip
+        file = rng.choice(sorted((folder / "jsonnet").rglob("*sonnet")))
+        own = damage.jsonnet_damage
+        commands = ["check", "check words", "render", "show words", "explain words seed"]
+        commands += ["plan words --write plan", "diff words sums", "snakemake"]
     elif area == "manifests":
         file = workspace.manifest_path(rng.choice(("words", "words_nodes", "words_sparse")))
-        name, path = file.stem, str(file)
-        argv = rng.choice((["check", path], ["show", path], ["plan", path], ["diff", path,
-            "manifests/sums.json"], ["check", name],
-                           ["plan", name], ["status", name], ["run", name, "rl"],
-                           ["snakemake"]))  # fmt: skip
+        commands = ["check PATH", "show PATH", "plan PATH", "diff PATH manifests/sums.json"]
+        commands += ["check NAME", "plan NAME", "status NAME", "run NAME rl", "snakemake"]
     else:
         file = rng.choice([path for path in sorted(run.rglob("*")) if path.is_file()])
-        name = run.name
-        argv = rng.choice((["status"], ["status", name], ["report", name], ["report", name,
-            "--summary"], ["logs", name], ["show", name],
-                           ["show", name, "--receipt"], ["diff", name, "sums"], ["adopt",
-                           "words_wide", name], ["stop", name]))  # fmt: skip
+        commands = ["status", "status RUN", "report RUN", "report RUN --summary", "logs RUN"]
+        commands += ["show RUN", "show RUN --receipt", "diff RUN sums", "adopt words_wide RUN"]
+        commands += ["stop RUN"]
+    words = {"PATH": str(file), "NAME": file.stem, "RUN": run.name}
+    argv = [words.get(word, word) for word in rng.choice(commands).split()]
     kinds = [damage.text_damage, damage.path_damage]
     if area != "run files" or file.suffix in (".json", ".jsonl") or file.name == "DONE":
         kinds += [own] * 4
@@ -256,7 +221,7 @@ def files_case(run: Path, rng: random.Random) -> tuple[str, Callable[[], int]]:
 # Running
 
 
-def run_cases(number: int, seed: int) -> Iterator[Outcome]:
+def run_cases(number: int, seed: int) -> Iterator[CaseOutcome]:
     """Yield the outcome of each of `number` cases."""
     with tempfile.TemporaryDirectory(prefix="orrery-malformed-") as scratch:
         healthy(Path(scratch) / "healthy")
@@ -264,7 +229,7 @@ def run_cases(number: int, seed: int) -> Iterator[Outcome]:
             yield run_case(Path(scratch), index, seed)
 
 
-def run_case(scratch: Path, index: int, seed: int) -> Outcome:
+def run_case(scratch: Path, index: int, seed: int) -> CaseOutcome:
     """Run one case in a fresh copy of the healthy checkout."""
     rng, area, folder = (
         random.Random(f"{seed}/{index}"),
@@ -289,7 +254,7 @@ def run_case(scratch: Path, index: int, seed: int) -> Outcome:
         if not path.is_symlink() and path.is_file():
             path.chmod(0o600)
     shutil.rmtree(folder)
-    return Outcome(area, what, told, seconds, fault)
+    return CaseOutcome(area, what, told, seconds, fault)
 
 
 def _fault(code: int, told: str, seconds: float, changed: list[str]) -> str:

@@ -125,7 +125,7 @@ WRONG = (
 )
 
 
-class Run:
+class AttackedRun:
     """A run in its own workspace, with a known token."""
 
     def __init__(self, workspace: Path) -> None:
@@ -317,7 +317,7 @@ def peak_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(run: Run) -> tuple[int, dict[str, Any]]:
+def measure(run: AttackedRun) -> tuple[int, dict[str, Any]]:
     for stage in ("init", "sft"):
         if run.start(stage).wait():
             raise run.failed(f"{stage} was to end well, and did not")
@@ -329,7 +329,7 @@ def measure(run: Run) -> tuple[int, dict[str, Any]]:
         launcher.wait()
 
 
-def besiege(run: Run, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[str, Any]]:
+def besiege(run: AttackedRun, launcher: "subprocess.Popen[bytes]") -> tuple[int, dict[str, Any]]:
     """Attack the running stage; return the number of defects and the details of the record.
 
     Raises SystemExit with the end of the run's output if the run ends.
@@ -408,7 +408,7 @@ def main() -> None:
     )
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as workspace:
-        value, details = measure(Run(Path(workspace)))
+        value, details = measure(AttackedRun(Path(workspace)))
     print(json.dumps(details, indent=1))
     record(
         out / "strangers.json",

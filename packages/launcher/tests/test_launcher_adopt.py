@@ -105,9 +105,8 @@ def test_finished_stages_weights_and_whole_checkpoints_go_along_and_the_other_ru
         "checkpoints/step_3.attempt_1/trainer/rank_0", "layout",
         "manifest.json",
         "metrics/trainer.0.jsonl", "rollouts/samples.jsonl", "rollouts/step_3.safetensors",
-        "stages/init/DONE",
-        "stages/rl/health/trainer.0.json",
-        "stages/sft/DONE", "status.json", "weights/sft/model.safetensors",
+        "stages/init/DONE", "stages/rl/health/trainer.0.json", "stages/sft/DONE",
+        "status.json", "weights/sft/model.safetensors",
     }  # fmt: skip
     assert (
         find(run.path.name).manifest == run.manifest

@@ -444,8 +444,8 @@ def probe(folder: Path, size: int, **changes) -> list[dict]:
     options = {
         "folder": str(folder), "interface": "lo", "python": sys.executable,
         "enter_image": containers.enter_image(gpus=False), "theirs": containers.APPTAINER_OPTIONS,
-        "images": {"cpu/trainer": str(folder / "none.sif")}, "folders": {"runs": str(folder),
-        "scratch": str(folder / "missing")},
+        "images": {"cpu/trainer": str(folder / "none.sif")},
+        "folders": {"runs": str(folder), "scratch": str(folder / "missing")},
         "mounts": [str(folder / "missing")], "wait_s": 10, "limit_s": 50, **changes,
     }  # fmt: skip
     argv = [sys.executable, "-I", doctor_probe.__file__, json.dumps(options)]

@@ -50,9 +50,8 @@ def snakemake(checkout: Path, *args: str, start: bool = False, **env: str):
     if start:
         return subprocess.Popen(
             argv, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True, start_new_session=True,
+            text=True, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-                 # the tests may ignore it
         )  # fmt: skip
     return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
 
@@ -69,8 +68,8 @@ def test_a_dry_run_shows_every_stage_of_every_run_of_a_group(checkout):
         for line in result.stdout.splitlines()
         if len(line.split()) == 2
     }
-    assert {stage: table.get(stage) for stage in ("init", "sft", "rl", "evaluate", "report",
-        "total")} == {
+    stages = ("init", "sft", "rl", "evaluate", "report", "total")
+    assert {stage: table.get(stage) for stage in stages} == {
         "init": "3", "sft": "3", "rl": "3", "evaluate": "3", "report": "3", "total": "16"
     }, result.stderr  # fmt: skip
     assert not (checkout / "runs").exists()

@@ -120,8 +120,7 @@ def test_how_tasks_ended():
     )
     assert task_endings(said) == {
         1: -signal.SIGKILL, 0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGTERM, 4: 75,
-        5: -signal.SIGKILL, 6: 143,
-        7: -signal.SIGKILL,
+        5: -signal.SIGKILL, 6: 143, 7: -signal.SIGKILL,
     }  # fmt: skip
 
 

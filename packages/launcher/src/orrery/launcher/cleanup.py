@@ -13,7 +13,7 @@ import psutil
 
 from orrery.launcher.process import PROCESS, Process
 from orrery.launcher.site import Site
-from orrery.launcher.slurm.steps import Task
+from orrery.launcher.slurm.steps import SlurmTask
 from orrery.launcher.stage import RunningStage
 from orrery.launcher.status import Status
 from orrery.runtime import scratch
@@ -43,7 +43,7 @@ def end_all(stage: RunningStage, grace_s: float) -> str:
     return still_there(stuck, within_s) if stuck else ""
 
 
-def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
+def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
     names = ", ".join(f"{one.name} (process {one.pid} on {one.node})" for one in stuck)
     return (
         f"{names} did not end within {within_s:g} s of SIGKILL, so the kernel holds it in a "
@@ -51,7 +51,7 @@ def still_there(stuck: Sequence[Process | Task], within_s: float) -> str:
     )
 
 
-def end_strays(processes: Iterable[Process | Task], start: str, incarnation: str = "") -> None:
+def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill the processes that roles, or one incarnation, started outside their process groups.
 
     They are our children by adoption. Their environment holds the attempt's `start`.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from orrery.launcher.process import Process
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.steps import Task, failed_node
+from orrery.launcher.slurm.steps import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.health import FAILED, listed
@@ -68,11 +68,11 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
     return Outcome("failed", f"{text}, {stage.resume_point()}", 1, requeue="wait")
 
 
-def lost_nodes(stage: RunningStage, ended: Sequence[Process | Task] = ()) -> list[str]:
+def lost_nodes(stage: RunningStage, ended: Sequence[Process | SlurmTask] = ()) -> list[str]:
     """Return the nodes that the job has lost, if `ended` is given only of these processes."""
     if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
         return []
-    tasks = [one for one in stage.processes if isinstance(one, Task)]
+    tasks = [one for one in stage.processes if isinstance(one, SlurmTask)]
     said = {node for task in tasks if (node := failed_node(task.step.messages()))}
     suspected = sorted({process.node for process in ended})
     return sorted(said) or stage.job.allocation.silent_nodes(suspected)
@@ -82,7 +82,7 @@ def _held(stage: RunningStage, node: str) -> str:
     return listed(process.name for process in stage.processes if process.node == node)
 
 
-def sentence(stage: RunningStage, process: Process | Task) -> str:
+def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
     """Say how the process ended, its last activity, and its error."""
     health, code = stage.health.get(process.name), process.poll()
     if code is None:
@@ -120,7 +120,7 @@ def keep_evidence(stage: RunningStage) -> str:
         if (health := stage.health.get(one.name)) is not None and health.heartbeat
     ]
 
-    def is_missing(process: Process | Task) -> bool:
+    def is_missing(process: Process | SlurmTask) -> bool:
         file = logs / "flight_recorder" / f"rank_{process.plan.index}"
         return _can_answer(stage, process) and not file.exists()
 
@@ -133,15 +133,15 @@ def keep_evidence(stage: RunningStage) -> str:
     return text
 
 
-def _can_answer(stage: RunningStage, process: Process | Task) -> bool:
+def _can_answer(stage: RunningStage, process: Process | SlurmTask) -> bool:
     health = stage.health.get(process.name)
     return process.poll() is None and (health is None or health.doing != FAILED)
 
 
-def _first_failed(stage: RunningStage) -> Process | Task:
+def _first_failed(stage: RunningStage) -> Process | SlurmTask:
     """Return the process that failed first, or the process that its error blames."""
 
-    def order(process: Process | Task) -> tuple[bool, float]:
+    def order(process: Process | SlurmTask) -> tuple[bool, float]:
         return process.poll() != -signal.SIGKILL, stage.changed_s(process)
 
     time.sleep(SETTLE_S)
@@ -161,7 +161,7 @@ def _first_failed(stage: RunningStage) -> Process | Task:
         time.sleep(POLL_S)
 
 
-def _ended_by_slurm(stage: RunningStage, first: Process | Task) -> Outcome | None:
+def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
     """Return the outcome if Slurm ends the job. Its signal may reach a role before the launcher."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:

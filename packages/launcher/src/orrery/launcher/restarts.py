@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 from orrery.launcher import cleanup, failure
 from orrery.launcher.process import PROCESS, Process, reap
-from orrery.launcher.slurm.steps import Task
+from orrery.launcher.slurm.steps import SlurmTask
 from orrery.launcher.stage import TERMINATED, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.observe import hang_detector
@@ -99,7 +99,7 @@ class EngineRestarts:
         stage.write_status("running", "")
         return True
 
-    def _replace(self, process: Process | Task, has_served: bool) -> None:
+    def _replace(self, process: Process | SlurmTask, has_served: bool) -> None:
         stage = self.stage
         process.kill()
         if isinstance(process, Process):

@@ -16,7 +16,7 @@ from typing import Literal
 from orrery.launcher.process import Process
 from orrery.launcher.site import Site
 from orrery.launcher.slurm.allocation import Allocation
-from orrery.launcher.slurm.steps import Task
+from orrery.launcher.slurm.steps import SlurmTask
 from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.workspace import Workspace
@@ -84,7 +84,7 @@ class RunningStage:
     def __init__(self, job: Job, interrupts: Interrupts, attempt: int):
         self.job, self.interrupts, self.attempt = job, interrupts, attempt
         self.run_dir, self.name = job.run_dir, job.plan.name
-        self.processes: Sequence[Process | Task] = []
+        self.processes: Sequence[Process | SlurmTask] = []
         self.health: dict[str, Health] = {}  # with the times of its writers, for people
         self.health_view = HealthView()
         self.fenced: dict[str, str] = {}  # process → the reason for which the launcher ends it
@@ -109,12 +109,12 @@ class RunningStage:
         self.health = read_health(self.run_dir, self.name, self.attempt)
         return self.health_view.look(self.health, time.monotonic())
 
-    def changed_s(self, process: Process | Task) -> float:
+    def changed_s(self, process: Process | SlurmTask) -> float:
         health = self.health.get(process.name)
         is_failed = health is not None and health.doing == FAILED
         return self.health_view.changed_s(process.name) if is_failed else math.inf
 
-    def has_failed(self, process: Process | Task) -> bool:
+    def has_failed(self, process: Process | SlurmTask) -> bool:
         """Return whether the process ended although the stage still needs it."""
         code = process.poll()
         ends_itself = process.plan.ends == "itself"
@@ -122,7 +122,7 @@ class RunningStage:
             return False
         return code != 0 or not ends_itself
 
-    def was_preempted(self, process: Process | Task) -> bool:
+    def was_preempted(self, process: Process | SlurmTask) -> bool:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)

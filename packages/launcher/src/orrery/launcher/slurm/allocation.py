@@ -19,7 +19,7 @@ from orrery.launcher.process import ended_within, header, role_argv
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job_script import components
-from orrery.launcher.slurm.steps import Step, StepPlan, Task, srun, step_options, step_plans
+from orrery.launcher.slurm.steps import SlurmTask, Step, StepPlan, srun, step_options, step_plans
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
@@ -52,7 +52,7 @@ class Allocation:
 
     def start(
         self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str
-    ) -> list[Task]:
+    ) -> list[SlurmTask]:
         """Start every step of the stage. Raise OrreryError if an image is missing."""
         code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
@@ -67,7 +67,7 @@ class Allocation:
             step = Step(one, line, logs / f"step.{number}.log", {**base, **variables}, token)
             nodes = self._nodes_of(one)
             tasks += [
-                Task(process, rank, nodes[rank // one.tasks_per_node], step, logs)
+                SlurmTask(process, rank, nodes[rank // one.tasks_per_node], step, logs)
                 for rank, process in enumerate(one.processes)
             ]
         return tasks

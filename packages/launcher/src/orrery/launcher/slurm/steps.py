@@ -196,7 +196,7 @@ class Step:
         return ended_within(self._popen, within_s)
 
 
-class Task:
+class SlurmTask:
     """One role process of a step, with the interface of a local `Process`."""
 
     pid, port, cores = 0, 0, None
@@ -211,9 +211,9 @@ class Task:
     def incarnation(self) -> int:
         return self.step.incarnation
 
-    def restart(self) -> "Task":
+    def restart(self) -> "SlurmTask":
         """Start the next incarnation on the same node. The task must be its step's only one."""
-        return Task(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
+        return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
         """Return the exit code, minus the signal's number if a signal ended it, None if running."""
