@@ -1,12 +1,12 @@
-// A run: what every axis must say, and what follows from several axes, written once and late-bound.
-// A run file adds one axis of each kind and then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
-// Hidden fields (::) are settings from which visible fields follow; lib/laws.libsonnet knows their names.
-// The locks of all roles name the software: engines and tasks decide what is trained as much as the trainer does. cpu.txt holds all of theirs.
-// Hashed once for all runs of a file: a lock is half a megabyte.
+// A run: the fields that axes must set, and the values that follow from several axes, late-bound.
+// A run file adds one axis of each kind, then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
+// Hidden fields (::) are settings for derived fields; lib/constraints.libsonnet lists their names.
+// The locks of all roles are part of the id, because all software affects the result. cpu.txt covers all roles.
+// Hash them once per file: a lock has half a megabyte.
 local cpu_lock = std.sha256(importstr 'locks/cpu.txt');
 local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr 'locks/trainer.cuda.txt') + (importstr 'locks/inference.cuda.txt'));
 
-(import 'lib/laws.libsonnet') + {
+(import 'lib/constraints.libsonnet') + {
   local run = self,
 
   schema_version: 2,
@@ -14,7 +14,7 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
   seed: error 'seed: say it in the run file, for example seed: 1',
   python_lock_sha256: if self.hardware.accelerator == 'cpu' then cpu_lock else cuda_lock,
 
-  // Settings: how many processes of each role (hardware), and what the problems need (tasks).
+  // Settings: processes of each role (hardware), and needs of the problems (tasks).
   layout:: error 'layout: no hardware axis; add (import "hardware/cpu.libsonnet")',
   problems:: error 'problems: no task axis; add (import "tasks/reverse_text.libsonnet")',
   context_tokens:: error 'context_tokens: no task axis; add (import "tasks/reverse_text.libsonnet")',
@@ -47,8 +47,8 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
     fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },
     compile: run.hardware.accelerator != 'cpu' && run.model.family != 'hugging_face',
     lora: null,
-    // Far above what old tokens bring (up to eight versions old, all tasks here), far below what forged answers do. Of a canary engine and
-    // trainer compute the same: float32 agrees to rounding, bfloat16 and fp8 round more, and a mixture may choose other experts for a token.
+    // Far above the values of tokens up to eight versions old, far below those of forged answers. On a canary, engine and
+    // trainer agree to rounding in float32; bfloat16 and fp8 round more, and a mixture may choose other experts for a token.
     mismatch: {
       warn_kl: 2.0,
       stop_kl: 10.0,
@@ -80,13 +80,13 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
     kv_offload: { kind: 'none' },
     max_restarts: 0,
     max_model_len_tokens: run.context_tokens,
-    // any one engine can take every rollout in flight, whatever the router does
+    // each engine can take every rollout in flight, whatever the router does
     max_num_sequences: run.orchestrator.admission.max_in_flight,
-    // where prefill is apart, the orchestrator takes requests to both engines itself
+    // with prefill engines, the orchestrator sends requests to both engines itself
     router: if run.layout.engines == 1 || run.layout.prefill_engines > 0 then { kind: 'none' } else {
       kind: 'vllm_router',
       policy: 'cache_aware',
-      // vllm-router's own thresholds keep all requests of a small pool on one engine; its other policies read none
+      // vllm-router's default thresholds keep all requests of a small pool on one engine; other policies have none
       balance_abs_threshold: if self.policy == 'cache_aware' then 2,
       balance_rel_threshold: if self.policy == 'cache_aware' then 1.1,
     },
@@ -96,17 +96,17 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
     algorithm: { kind: error 'orchestrator.algorithm: no algorithm axis; add (import "algorithms/grpo.libsonnet")' },
     rollouts_per_batch: error 'orchestrator.rollouts_per_batch: say it in the run file',
     keep_batches: 500,
-    // a run that is to end once the policy is good enough says from which held-out reward on
+    // a run file may set the held-out reward at which RL ends early
     evaluation: { stop_at: null },
   },
 
   transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },
 
-  // Seeds of problems: training follows the run's seed, held-out problems are the same for every seed, and no two streams meet (see laws).
+  // Seeds of problems: training follows the run's seed, held-out problems do not, and streams are disjoint (see constraints).
   seeds:: { training: run.seed, warm_start: 10000 + run.seed, held_out: 20000 },
-  // Tasks whose args have a `split` keep the texts of the two sides apart as well.
+  // Tasks with a `split` argument keep the texts of both sides apart too.
   local of_side(args, split) = args + if std.objectHas(args, 'split') then { split: split } else {},
-  // The args of a task within a task are its own `args`.
+  // A task within a task has its own `args`.
   local side(problem, split) =
     of_side(problem.args, split) + if std.objectHas(problem.args, 'args') then { args: of_side(problem.args.args, split) } else {},
   tasks: {
@@ -115,7 +115,7 @@ local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr '
   },
 
   stages: {
-    // `sft: null` in the run file leaves the warm start out.
+    // `sft: null` in the run file skips the warm start.
     sft: {
       num_steps: error 'stages.sft.num_steps: say it in the run file, or stages+: { sft: null } to leave the warm start out',
       examples_per_batch: error 'stages.sft.examples_per_batch: say it in the run file',

@@ -1,5 +1,5 @@
 // Contexts of 131072 tokens: every layer is recomputed, the eight devices of a node share one sequence, 16384 tokens each, and optimizer state
-// waits in host memory.
+// stays in host memory.
 {
   trainer+: {
     mesh+: { cp: 8 },

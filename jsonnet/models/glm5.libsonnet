@@ -2,9 +2,9 @@
 {
   model+: {
     family: 'glm5',
-    // init refuses the weights until this is their digest, which it says: cd weights/GLM-5; sha256sum model-*.safetensors | sha256sum
+    // init checks it against the weights: cd weights/GLM-5; sha256sum model-*.safetensors | sha256sum
     init: { kind: 'pretrained', path: 'weights/GLM-5', revision: 'main', sha256: std.repeat('0', 64) },
-    // and the tokenizer until this is that of its files, which it says too
+    // init checks it against the tokenizer's files
     tokenizer: { kind: 'pretrained', path: 'weights/GLM-5', sha256: std.repeat('0', 64) },
     vocab_size: 154880,
     hidden_size: 6144,

@@ -11,7 +11,7 @@
     num_kv_heads: 4,
     head_dim: 64,
     max_positions: 1024,
-    rope_theta: 20,  // positions of a word a few letters long; a large base would leave most dimensions unturned
+    rope_theta: 20,  // for words of a few letters; a larger base would leave most dimensions unrotated
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
   },

@@ -1,5 +1,5 @@
 // The whole loop with random weights and answers of drawn lengths, on 1, 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
-// train, half serve. Each beside its synchronous twin: bound 0, wait for all. One more with engines that hold weights in FP8.
+// train, half serve. Each has a synchronous twin (bound 0). One more run has engines with FP8 weights.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'algorithms/grpo.libsonnet') +
@@ -19,7 +19,7 @@ local h200 = (import 'hardware/h200_pair.libsonnet') + {
   orchestrator+: { rollouts_per_batch: 256, admission: { kind: 'fixed', max_in_flight: 512 } },
   stages+: { rl+: { num_steps: 12 } },
 };
-// One or two devices hold all states of the optimizer.
+// One or two devices hold the whole optimizer state.
 local alone = { trainer+: { fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { max_tokens_per_micro_batch: 8192 } } };
 local shapes = {
   cpu:
@@ -40,7 +40,7 @@ local shapes = {
   },
   h200_8: run + (import 'models/qwen3_30b_a3b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + {
     layout+:: { trainer_ranks: 4, engines: 4 },
-    // float32 weights and their gradients are 61 GB a device; the optimizer's state would be as much again
+    // float32 weights and gradients take 61 GB a device; the optimizer state would take as much
     trainer+: { mesh+: { ep: 4 }, fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { optimizer_offload: true } },
   },
 };

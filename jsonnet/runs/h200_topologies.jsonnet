@@ -13,7 +13,7 @@ local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algor
   trainer+: { memory+: { max_tokens_per_micro_batch: 8192 } },
   orchestrator+: { rollouts_per_batch: 256, evaluation+: { rollouts_per_problem: 1 } },
 };
-// four layers of Qwen3-30B-A3B; the trainer takes the engines' routes
+// four layers of Qwen3-30B-A3B; the trainer replays the engines' routes
 local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {
   answer_tokens:: { median: 64, max: 1024 },
   model+: { num_layers: 4 },
@@ -42,7 +42,7 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
     layout+:: { engines: 2, prefill_engines: 1 },
     inference+: { router: { kind: 'none' } },
   },
-  // the prompt of what is preempted comes back from host memory or disk, with its routes
+  // a preempted prompt comes back from host memory or disk, with its routes
   h200_kv_tiers_mixture: mixture {
     hardware+: { devices_per_node: 2 },
     inference+: { kv_cache_bytes: 67108864, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },

@@ -14,7 +14,7 @@ local run =
     },
     orchestrator+: {
       rollouts_per_batch: 256,
-      // a thousand tokens of a context are for the question
+      // of a context, a thousand tokens are for the question
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },
@@ -38,9 +38,9 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     layout+:: { engines: 16, prefill_engines: 8 },
     inference+: { router: { kind: 'none' } },
   },
-  // the trainer takes the experts that the engines took
+  // the trainer replays the engines' experts
   qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
-  // caches that leave a device go to the node's memory, then to its scratch disk: 1 TiB and 2 TiB of eight engines
+  // caches move from a device to the node's memory, then to its scratch disk: 1 TiB and 2 TiB for eight engines
   qwen3_30b_a3b_16k_kv_tiers: self.qwen3_30b_a3b_16k {
     inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk_bytes: 274877906944 } },
   },
@@ -52,9 +52,9 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     inference+: { data_parallel: 4 },
   },
   qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
-  // the least of a device's memory that full fine-tuning takes on eight
+  // the least device memory for full fine-tuning on eight devices
   qwen3_30b_a3b_16k_kitchen_sink: run + (import 'memory/kitchen_sink.libsonnet') + { context_tokens:: 16384 },
-  // neither gradients nor optimizer state of whole weights: there is room for the logits, which then are not made twice
+  // without gradients and optimizer state of whole weights there is room to keep the logits
   qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora + { trainer+: { memory+: { lm_head_keeps_logits: true } } },
   qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,
 })

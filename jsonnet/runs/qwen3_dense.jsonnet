@@ -8,7 +8,7 @@ local run =
     trainer+: { optimizer+: { lr: 1e-6 }, checkpoint+: { interval_steps: 50 } },
     orchestrator+: {
       rollouts_per_batch: 256,
-      // a thousand tokens of a context are for the question
+      // of a context, a thousand tokens are for the question
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },

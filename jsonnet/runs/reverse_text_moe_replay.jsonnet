@@ -1,4 +1,4 @@
-// Router replay: an engine in bfloat16 tells which experts it chose, and a trainer in float32 takes the same.
+// Router replay: a trainer in float32 uses the experts that an engine in bfloat16 chose.
 (import 'lib/named.libsonnet')({
   reverse_text_moe_replay:
     (import 'lib/run.libsonnet') +
@@ -13,7 +13,7 @@
       transport+: { routed_experts: true },
       orchestrator+: {
         rollouts_per_batch: 256,
-        max_off_policy_steps: 0,  // every rollout is of one version: what engine and trainer differ in is arithmetic alone
+        max_off_policy_steps: 0,  // one version per rollout: engine and trainer differ in arithmetic alone
         evaluation+: { interval_steps: 2, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {

@@ -7,7 +7,7 @@ local base =
   (import 'memory/plain.libsonnet') + {
     // Two devices, and short runs: compiling and capturing graphs would take longer than they save here.
     hardware+: { devices_per_node: 2 },
-    // In float32 on both sides, which a model of this size can afford: what engine and trainer disagree in is staleness alone.
+    // float32 on both sides, so that engine and trainer differ in staleness alone.
     trainer+: {
       compile: false,
       compute_dtype: 'float32',
@@ -22,7 +22,7 @@ local base =
     },
     stages+: { sft: null, evaluate+: { num_problems: 512 } },
   };
-// As many steps as each takes to be learned, or nearly; where nearly all rollouts are right, hardly a group has anything to teach.
+// Enough steps to learn each task. Once nearly all rollouts are right, few groups have a signal.
 local steps = { reverse_words: 40, arithmetic: 60, calculator: 15 };
 local tasks = {
   reverse_words: import 'tasks/smollm2_reverse_words.libsonnet',

@@ -1,5 +1,5 @@
 // One task at several bounds of staleness, with as many batches ahead as each bound allows; bound 0 is synchronous.
-// New weights go from device to device, so that what is seen is the bound and not the wire. Both roles fit one device: CUDA_VISIBLE_DEVICES=0,0.
+// Weights go from device to device, so that the wire does not hide the bound. Both roles fit one device: CUDA_VISIBLE_DEVICES=0,0.
 local reverse_words = (import 'runs/smollm2.jsonnet').smollm2_reverse_words_seed_1;
 (import 'lib/named.libsonnet')({
   ['smollm2_staleness_%d' % bound]: reverse_words {

@@ -1,4 +1,4 @@
-// Answers of drawn lengths with a long tail, for measuring with weights that nobody has trained: in a thousand, the longest has twenty medians.
+// Answers of random lengths with a long tail, for measurements with untrained weights: of a thousand, the longest has twenty medians.
 {
   local answers = self.answer_tokens,
   answer_tokens:: { median: 32, max: 512 },
@@ -11,7 +11,7 @@
       max_turns: 1,
     },
   ],
-  // ten words of four characters, each with a blank, and what opens the turns
+  // ten words of four characters, each with a blank, and the start of the turns
   context_tokens:: answers.max + 64,
   orchestrator+: { sampling+: { max_tokens_per_turn: answers.max }, rollout_timeout_s: 900 },
 }

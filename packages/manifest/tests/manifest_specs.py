@@ -1,6 +1,6 @@
-"""Specs that belong to these tests: small axes and runs under `specs/`, with the repository's own `lib/` and lock.
+"""Specs of these tests: small axes and runs under `specs/`, with the repository's `lib/` and lock.
 
-The runs: `words`, `sums`, `words_sparse` (a mixture of experts), `words_wide` (two engines, two ranks, overrides),
+The runs: `words`, `sums`, `words_sparse` (mixture of experts), `words_wide` (two engines),
 `words_nodes` (five nodes, of which one prefills), `words_seed_1` and `_2`.
 """
 

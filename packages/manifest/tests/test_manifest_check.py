@@ -80,8 +80,9 @@ SENTENCES = [
     ),
     (
         broken(("trainer", "param_dtype"), "bfloat16"),
-        "trainer: param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at a learning rate of 1e-6 no weight moves; "
-        "set trainer.param_dtype to 'float32' (frozen weights beside trainer.lora are held in trainer.compute_dtype)",
+        "trainer: param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at "
+        "a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' (frozen "
+        "weights beside trainer.lora are held in trainer.compute_dtype)",
     ),
     (
         broken(("trainer", "optimizer", "beta1"), 1.0),
@@ -108,7 +109,8 @@ SENTENCES = [
     ),
     (
         broken(("trainer", "optimizer", "kind"), "x"),
-        'trainer.optimizer.kind = "x": there is no such kind; the kinds here are adamw, muon, sgd, sign_sgd',
+        'trainer.optimizer.kind = "x": there is no such kind; '
+        "the kinds here are adamw, muon, sgd, sign_sgd",
     ),
     (
         broken(("stages", "rl"), None),
@@ -116,11 +118,13 @@ SENTENCES = [
     ),
     (
         broken(("inference", "kv_offload"), None),
-        "inference.kv_offload = null: should be an object whose kind is one of none, tiers, mooncake",
+        "inference.kv_offload = null: should be an object whose kind is one of none, tiers, "
+        "mooncake",
     ),
     (
         broken(("trainer", "memory", "activation_checkpointing"), "full"),
-        'trainer.memory.activation_checkpointing = "full": should be an object whose kind is one of none, full, selective',
+        'trainer.memory.activation_checkpointing = "full": '
+        "should be an object whose kind is one of none, full, selective",
     ),
     (
         broken(("model", "init"), {"seed": 1}),
@@ -128,7 +132,8 @@ SENTENCES = [
     ),
     (
         broken(("stages", "sft", "data"), None),
-        "stages.sft.data = null: should be an object whose kind is one of demonstrations, chat_file, dataset",
+        "stages.sft.data = null: should be an object whose kind is one of demonstrations, "
+        "chat_file, dataset",
     ),
     (
         broken(("trainer", "mesh"), None),
@@ -164,15 +169,18 @@ SENTENCES = [
     ),
     (
         broken(("inference", "kv_transfer"), {"kind": "none"}, NODES),
-        "inference: prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to 'nixl' or 'mooncake', or",
+        "inference: prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to "
+        "'nixl' or 'mooncake', or",
     ),
     (
         broken(("inference", "kv_transfer"), {"kind": "nixl"}),
-        "inference: kv_transfer 'nixl' without engines that only prefill; set inference.prefill_replicas, or",
+        "inference: kv_transfer 'nixl' without engines that only prefill; set "
+        "inference.prefill_replicas, or",
     ),
     (
         broken(("transport", "weights"), "nixl", broken(("inference", "kv_offload"), STORE)),
-        "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load both, for each brings its own rdma-core",
+        "transport.weights 'nixl' with inference.kv_offload.kind 'mooncake': no engine can load "
+        "both, for each brings its own rdma-core",
     ),
     (
         broken(
@@ -183,12 +191,13 @@ SENTENCES = [
     ),
     (
         broken(("trainer", "fsdp", "cpu_offload"), True, OFFLOADED),
-        "trainer: memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory already; set "
-        "trainer.memory.optimizer_offload to false",
+        "trainer: memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory "
+        "already; set trainer.memory.optimizer_offload to false",
     ),
     (
         broken(("stages", "sft"), None, broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED)),
-        "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
+        "trainer.memory.optimizer_offload: sign_sgd as written here keep no state; set "
+        "trainer.memory.optimizer_offload to false",
     ),
     (
         broken(
@@ -196,27 +205,33 @@ SENTENCES = [
             SGD,
             broken(("trainer", "optimizer"), SIGN_SGD, OFFLOADED),
         ),
-        "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set trainer.memory.optimizer_offload to false",
+        "trainer.memory.optimizer_offload: sgd and sign_sgd as written here keep no state; set "
+        "trainer.memory.optimizer_offload to false",
     ),
     (
         broken(("transport", "weights"), "adapters"),
-        "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to 'files'",
+        "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights to "
+        "'files'",
     ),
     (
         broken(("trainer", "lora"), {**ADAPTERS, "targets": ["attention", "experts"]}),
-        "trainer.lora.targets ['experts']: family 'qwen3' with these layers has none; choose from ['attention', 'feed_forward']",
+        "trainer.lora.targets ['experts']: family 'qwen3' with these layers has none; choose "
+        "from ['attention', 'feed_forward']",
     ),
     (
         broken(("trainer", "lora"), {**ADAPTERS, "targets": ["feed_forward"]}, SPARSE),
-        "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; choose from ['attention', 'experts']",
+        "trainer.lora.targets ['feed_forward']: family 'qwen3_moe' with these layers has none; "
+        "choose from ['attention', 'experts']",
     ),
     (
         broken(("transport", "routed_experts"), True),
-        "transport.routed_experts: family 'qwen3' has no experts to choose; set transport.routed_experts to false",
+        "transport.routed_experts: family 'qwen3' has no experts to choose; set "
+        "transport.routed_experts to false",
     ),
     (
         broken(("inference", "expert_parallel"), True, SPARSE),
-        "inference.expert_parallel: the one device of an engine has all experts; set inference.expert_parallel to false, or data_parallel",
+        "inference.expert_parallel: the one device of an engine has all experts; set "
+        "inference.expert_parallel to false, or data_parallel",
     ),
     (
         broken(("inference", "num_replicas"), 2),
@@ -228,50 +243,59 @@ SENTENCES = [
     ),
     (
         broken(("inference", "router"), {**ROUTER, "policy": "round_robin"}),
-        "inference.router: balance_abs_threshold 2: policy 'round_robin' reads none; set it to null, or policy to 'cache_aware'",
+        "inference.router: balance_abs_threshold 2: policy 'round_robin' reads none; set it to "
+        "null, or policy to 'cache_aware'",
     ),
     (
         broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": None}),
-        "inference.router: balance_rel_threshold is null: policy 'cache_aware' reads it; set it to a number",
+        "inference.router: balance_rel_threshold is null: policy 'cache_aware' reads it; set it "
+        "to a number",
     ),
     (
         broken(("inference", "router"), ROUTER, NODES),
-        "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the orchestrator takes each request to its two "
-        "engines itself; set inference.router.kind to 'none', or",
+        "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
+        "orchestrator takes each request to its two engines itself; set inference.router.kind to "
+        "'none', or",
     ),
     (
         broken(("inference", "tensor_parallel"), 8),
-        "inference.tensor_parallel 8: 4 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 4]",
+        "inference.tensor_parallel 8: 4 query heads and 2 key heads do not divide among as many "
+        "devices; choose from [1, 2, 4]",
     ),
     (
         broken(("inference", "tensor_parallel"), 3, broken(("model", "num_heads"), 6)),
-        "inference.tensor_parallel 3: 6 query heads and 2 key heads do not divide among as many devices; choose from [1, 2, 6]",
+        "inference.tensor_parallel 3: 6 query heads and 2 key heads do not divide among as many "
+        "devices; choose from [1, 2, 6]",
     ),
     (
         broken(("inference", "max_num_sequences"), 257),
-        "inference.max_batched_tokens 256 cannot hold one token of each of inference.max_num_sequences 257; set it to at least that",
+        "inference.max_batched_tokens 256 cannot hold one token of each of "
+        "inference.max_num_sequences 257; set it to at least that",
     ),
     (
         broken(("inference", "kv_cache_bytes"), 12287),
-        "inference.kv_cache_bytes 12287 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 12288; set it to at "
-        "least that",
+        "inference.kv_cache_bytes 12287 cannot hold one rollout of "
+        "inference.max_model_len_tokens 64, which needs 12288; set it to at least that",
     ),
     (
         broken(("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8191, "disk_bytes": 0}),
-        "inference.kv_offload.host_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
-        "at least that, or inference.kv_offload.kind to 'none'",
+        "inference.kv_offload.host_bytes 8191 cannot hold one rollout of "
+        "inference.max_model_len_tokens 64, which needs 8192; set it to at least that, or "
+        "inference.kv_offload.kind to 'none'",
     ),
     (
         broken(
             ("inference", "kv_offload"), {"kind": "tiers", "host_bytes": 8192, "disk_bytes": 8191}
         ),
-        "inference.kv_offload.disk_bytes 8191 cannot hold one rollout of inference.max_model_len_tokens 64, which needs 8192; set it to "
-        "at least that, or to 0 for no files",
+        "inference.kv_offload.disk_bytes 8191 cannot hold one rollout of "
+        "inference.max_model_len_tokens 64, which needs 8192; set it to at least that, or to 0 "
+        "for no files",
     ),
     (
         broken(("inference", "kv_offload"), {**STORE, "segment_bytes": (16 << 20) - 1}),
-        "inference.kv_offload.segment_bytes 16777215: Mooncake takes at least 16777216 of each of an engine's 1 devices, and one rollout "
-        "of inference.max_model_len_tokens 64 needs 8192; set it to at least 16777216, or inference.kv_offload.kind to 'none'",
+        "inference.kv_offload.segment_bytes 16777215: Mooncake takes at least 16777216 of each "
+        "of an engine's 1 devices, and one rollout of inference.max_model_len_tokens 64 needs "
+        "8192; set it to at least 16777216, or inference.kv_offload.kind to 'none'",
     ),
     (
         broken(
@@ -279,48 +303,56 @@ SENTENCES = [
             {**STORE, "segment_bytes": 16 << 20},
             broken(("inference", "data_parallel"), 2),
         ),
-        "inference.kv_offload.segment_bytes 16777216: Mooncake takes at least 16777216 of each of an engine's 2 devices",
+        "inference.kv_offload.segment_bytes 16777216: Mooncake takes at least 16777216 of each "
+        "of an engine's 2 devices",
     ),
     (
         broken(("inference", "kv_block_tokens"), 16),
-        "inference.kv_block_tokens 16: attention on cpu reads blocks of a multiple of 32 tokens; try 32",
+        "inference.kv_block_tokens 16: attention on cpu reads blocks of a multiple of 32 tokens; "
+        "try 32",
     ),
     (
         broken(("inference", "kv_block_tokens"), 24, broken(("hardware", "accelerator"), "h200")),
-        "inference.kv_block_tokens 24: attention on h200 reads blocks of a multiple of 16 tokens; try 32",
+        "inference.kv_block_tokens 24: attention on h200 reads blocks of a multiple of 16 "
+        "tokens; try 32",
     ),
     (
         broken(("inference", "tensor_parallel"), 4, broken(("model", "intermediate_size"), 30)),
-        "inference.tensor_parallel 4: model.intermediate_size 30 does not divide among as many devices; choose tensor_parallel from [1, 2]",
+        "inference.tensor_parallel 4: model.intermediate_size 30 does not divide among as many "
+        "devices; choose tensor_parallel from [1, 2]",
     ),
     (
         broken(
             ("inference", "data_parallel"), 3, broken(("inference", "tensor_parallel"), 2, SPARSE)
         ),
-        "inference.data_parallel·tensor_parallel 6: model.moe.expert_intermediate_size 8 does not divide among as many devices; choose "
-        "data_parallel·tensor_parallel from [1, 2, 4], or set inference.expert_parallel to true",
+        "inference.data_parallel·tensor_parallel 6: model.moe.expert_intermediate_size 8 does "
+        "not divide among as many devices; choose data_parallel·tensor_parallel from [1, 2, 4], "
+        "or set inference.expert_parallel to true",
     ),
     (
         broken(("hardware", "num_nodes"), 2),
-        "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of nodes; try 2",
+        "hardware.devices_per_node 2: inference has 1 devices, which fill no whole number of "
+        "nodes; try 2",
     ),
     (
         broken(("trainer", "mesh", "dp_shard"), 7, NODES),
-        "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of nodes; try 4",
+        "hardware.devices_per_node 2: trainer has 7 devices, which fill no whole number of "
+        "nodes; try 4",
     ),
     (
         broken(("inference", "prefill_replicas"), 3, NODES),
-        "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of nodes; try 2",
+        "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of "
+        "nodes; try 2",
     ),
     (
         broken(("inference", "tensor_parallel"), 4, NODES),
-        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node 2, and no engine spans nodes; "
-        "choose from [1, 2]",
+        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node "
+        "2, and no engine spans nodes; choose from [1, 2]",
     ),
     (
         broken(("hardware", "num_nodes"), 4, NODES),
-        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set hardware.num_nodes to 5, or trainer.mesh's "
-        "dp_replicate·dp_shard·cp to 2",
+        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set "
+        "hardware.num_nodes to 5, or trainer.mesh's dp_replicate·dp_shard·cp to 2",
     ),
     (
         broken(
@@ -342,7 +374,8 @@ SENTENCES = [
     ),
     (
         broken(("model", "family"), "glm4"),
-        "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or 'hugging_face'",
+        "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or "
+        "'hugging_face'",
     ),
     (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
     (
@@ -351,7 +384,8 @@ SENTENCES = [
     ),
     (
         broken(("model", "head_dim"), 7),
-        "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8",
+        "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; "
+        "try 8",
     ),
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
@@ -383,21 +417,24 @@ SENTENCES = [
             4,
             broken(("orchestrator", "max_off_policy_steps"), 3),
         ),
-        "orchestrator: max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new enough for a batch further ahead than that; "
-        "set it to at most 3",
+        "orchestrator: max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new "
+        "enough for a batch further ahead than that; set it to at most 3",
     ),
     (
         broken(("orchestrator", "admission", "max_in_flight"), 3),
-        "orchestrator: admission.max_in_flight 3 cannot hold one group of algorithm.group_size 4; set it to at least that",
+        "orchestrator: admission.max_in_flight 3 cannot hold one group of algorithm.group_size "
+        "4; set it to at least that",
     ),
     (
         broken(("orchestrator", "sampling", "max_tokens_per_turn"), 64),
-        "orchestrator.sampling.max_tokens_per_turn 64 leave no room for a prompt in inference.max_model_len_tokens 64; set it to less",
+        "orchestrator.sampling.max_tokens_per_turn 64 leave no room for a prompt in "
+        "inference.max_model_len_tokens 64; set it to less",
     ),
     *(
         (
             broken(("tasks", part), 2 * GOOD["tasks"][part]),
-            f"tasks: {part}: ['words'] name more than one task each; give every task a name of its own",
+            f"tasks: {part}: ['words'] name more than one task each; give every task a name of "
+            "its own",
         )
         for part in ("train", "evaluation")
     ),
@@ -431,7 +468,7 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
 
 
 def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
-    # keys and values of 2 heads of 8 float32, in blocks of 32 tokens, of which vLLM keeps one back: 64 tokens are 2 and 65 are 3
+    # 2 heads of 8 float32 in blocks of 32 tokens and a reserved one: 64 tokens are 2, 65 are 3
     def least(tokens, devices=1):
         data = broken(
             ("trainer", "memory", "max_tokens_per_micro_batch"),
@@ -557,7 +594,8 @@ def test_a_shared_expert_is_cut_as_a_dense_layer_is():
     data["inference"] |= {"tensor_parallel": 2, "expert_parallel": True}
     with pytest.raises(
         OrreryError,
-        match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 does not divide .* from \[1\]",
+        match=r"model\.moe\.num_shared_experts·expert_intermediate_size 9 "
+        r"does not divide .* from \[1\]",
     ):
         check(data, "here")
 
@@ -654,7 +692,8 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { cp: 3 },",
-        "trainer.mesh.cp: 4 query heads and 2 key heads do not divide among 3 ranks; choose cp from 1, 2",
+        "trainer.mesh.cp: 4 query heads and 2 key heads do not divide among 3 ranks; choose cp "
+        "from 1, 2",
     ),
     "copies that do not divide": (
         "runs/words_wide.jsonnet",
@@ -714,7 +753,8 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 3",
-        "hardware.devices_per_node: prefill has 3 devices, which fill no whole number of nodes of 2",
+        "hardware.devices_per_node: prefill has 3 devices, which fill no whole number of nodes "
+        "of 2",
     ),
     "too few nodes": (
         "runs/words_nodes.jsonnet",
@@ -726,7 +766,8 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 2, devices_per_engine: 4",
-        "inference.data_parallel·tensor_parallel: 4 does not divide the 2 devices of a node, and no engine spans nodes",
+        "inference.data_parallel·tensor_parallel: 4 does not divide the 2 devices of a node, and "
+        "no engine spans nodes",
     ),
     "a run called like a rule of the pipeline": (
         "runs/sums.jsonnet",
@@ -738,13 +779,15 @@ MISTAKES = {
         "tasks/words.libsonnet",
         "kind: 'reverse_text'",
         "kind: 'revers_text'",
-        "jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'words': kind: there is no 'revers_text'; did you mean 'reverse_text'?",
+        "jsonnet/runs/words.jsonnet: words: tasks.train[0]: task 'words': kind: there is no "
+        "'revers_text'; did you mean 'reverse_text'?",
     ),
     "a misspelt arg of a task": (
         "tasks/words.libsonnet",
         "min_length",
         "min_lenght",
-        "words: tasks.train[0]: task 'words': args: there is no 'min_lenght'; did you mean 'min_length'?",
+        "words: tasks.train[0]: task 'words': args: there is no 'min_lenght'; did you mean "
+        "'min_length'?",
     ),
     "a prompt that the tokenizer cannot spell": (
         "tasks/words.libsonnet",
@@ -914,7 +957,10 @@ def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
 def without_weights(checkout):
     """Give every run a pretrained tokenizer that is not on this machine."""
     file = checkout / "jsonnet" / "models" / "dense.libsonnet"
-    away = f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},\n    vocab_size: 100,"
+    away = (
+        f"tokenizer: {{ kind: 'pretrained', path: '{checkout}/weights', sha256: std.sha256('') }},"
+    )
+    away += "\n    vocab_size: 100,"
     file.write_text(
         "".join(
             f"    {away}\n" if "tokenizer:" in line else line
@@ -1006,7 +1052,8 @@ def test_a_spec_that_is_no_object_is_one_sentence(text, kind, checkout, capsys):
     assert orrery("check") == 2
     out, err = capsys.readouterr()
     assert not out and err == (
-        f"error: jsonnet/runs/odd.jsonnet: holds {kind}, and a run file is an object of runs by name; "
+        f"error: jsonnet/runs/odd.jsonnet: holds {kind}, "
+        "and a run file is an object of runs by name; "
         "jsonnet/runs/reverse_text.jsonnet is an example\n"
     )
 
@@ -1042,8 +1089,8 @@ def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_w
         with pytest.raises(OrreryError) as error:
             check({**GOOD, "schema_version": version}, "here")
         assert str(error.value) == (
-            f"here: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "
-            "or finish this one with the Orrery that began it"
+            f"here: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery "
+            "render` and begin a new run, or finish this one with the Orrery that began it"
         )
 
 
@@ -1071,7 +1118,8 @@ def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
     mesh = {**GOOD["trainer"]["mesh"], "dp_replicate": 60_000, "dp_shard": 60_000}
     with pytest.raises(
         OrreryError,
-        match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: a trainer has at most 65536 ranks",
+        match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: "
+        "a trainer has at most 65536 ranks",
     ):
         check(broken(("trainer", "mesh"), mesh), "here")
     inference = {

@@ -12,8 +12,10 @@ from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.render import render
 
 ATTEMPT = {
-    "attempt": 1, "state": "done", "message": "done", "started_s": 1.0, "ended_s": 2.0, "nodes": ["node1", "node2"], "slurm_job_id": "7",
-    "code": {"commit": "c1", "dirty": False}, "images": {"trainer": {"sha256": "aa"}}, "versions": {"driver": None},
+    "attempt": 1, "state": "done", "message": "done", "started_s": 1.0, "ended_s": 2.0, 
+    "nodes": ["node1", "node2"], "slurm_job_id": "7",
+    "code": {"commit": "c1", "dirty": False}, "images": {"trainer": {"sha256": "aa"}},
+    "versions": {"driver": None},
 }  # fmt: skip
 
 
@@ -123,7 +125,8 @@ REWARD = "receipt.metrics.rl.reward_last_batch: 0.4 → 0.6"
 
 
 @pytest.mark.parametrize("spell", [
-    lambda folder: folder.name.partition("-")[0], lambda folder: folder.name, str, lambda folder: str(folder / "receipt.json"),
+    lambda folder: folder.name.partition("-")[0], lambda folder: folder.name, str,
+    lambda folder: str(folder / "receipt.json"),
 ], ids=["name", "folder's name", "folder", "receipt"])  # fmt: skip
 def test_runs_may_be_named_in_every_way_and_the_manifests_come_first(checkout, capsys, spell):
     one, two = (spell(next(checkout.glob(f"runs/words_seed_{seed}-*"))) for seed in (1, 2))

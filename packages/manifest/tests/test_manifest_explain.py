@@ -141,7 +141,8 @@ def test_an_unknown_field_is_met_with_the_nearest(workspace):
 def test_lines_are_found_by_braces_and_not_by_text(tmp_path):
     file = tmp_path / "a.libsonnet"
     file.write_text(
-        "// a: { lr: 1 }\n{\n  other+: { lr: '{' },\n  trainer+: {\n    # lr: 2\n    text: 'lr: {',\n    opt+: { lr: 3 },\n  },\n}\n"
+        "// a: { lr: 1 }\n{\n  other+: { lr: '{' },\n  trainer+: {\n"
+        "    # lr: 2\n    text: 'lr: {',\n    opt+: { lr: 3 },\n  },\n}\n"
     )
     assert line_of(file, ("trainer", "opt", "lr")) == 7
     assert line_of(file, ("other", "lr")) == 3

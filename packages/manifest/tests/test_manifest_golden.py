@@ -1,4 +1,4 @@
-"""The checked-in manifests and specs: rendered = checked in, axes commute, every leaf has one owner."""
+"""Checked-in manifests and specs: rendered = checked in, axes commute, a leaf has one owner."""
 
 import hashlib
 import itertools
@@ -75,7 +75,7 @@ def test_every_order_of_the_axes_gives_the_same_manifest(name):
     ]
     expression = f"{import_of(WORKSPACE, run.file)}[{quoted(name)}]"
     for order in itertools.permutations(files):
-        # the run file adds its imports in order, so swapping their contents swaps the order of the axes
+        # the run file adds imports in order, so swapping their contents swaps the axes
         evaluate = Evaluator(
             WORKSPACE, {place: file.read_bytes() for place, file in zip(files, order, strict=True)}
         )
@@ -86,13 +86,14 @@ def test_an_order_that_mattered_would_be_seen(tmp_path):
     run = render(WORKSPACE, "reverse_text")
     first, last = (p for p in closure(WORKSPACE, run) if p.parent.name in ("models", "memory"))
     loud = {first: b"{ trainer+: { compile: false } }", last: b"{ trainer: { compile: true } }"}
-    evaluate = Evaluator(WORKSPACE, {**loud, WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}"})
+    constraints = WORKSPACE.root / "jsonnet/lib/constraints.libsonnet"
+    evaluate = Evaluator(WORKSPACE, {**loud, constraints: b"{}"})
     other = Evaluator(
         WORKSPACE,
         {
             first: loud[last],
             last: loud[first],
-            WORKSPACE.root / "jsonnet/lib/laws.libsonnet": b"{}",
+            WORKSPACE.root / "jsonnet/lib/constraints.libsonnet": b"{}",
         },
     )
     expression = f"{import_of(WORKSPACE, run.file)}.reverse_text.trainer.compile"
@@ -125,7 +126,8 @@ def test_hidden_settings_belong_to_one_kind_of_axis():
     for file in root.glob("*/*.libsonnet"):
         if file.parent.name != "lib":
             hidden = Evaluator(WORKSPACE)(
-                f"local a = {import_of(WORKSPACE, file)}; std.setDiff(std.objectFieldsAll(a), std.objectFields(a))"
+                f"local a = {import_of(WORKSPACE, file)}; std.setDiff(std.objectFieldsAll(a), "
+                "std.objectFields(a))"
             )
             for name in hidden:
                 owners.setdefault(name, set()).add(file.parent.name)
@@ -198,7 +200,8 @@ def test_what_follows_from_a_setting_of_a_run_file_does_so_where_another_sets_it
 
 def test_the_kitchen_sink_is_a_recipe_in_one_axis_and_the_laws_say_where_its_mesh_does_not_fit():
     def made(run, how="{}"):
-        axis = f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}] + (import 'memory/kitchen_sink.libsonnet') + {how}"
+        run_of = f"{import_of(WORKSPACE, run.file)}[{quoted(run.manifest.name)}]"
+        axis = f"{run_of} + (import 'memory/kitchen_sink.libsonnet') + {how}"
         return check(Evaluator(WORKSPACE)(axis), "test").trainer
 
     mixture, dense, small = (

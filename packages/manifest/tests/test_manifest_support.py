@@ -46,17 +46,19 @@ STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
         changed("glm5_run"),
-        "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, llama, glm4_moe, hugging_face",
+        "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, "
+        "llama, glm4_moe, hugging_face",
     ),
     (
         changed("reverse_text", inference__tensor_parallel=2),
-        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, for vLLM exchanges tokens between experts on GPUs "
-        "alone; set both to 1, and inference.num_replicas to 2 for as many engines",
+        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, for vLLM "
+        "exchanges tokens between experts on GPUs alone; set both to 1, and "
+        "inference.num_replicas to 2 for as many engines",
     ),
     (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
-        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere yet; set inference.kv_offload.kind to "
-        "'none', or inference.prefill_replicas to 0",
+        "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere "
+        "yet; set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0",
     ),
     (
         changed(
@@ -66,14 +68,15 @@ REFUSED = [
             inference__data_parallel=2,
             **APART,
         ),
-        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank each so far; set inference.data_parallel "
-        "to 1, or inference.prefill_replicas to 0",
+        "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank "
+        "each so far; set inference.data_parallel to 1, or inference.prefill_replicas to 0",
     ),
     (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
-        "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: engines take no adapters of experts (vLLM "
-        "computes these on GPUs only, where they have not run yet); leave experts out, or set transport.weights to 'nccl' "
-        "or 'files', which merge adapters",
+        "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: "
+        "engines take no adapters of experts (vLLM computes these on GPUs only, where they have "
+        "not run yet); leave experts out, or set transport.weights to 'nccl' or 'files', which "
+        "merge adapters",
     ),
     (
         changed(
@@ -81,8 +84,8 @@ REFUSED = [
             trainer__lora=ATTENTION | {"rank": 1024},
             transport__weights="adapters",
         ),
-        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; set it to that, or transport.weights to "
-        "'nccl' or 'files', which merge adapters",
+        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; "
+        "set it to that, or transport.weights to 'nccl' or 'files', which merge adapters",
     ),
     (
         changed(
@@ -91,8 +94,9 @@ REFUSED = [
             transport__weights="adapters",
             inference__quantization="fp8",
         ),
-        "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside quantised weights have not run yet; set "
-        "inference.quantization to 'none', or transport.weights to 'nccl' or 'files', which merge adapters",
+        "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside "
+        "quantised weights have not run yet; set inference.quantization to 'none', or "
+        "transport.weights to 'nccl' or 'files', which merge adapters",
     ),
 ]
 
@@ -138,13 +142,14 @@ MESHES = [
     (
         "reverse_text_moe",
         {"dp_shard": 2, "ep": 2, "ep_backend": "deepep"},
-        "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; set trainer.mesh.ep_backend to 'torch'",
+        "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; set "
+        "trainer.mesh.ep_backend to 'torch'",
     ),
     (
         "reverse_text",
         {"cp": 3},
-        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; choose cp·dp_shard from 1·3, "
-        "or set trainer.mesh.cp_style to 'ring'",
+        "trainer.mesh.cp 3: 8 query heads and 4 key heads do not divide among as many ranks; "
+        "choose cp·dp_shard from 1·3, or set trainer.mesh.cp_style to 'ring'",
     ),
 ]
 
@@ -159,18 +164,19 @@ def test_a_mesh_that_does_not_fit_its_model_is_refused_with_those_that_do(name, 
 DEVICES = [
     (
         {"trainer__mesh__dp_shard": 4},
-        "trainer 4 + inference 1 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 3, "
-        "or hardware.devices_per_node to 5",
+        "trainer 4 + inference 1 devices do not fit 4; set trainer.mesh's "
+        "dp_replicate·dp_shard·cp to at most 3, or hardware.devices_per_node to 5",
     ),
     (
         {"trainer__mesh__dp_shard": 2, "inference__num_replicas": 3, "inference__router": ROUTER},
-        "trainer 2 + inference 3 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 1, "
-        "or inference.num_replicas to at most 2, or hardware.devices_per_node to 5",
+        "trainer 2 + inference 3 devices do not fit 4; set trainer.mesh's "
+        "dp_replicate·dp_shard·cp to at most 1, or inference.num_replicas to at most 2, or "
+        "hardware.devices_per_node to 5",
     ),
     (
         {"trainer__mesh__dp_shard": 3, "inference__num_replicas": 2, **APART},
-        "trainer 3 + inference 2 devices do not fit 4; set trainer.mesh's dp_replicate·dp_shard·cp to at most 2, "
-        "or hardware.devices_per_node to 5",
+        "trainer 3 + inference 2 devices do not fit 4; set trainer.mesh's "
+        "dp_replicate·dp_shard·cp to at most 2, or hardware.devices_per_node to 5",
     ),
     (
         {"inference__tensor_parallel": 4},
@@ -197,7 +203,8 @@ SHAPES = {
     )
 }
 CHOICES = re.compile(
-    r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]|choose (cp·dp_shard) from ([\d·, ]*\d)"
+    r"trainer\.mesh\.(ep) \d+ does not divide [^;]*; choose from \[([^]]*)]"
+    r"|choose (cp·dp_shard) from ([\d·, ]*\d)"
 )
 SET = re.compile(r"set trainer\.mesh\.(ep|cp) to (\d+)")
 
@@ -366,25 +373,28 @@ def test_one_environment_can_hold_the_trainer_and_an_engine_on_gpus():
     [
         (
             {"inference__tensor_parallel": 4},
-            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
-            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
-            "to true",
+            "inference.quantization 'fp8' with inference.expert_parallel false: "
+            "model.moe.expert_intermediate_size 768 over data_parallel·tensor_parallel = 4 "
+            "devices is no multiple of 128, the width of a block in FP8; set "
+            "inference.expert_parallel to true",
         ),
         (
             {"inference__tensor_parallel": 2, "inference__data_parallel": 2},
-            "inference.quantization 'fp8' with inference.expert_parallel false: model.moe.expert_intermediate_size 768 over "
-            "data_parallel·tensor_parallel = 4 devices is no multiple of 128, the width of a block in FP8; set inference.expert_parallel "
-            "to true",
+            "inference.quantization 'fp8' with inference.expert_parallel false: "
+            "model.moe.expert_intermediate_size 768 over data_parallel·tensor_parallel = 4 "
+            "devices is no multiple of 128, the width of a block in FP8; set "
+            "inference.expert_parallel to true",
         ),
         (
             {"model__moe__expert_intermediate_size": 192},
-            "inference.quantization 'fp8' with model.moe.expert_intermediate_size 192: experts in FP8 are blocks of 128 × 128, and 192 is "
-            "no multiple of 128; set inference.quantization to 'none'",
+            "inference.quantization 'fp8' with model.moe.expert_intermediate_size 192: experts "
+            "in FP8 are blocks of 128 × 128, and 192 is no multiple of 128; set "
+            "inference.quantization to 'none'",
         ),
         (
             {"model__hidden_size": 2112},
-            "inference.quantization 'fp8' with model.hidden_size 2112: experts in FP8 are blocks of 128 × 128, and 2112 is no multiple of "
-            "128; set inference.quantization to 'none'",
+            "inference.quantization 'fp8' with model.hidden_size 2112: experts in FP8 are blocks "
+            "of 128 × 128, and 2112 is no multiple of 128; set inference.quantization to 'none'",
         ),
     ],
 )
@@ -487,7 +497,8 @@ def test_keeping_experts_alone_where_there_are_none_is_told():
     experts = {**EVERY, "keep": ["experts"]}
     (said,) = notes(changed("qwen3_8b_8k", trainer__memory__activation_checkpointing=experts))
     assert said.startswith(
-        "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has none, and all is made again"
+        "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has "
+        "none, and all is made again"
     )
     assert (
         notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []

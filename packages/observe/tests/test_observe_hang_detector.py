@@ -54,8 +54,9 @@ def test_an_overdue_wait_names_the_whole_chain_and_blames_its_end():
     stall = find_stall(processes, NOW)
     assert stall.blamed == ("inference.0",)
     assert stall.sentence == (
-        "stall: trainer.1 is waiting 320 s for batch 4 from orchestrator while waiting for data (20 s past its deadline); "
-        "orchestrator.0 is waiting 310 s for rollouts from inference while filling; inference.0 has been at generating for 300 s"
+        "stall: trainer.1 is waiting 320 s for batch 4 from orchestrator while waiting for data "
+        "(20 s past its deadline); orchestrator.0 is waiting 310 s for rollouts from inference "
+        "while filling; inference.0 has been at generating for 300 s"
     )
 
 
@@ -119,7 +120,8 @@ def test_a_wait_for_a_role_that_is_done_is_a_stall_once_both_are_silent_for_long
     stall = find_stall(run(), NOW)
     assert stall.blamed == ("trainer.0",)
     assert stall.sentence == (
-        "stall: trainer.0 is waiting 400 s for batch 4 from orchestrator while waiting; orchestrator.0 is done, so nothing more comes"
+        "stall: trainer.0 is waiting 400 s for batch 4 from orchestrator while waiting; "
+        "orchestrator.0 is done, so nothing more comes"
     )
     assert find_stall(run(waited_s=NOW - 2), NOW) is None
     assert find_stall(run(done_s=NOW - 2), NOW) is None, "what it sent last may be on its way"

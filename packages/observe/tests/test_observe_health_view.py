@@ -1,4 +1,4 @@
-"""The health view as a pure function: only the reader's clock decides, not the writers' wall clocks."""
+"""The health view: only the reader's clock decides, not the writers' wall clocks."""
 
 import asyncio
 import time
@@ -49,7 +49,8 @@ def test_a_deadline_is_counted_from_when_the_looker_saw_the_wait_whatever_the_wr
     stall, found_s = looks(HealthView(), waiting(WALL_S + ahead_s), 50.0, 1000.0)
     assert found_s == 50.0 + 600.0 + hang_detector.GRACE_S + 0.5
     assert stall.sentence == (
-        "stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s past its deadline)"
+        "stall: trainer.1 is waiting 610 s for batch 4 from orchestrator while training (10 s "
+        "past its deadline)"
     )
 
 
@@ -91,7 +92,7 @@ def test_a_new_deed_a_new_process_and_an_end_are_new():
         assert (seen.since_s, seen.deadline_s) == (clock_s, None)
 
 
-def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_their_clocks_have_nothing_in_common():
+def test_of_two_changes_on_two_hosts_with_unrelated_clocks_the_reader_knows_the_earlier_one():
     view, said = HealthView(), {}
     for number, (name, boot, up_s) in enumerate(
         (("trainer.0", "a", 0.0), ("trainer.1", "b", 86_400.0), ("trainer.2", "b", 86_400.0))
@@ -108,7 +109,7 @@ def test_of_two_changes_on_two_hosts_the_looker_knows_the_earlier_one_though_the
     assert sorted(said, key=view.changed_s) == ["trainer.2", "trainer.1", "trainer.0"]
 
 
-def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatever_else_its_process_says():
+def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_readers_clock():
     view = HealthView()
     loop = Health(
         "orchestrator",
@@ -136,8 +137,8 @@ def test_an_event_loop_that_does_not_turn_is_a_stall_by_the_lookers_clock_whatev
             )
     assert clock_s == 299.5 + 90.5 and stall.blamed == ("orchestrator.0",)
     assert (
-        stall.sentence
-        == f"stall: the event loop of orchestrator.0 has not turned for 90 s, while generating for batch 4 (step {loop.step})"
+        stall.sentence == "stall: the event loop of orchestrator.0 has not turned for 90 s, "
+        f"while generating for batch 4 (step {loop.step})"
     )
 
 

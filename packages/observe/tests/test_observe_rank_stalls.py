@@ -1,4 +1,4 @@
-"""The rank stall detector as a pure function of what was seen: who is stuck, who only waits for them, and who is just slow."""
+"""The rank stall detector: which rank is stuck, which only wait for it, and which is slow."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def beating(health, now_s):
 
 
 def watched(*ranks, silent=(), for_s=STILL_S + 3, change=lambda name, health, now_s: health):
-    """The first stall that a looker finds who sees these for so long; those named in `silent` do not beat."""
+    """Return the first stall that a reader sees. `silent` ranks do not beat."""
     detector, now_s = RankStallDetector(), 0.0
     while now_s <= for_s:
         seen = {one.name: one if one.name in silent else beating(one, now_s) for one in ranks}
@@ -54,7 +54,8 @@ def test_the_rank_that_no_collective_holds_is_to_blame_for_those_that_one_holds(
     stall = watched(rank(0, 53, 50), rank(1, 50, 50), rank(2, 53, 50), rank(3, 53, 50))
     assert stall.blamed == ("trainer.1",)
     assert stall.sentence == (
-        "stall: trainer.1 made no progress for 41 s while training (step 7); trainer.0, trainer.2-3 wait in a collective"
+        "stall: trainer.1 made no progress for 41 s while training (step 7); trainer.0, "
+        "trainer.2-3 wait in a collective"
     )
 
 
@@ -62,8 +63,8 @@ def test_a_rank_that_is_not_even_heard_is_to_blame_also_while_it_says_that_it_wa
     waiting = rank(1, still_s=None, waits=["batch 8 from orchestrator"])
     stall = watched(rank(0, 53, 50), waiting, silent=["trainer.1"])
     assert stall.sentence == (
-        "stall: trainer.1 gave no sign of life for 41 s while waiting for batch 8 from orchestrator (step 7); "
-        "trainer.0 waits in a collective"
+        "stall: trainer.1 gave no sign of life for 41 s while waiting for batch 8 from "
+        "orchestrator (step 7); trainer.0 waits in a collective"
     )
     assert watched(rank(0, 53, 50), waiting) is None, (
         "it is heard: its wait has a deadline of its own"
@@ -81,8 +82,8 @@ def test_a_rank_that_is_not_heard_while_all_wait_is_to_blame_though_no_collectiv
     stall = watched(*waiting, silent=["trainer.0"], for_s=HANG_S + 3)
     assert stall.blamed == ("trainer.0",)
     assert (
-        stall.sentence
-        == "stall: trainer.0 gave no sign of life for 91 s while waiting for batch 8 from orchestrator (step 7)"
+        stall.sentence == "stall: trainer.0 gave no sign of life for 91 s "
+        "while waiting for batch 8 from orchestrator (step 7)"
     )
 
 
@@ -95,8 +96,8 @@ def test_a_rank_that_still_waits_for_what_all_others_have_is_to_blame():
     stall = watched(rank(0, 53, 50), late(1), rank(2, 53, 50))
     assert stall.blamed == ("trainer.1",)
     assert stall.sentence == (
-        "stall: trainer.1 made no progress for 41 s while waiting for batch 8 from orchestrator (step 7); "
-        "trainer.0, trainer.2 wait in a collective"
+        "stall: trainer.1 made no progress for 41 s while waiting for batch 8 from orchestrator "
+        "(step 7); trainer.0, trainer.2 wait in a collective"
     )
     assert watched(rank(0, 53, 50), late(1), late(2)).blamed == ("trainer.1", "trainer.2")
     assert watched(rank(0, 53, 50), late(1), rank(2)).blamed == ("trainer.2",), (
@@ -150,7 +151,8 @@ def test_where_a_collective_holds_all_those_behind_are_to_blame_and_all_where_no
     both = watched(rank(0, 51, 50), rank(1, 51, 50))
     assert both.blamed == ("trainer.0", "trainer.1")
     assert both.sentence == (
-        "stall: trainer.0-1 made no progress for 41 s while training (step 7), all of them in a collective that does not end"
+        "stall: trainer.0-1 made no progress for 41 s while training (step 7), all of them in a "
+        "collective that does not end"
     )
 
 

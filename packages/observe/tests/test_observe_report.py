@@ -48,15 +48,20 @@ def run_dir(tmp_path: Path) -> Path:
     stamp = {"attempt": 1, "stage": "rl"}
     steps = range(1, 4)
     trainer = [
-        {**stamp, "time_s": 100.0 + n, "step": n, "loss": 0.1, "entropy": 1.0 / n, "mismatch_kl": 1e-7, same_weights: 3e-6,
-         "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4, "step_time_s": 1.0, "tokens_per_s": 900.0}
+        {**stamp, "time_s": 100.0 + n, "step": n, "loss": 0.1, "entropy": 1.0 / n,
+         "mismatch_kl": 1e-7, same_weights: 3e-6,
+         "forward_backward_s": 0.4, "optimizer_s": 0.1, "publish_s": 0.1, "wait_s": 0.4,
+         "step_time_s": 1.0, "tokens_per_s": 900.0}
         for n in steps
     ]  # fmt: skip
     sft = [{**stamp, "stage": "sft", "time_s": 10.0 + n, "step": n, "loss": 3.0 / n} for n in steps]
     batches = [
-        {**stamp, "event": "batch", "time_s": 100.0 + n, "step": n, "reward_mean": 0.2 * n, "staleness_counts": [80, 20],
-         "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 3, "generated_tokens_per_s": 1000.0,
-         "dropped": {"zero_advantage": 8 * n}, "num_sampled": 512, "num_without_signal": 256 * (n - 1) + 32,
+        {**stamp, "event": "batch", "time_s": 100.0 + n, "step": n, "reward_mean": 0.2 * n,
+         "staleness_counts": [80, 20],
+         "staleness_max": 1, "num_versions": 2, "num_mixed_rollouts": 3,
+         "generated_tokens_per_s": 1000.0,
+         "dropped": {"zero_advantage": 8 * n}, "num_sampled": 512,
+         "num_without_signal": 256 * (n - 1) + 32,
          "num_zero_advantage": 256 if n == 3 else 8}
         for n in steps
     ]  # fmt: skip
@@ -337,8 +342,8 @@ def test_the_last_line_says_reward_time_and_place(run_dir):
     line = summary(RunData.load(run_dir), 252.3, Path("runs/x/report/index.html"))
     silent = "56% of training rollouts without signal"
     assert (
-        line
-        == f"reverse_text: held-out reward 0.87 (0.31 before RL), {silent}, 4 min 12 s, report: runs/x/report/index.html"
+        line == f"reverse_text: held-out reward 0.87 (0.31 before RL), {silent}, 4 min 12 s, "
+        "report: runs/x/report/index.html"
     )
     assert [duration(seconds) for seconds in (0.04, 59.94, 59.96)] == [
         "0.0 s",
@@ -359,7 +364,8 @@ def test_failed_held_out_rollouts_are_told_beside_the_reward_that_leaves_them_ou
     silent = "56% of training rollouts without signal"
     assert (
         summary(run, 252.3, Path("x"))
-        == f"reverse_text: held-out reward 0.87 (0.31 before RL), {told}, {silent}, 4 min 12 s, report: x"
+        == f"reverse_text: held-out reward 0.87 (0.31 before RL), {told}, {silent}, 4 min 12 s, "
+        "report: x"
     )
     assert _tiles(run, 252.3)[0] == ("0.31 → 0.87", f"held-out reward, before → after RL, {told}")
 
@@ -413,15 +419,17 @@ def test_an_early_end_is_told_with_its_reason(run_dir):
             )
     run, told = (
         RunData.load(run_dir),
-        "RL ended early after step 3 of 100 (a held-out reward reached stop_at 0.9, 0.91 at the end)",
+        "RL ended early after step 3 of 100 (a held-out reward reached stop_at 0.9, 0.91 at the "
+        "end)",
     )
     assert told in summary(run, 1.0, Path("x")) and ("3 of 100", told) in _tiles(run, 1.0)
 
 
-def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_before_they_were_counted_have_none(
+def test_the_share_of_rollouts_without_signal_is_a_tile_and_rows_of_old_releases_have_none(
     run_dir,
 ):
-    told = "of training rollouts carried no signal (equal rewards in their group); 1 of 3 batches had none at all"
+    told = "of training rollouts carried no signal (equal rewards in their group); "
+    told += "1 of 3 batches had none at all"
     assert ("56%", told) in _tiles(RunData.load(run_dir), 1.0)
     path = run_dir / "metrics" / "orchestrator.0.jsonl"
     write_rows(
@@ -461,7 +469,7 @@ WORST = 1234  # a step of its own, in the middle of a piece
 
 @pytest.fixture
 def long_run(run_dir: Path) -> Path:
-    """The same run after many steps of 36 s, of which one is the worst in all that is measured; its last rows were made again."""
+    """The same run after many steps of 36 s. One is the worst in all; the last were made again."""
     metrics, stamp = run_dir / "metrics", {"attempt": 1, "stage": "rl"}
     step = next(row for row in read(metrics / "trainer.0.jsonl") if row["stage"] == "rl")
     batch = next(row for row in read(metrics / "orchestrator.0.jsonl") if row["event"] == "batch")
@@ -610,7 +618,8 @@ def test_the_timeline_of_a_long_run_is_its_newest_part_and_says_so(long_run):
     assert sum(role == "trainer.0" for role, _ in bars) == POINTS, "four spans a step"
     assert {role for role, _ in bars} == {"trainer.0", "inference.0"}
     assert max(end for _, end in bars) == figure.layout.xaxis.range[1] == 36.0 * POINTS / 4
-    says = f"Only the newest part, steps {LONG - 249} to {LONG}: from 1 day 4 h after the stage's first span on."
+    says = f"Only the newest part, steps {LONG - 249} to {LONG}: "
+    says += "from 1 day 4 h after the stage's first span on."
     assert about("Spans.", figure) == f"Spans. {says}"
 
 
@@ -621,7 +630,9 @@ def test_a_short_run_is_drawn_row_by_row_and_its_captions_say_nothing_more(run_d
         0
     ].y == (0.4, 0.4, 0.4)
     assert [(line.x, line.y) for line in admission(run).data] == [
-        ((0.0, 1.0, 2.0), (8, 16, 24)), ((0.0, 1.0, 2.0), (7, 14, 21)), ((0.0, 1.0, 2.0), (0.2, 0.4, pytest.approx(0.6)))
+        ((0.0, 1.0, 2.0), (8, 16, 24)),
+        ((0.0, 1.0, 2.0), (7, 14, 21)),
+        ((0.0, 1.0, 2.0), (0.2, 0.4, pytest.approx(0.6))),
     ]  # fmt: skip
     assert [(line.x, line.y) for line in processors(run).data] == [
         ((0.0, 1.0, 2.0), (80.0, 80.0, 80.0))
@@ -685,7 +696,8 @@ def test_thinned_points_are_few_and_true(num, draw):
 
 
 def test_durations_of_weeks_are_days_and_hours():
-    assert [duration(seconds) for seconds in (3599.4, 3599.6, 11_100, 86_371, 100_000, 3_600_000)] == [
+    long_s = (3599.4, 3599.6, 11_100, 86_371, 100_000, 3_600_000)
+    assert [duration(seconds) for seconds in long_s] == [
         "59 min 59 s", "1 h 0 min", "3 h 5 min", "1 day 0 h", "1 day 4 h", "41 days 16 h"
     ]  # fmt: skip
 

@@ -119,7 +119,7 @@ attempts = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1
 
 @given(attempts)
 def test_merged_steps_are_those_of_the_run_that_survived(runs):
-    """Attempt k goes on at `begin` for `count` steps, as resuming from a checkpoint does; the model is a list that is cut and extended."""
+    """Attempt k resumes at `begin` for `count` steps. The model is a list, cut and extended."""
     written, lineage = [], {}
     for attempt, (begin, count) in enumerate(runs, start=1):
         lineage = {step: made for step, made in lineage.items() if step < begin}

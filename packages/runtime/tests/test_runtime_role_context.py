@@ -20,9 +20,10 @@ from orrery.runtime.role_context import parse_role
 
 
 def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
-    """Start a role whose `with` block is `body`; it prints `ready` itself where a test waits for it."""
+    """Start a role whose `with` block is `body`; it prints `ready` if a test waits for it."""
     lines = "\n".join("    " + line for line in body.splitlines())
-    code = f"import time, sys, os\nfrom orrery.runtime.role_context import role_process\nfrom orrery.manifest.errors import *\n{prelude}\n"
+    code = "import time, sys, os\nfrom orrery.runtime.role_context import role_process\n"
+    code += f"from orrery.manifest.errors import *\n{prelude}\n"
     code += f"with role_process('trainer') as ctx:\n{lines}\n"
     argv = [
         "--run-dir",
@@ -48,7 +49,8 @@ def role(tmp_path: Path, body: str, prelude: str = "") -> subprocess.Popen:
 def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
     process = role(
         tmp_path,
-        "ctx.metrics.write(4, loss=1.5)\nassert (ctx.port, ctx.stage, ctx.name) == (7, 'rl', 'trainer.1')",
+        "ctx.metrics.write(4, loss=1.5)\nassert (ctx.port, ctx.stage, ctx.name) == (7, 'rl', "
+        "'trainer.1')",
     )
     assert process.wait(20) == 0, process.stderr.read()
     assert read_health(tmp_path, "rl", attempt=3)["trainer.1"].doing == "done"
@@ -57,7 +59,8 @@ def test_a_role_that_ends_well_leaves_health_done_and_its_rows(tmp_path):
 
 
 def test_a_role_may_open_as_many_files_as_its_user(tmp_path):
-    prelude = "from resource import *\nmost = getrlimit(RLIMIT_NOFILE)[1]\nsetrlimit(RLIMIT_NOFILE, (64, most))"
+    prelude = "from resource import *\nmost = getrlimit(RLIMIT_NOFILE)[1]\n"
+    prelude += "setrlimit(RLIMIT_NOFILE, (64, most))"
     process = role(
         tmp_path, "assert getrlimit(RLIMIT_NOFILE) == (min(most, 1 << 20), most)", prelude
     )
@@ -82,7 +85,8 @@ def test_a_role_logs_from_the_named_level_on(tmp_path, monkeypatch, level, said)
     monkeypatch.setenv("ORRERY_LOG_LEVEL", level)
     process = role(
         tmp_path,
-        "ctx.log.info('by itself')\nwith ctx.health.waiting('batch 4 from orchestrator'):\n    pass",
+        "ctx.log.info('by itself')\nwith ctx.health.waiting('batch 4 from orchestrator'):\n    "
+        "pass",
     )
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 0, stderr
@@ -96,8 +100,8 @@ def test_a_level_that_there_is_not_is_one_line(tmp_path, monkeypatch):
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 2
     assert (
-        stderr.strip()
-        == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; choose from debug, info, warning, error"
+        stderr.strip() == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; "
+        "choose from debug, info, warning, error"
     )
 
 
@@ -123,7 +127,8 @@ def test_a_role_whose_body_calls_exit_has_failed_whatever_the_code(tmp_path, cod
 def test_sigterm_runs_finally_blocks(tmp_path):
     process = role(
         tmp_path,
-        "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', flush=True)",
+        "try:\n    print('ready', flush=True)\n    time.sleep(60)\nfinally:\n    print('tidy', "
+        "flush=True)",
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -274,7 +279,7 @@ def test_health_files_that_nobody_of_ours_wrote_are_passed_over(tmp_path):
     assert list(read_health(tmp_path, "rl")) == ["trainer.0"]
 
 
-def test_a_pulse_changes_nothing_that_is_said_and_a_deed_ends_how_long_the_one_before_might_stand_still(
+def test_a_heartbeat_changes_nothing_else_and_an_activity_ends_the_limit_of_the_one_before(
     tmp_path,
 ):
     health = HealthFile(tmp_path, "rl", "trainer", 0, 1)

@@ -34,7 +34,8 @@ def test_a_new_folder_has_the_layout_and_an_old_one_does_not_get_it(tmp_path):
     [
         (
             None,
-            f"an older release of Orrery began this run (layout 1, and this release reads layout {LAYOUT} alone)",
+            "an older release of Orrery began this run (layout 1, and this release reads layout "
+            f"{LAYOUT} alone)",
         ),
         (str(LAYOUT + 1), "a newer release of Orrery began this run"),
         ("", "does not hold a number"),

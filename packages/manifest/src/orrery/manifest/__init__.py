@@ -1,1 +1,1 @@
-"""What a run is: its schema, its identity, how it is rendered from Jsonnet, planned, explained and compared."""
+"""The manifest of a run: schema, identity, rendering, plan, explanation and comparison."""

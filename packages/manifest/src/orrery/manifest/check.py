@@ -1,8 +1,7 @@
-"""Check: plain data in, a `Manifest` or one sentence out.
+"""Turn plain data into a `Manifest`, or into one sentence.
 
-- In: a JSON object, and a name for where it came from.
-- Out: the frozen `Manifest`; otherwise `OrreryError` with one sentence: field path, value, rule, and the nearest name for a misspelt field.
-- Never: fills in a value. What is missing is an error.
+The sentence has the field's path, its value, the rule, and the nearest name for a misspelt field. A
+missing value is an error; no value is filled in.
 """
 
 import difflib
@@ -24,14 +23,11 @@ def check(data: Any, where: str) -> Manifest:
 
     Raises `OrreryError` with `where` and the first wrong field, or with another schema version.
     """
-    if (
-        isinstance(data, dict)
-        and type(version := data.get("schema_version")) is int
-        and version != SCHEMA_VERSION
-    ):
+    version = data.get("schema_version") if isinstance(data, dict) else SCHEMA_VERSION
+    if type(version) is int and version != SCHEMA_VERSION:
         raise OrreryError(
-            f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery render` and begin a new run, "
-            f"or finish this one with the Orrery that began it"
+            f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery "
+            "render` and begin a new run, or finish this one with the Orrery that began it"
         )
     try:
         return Manifest.model_validate(data)
@@ -40,13 +36,15 @@ def check(data: Any, where: str) -> Manifest:
 
 
 def nearest(name: str, among: list[str]) -> str | None:
-    """The closest spelling of `name`, if any is close."""
+    """Return the closest spelling of `name`, or None."""
     close = difflib.get_close_matches(name, among, n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def sentence(error: ValidationError) -> str:
-    """One sentence for the most telling of the errors: a misspelt field before a wrong value before a missing field."""
+    """Return one sentence for the most useful error: a misspelt field, then a wrong value, then a
+    missing field.
+    """
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -72,7 +70,8 @@ def sentence(error: ValidationError) -> str:
         text = f"{path}.kind = {_short(first['ctx']['tag'])}: there is no such kind; {hint}"
     elif first["type"] in ("model_attributes_type", "union_tag_not_found"):
         kinds = [_tag(member) for member in _members(kind)]
-        text = f"{path} = {_short(first['input'])}: should be an object whose kind is one of {', '.join(filter(None, kinds))}"
+        given, known = _short(first["input"]), ", ".join(filter(None, kinds))
+        text = f"{path} = {given}: should be an object whose kind is one of {known}"
     elif first["type"] == "model_type" and first["input"] is None:
         fields = list(kind.model_fields)
         text = f"{path} = null: it cannot be left out; write an object with {', '.join(fields)}"
@@ -89,7 +88,7 @@ def _short(value: Any) -> str:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """A pydantic location as a field path without its union tags, the field names beside its last element, and what that one's type is."""
+    """Return a pydantic location as field path, the names beside its last element, and its type."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

@@ -1,7 +1,7 @@
-"""The commands about specs: `render | check | show | diff | explain | plan`. The launcher adds them to the one `orrery` command.
+"""The commands about specs: `render | check | show | diff | explain`.
 
-A run is named by its name (rendered from Jsonnet), by the path of a manifest or of its folder, or by the folder's name in `runs/`.
-What has run is told by its receipt, too. Mistakes end as one line and exit code 2.
+RUN is the name of a run (rendered from Jsonnet), the path of a manifest or of its folder, or the
+folder's name in `runs/`. Mistakes end as one line and exit code 2.
 """
 
 import json
@@ -52,14 +52,14 @@ Side = Annotated[
 
 @dataclass(frozen=True)
 class Named:
-    """What a word names: one of the two may be missing, not both."""
+    """The manifest and the receipt that a word names. At most one of them is missing."""
 
     manifest: Manifest | None
     receipt: Receipt | None
 
 
 def manifest_of(run: str) -> Manifest:
-    """A run by name, rendered, or by the path of a manifest (`*.json`, or a run's folder)."""
+    """Return the manifest of a run by name (rendered) or by path (`*.json`, or a run's folder)."""
     if (folder := _folder(run)) is not None:
         return load(folder / "manifest.json")
     if run.endswith(".json") or "/" in run:
@@ -68,9 +68,10 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """A run's manifest and receipt; of a run by name the receipt is the one of the folder that its present manifest names, if it has run.
+    """Return a run's manifest and receipt.
 
-    A manifest's path names that alone; a receipt's path brings the manifest beside it.
+    A name has the receipt of the folder of its present manifest, if it has run. The path of a
+    manifest has no receipt; the path of a receipt has the manifest beside it.
     """
     path = Path(run)
     if path.is_file() and _is_receipt(path):
@@ -86,7 +87,7 @@ def named(run: str) -> Named:
 
 
 def _folder(run: str) -> Path | None:
-    """The run's folder that a path or a folder's name in `runs/` is."""
+    """Return the run's folder for a path or for a folder's name in `runs/`."""
     if (Path(run) / "manifest.json").is_file():
         return Path(run)
     if "/" in run or run.endswith(".json"):
@@ -96,7 +97,7 @@ def _folder(run: str) -> Path | None:
 
 
 def _is_receipt(path: Path) -> bool:
-    """By name, or, wherever a copy of one lies, by what is in it."""
+    """Whether a file is a receipt, by its name or, for a copy, by its content."""
     try:
         return path.name == RECEIPT or read_object(path, "").keys() == {"schema", "run", "stages"}
     except OrreryError:
@@ -113,12 +114,12 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def _spelled(run: Rendered) -> tuple[str, Manifest]:
-    """A run as mistakes in it name it: the file to open, and the run."""
+    """Return the file and run that error messages name."""
     return f"{find_workspace().shown(run.file)}: {run.manifest.name}", run.manifest
 
 
 def _must_start(word: str, manifest: Manifest) -> None:
-    """Raises `OrreryError` where a run that somebody names cannot start; among all runs it may stand to be planned."""
+    """Raise OrreryError if a named run cannot start. Unnamed runs may be planned only."""
     if (told := refusal(manifest)) is not None:
         raise OrreryError(f"{word}: {told}")
 
@@ -138,7 +139,10 @@ def render(names: Names = None) -> None:
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Check that runs are right and that manifests/ is what they render to; a path checks that one alone. Named, a run must start."""
+    """Check that runs are right and that manifests/ is what they render to.
+
+    A path checks that manifest alone. A run that is named must be able to start.
+    """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
     rest = [n for n in names or [] if not n.endswith(".json")]
@@ -161,7 +165,8 @@ def check(names: Names = None) -> None:
                 else "its layout was edited"
             )
             raise OrreryError(
-                f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and commit it"
+                f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and "
+                "commit it"
             )
         if names:
             _must_start(name, run.manifest)
@@ -173,7 +178,8 @@ def check(names: Names = None) -> None:
                 near = nearest(path.stem, list(known))
                 hint = f"did {near!r} take its place? " if near else ""
                 raise OrreryError(
-                    f"{workspace.shown(path)}: no run has this name; {hint}remove the file with `git rm`"
+                    f"{workspace.shown(path)}: no run has this name; {hint}remove the file with "
+                    "`git rm`"
                 )
 
 
@@ -195,7 +201,8 @@ def show(
         data = named(run).receipt
         if data is None:
             raise OrreryError(
-                f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery status`"
+                f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery "
+                "status`"
             )
         print(
             json.dumps(
@@ -230,12 +237,16 @@ def diff(
         ),
     ] = False,
 ) -> None:
-    """Print in what two runs differ, before → after: the fields of their manifests, then of their receipts where both have run."""
+    """Print the differences of two runs, before → after.
+
+    They are the fields of the manifests, then of the receipts if both have run.
+    """
     a, b = named(before), named(after)
     if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):
         alone = before if a.manifest is None else after
         raise OrreryError(
-            f"{alone}: a receipt without a manifest.json beside it can only be compared with another receipt"
+            f"{alone}: a receipt without a manifest.json beside it can only be compared with "
+            "another receipt"
         )
     if a.manifest and b.manifest:
         for difference in differences(a.manifest, b.manifest):
@@ -258,7 +269,7 @@ def explain(
 
 
 def run_app(program: Callable[[], object]) -> int:
-    """Run a command line; an `OrreryError` becomes one line on stderr and its exit code."""
+    """Run a command line. Print an OrreryError as one line on stderr and return its exit code."""
     try:
         program()
     except OrreryError as error:

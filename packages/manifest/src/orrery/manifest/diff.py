@@ -1,8 +1,8 @@
-"""Diff: two manifests, or the receipts of two runs, field by field.
+"""Compare two manifests, or the receipts of two runs, field by field.
 
-A receipt is plain data here (`orrery.launcher.receipt` writes it): of every stage its attempts, outputs and metrics. What is compared of a
-stage is how its last attempt ran and what came out. When, under which job ids and how often it was begun differs between any two runs, as
-do texts with paths in them; that is left out unless everything is asked for.
+A receipt is plain data (`orrery.launcher.receipt` writes it): attempts, outputs and metrics of
+every stage. The last attempts are compared. Times, job ids, earlier attempts and texts with paths
+always differ, and are left out by default.
 """
 
 import json
@@ -25,7 +25,7 @@ KINDS = (
     "metrics",
     "outputs",
     "restarts",
-)  # in this order; what else there is comes after
+)  # in this order, before all others
 ALWAYS_DIFFERENT = (
     "attempt",
     "started_s",
@@ -42,7 +42,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that differs; `before` or `after` is "absent" where only one of the two has it, else JSON."""
+    """One field that differs. `before` and `after` are JSON, or "absent"."""
 
     field: str
     before: str
@@ -53,7 +53,7 @@ class Difference:
 
 
 def diff(before: Manifest, after: Manifest) -> list[Difference]:
-    """The fields whose values differ, sorted by name."""
+    """Return the fields whose values differ, sorted by name."""
     a, b = (dict(leaves(m.model_dump(mode="json"))) for m in (before, after))
     paths = sorted(
         (p for p in a.keys() | b.keys() if a.get(p, _ABSENT) != b.get(p, _ABSENT)), key=spelled
@@ -64,7 +64,7 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
 
 
 def read_receipt(path: Path) -> Receipt:
-    """The receipt in a file; raises `OrreryError` where it is none that can be read here."""
+    """Return the receipt in a file. Raises OrreryError if it is no readable receipt."""
     remedy = "remove it, the next stage writes a new one"
     receipt = read_object(path, remedy)
     try:
@@ -76,7 +76,8 @@ def read_receipt(path: Path) -> Receipt:
         raise OrreryError(f"{path}: not a receipt ({error!r}); {remedy}") from None
     if schema != RECEIPT_SCHEMA or not whole:
         raise OrreryError(
-            f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it with the Orrery that wrote it"
+            f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it "
+            "with the Orrery that wrote it"
         )
     return receipt
 
@@ -91,7 +92,10 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """What differs, by kind; `receipt.<kind>.<stage>.<field>`, or without the stage where each stage that has the field changed alike."""
+    """Return the differences by kind, as `receipt.<kind>.<stage>.<field>`.
+
+    The stage is left out if the field changed equally in each stage that has it.
+    """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = [
         *before["stages"],
@@ -115,7 +119,7 @@ def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> 
 
 
 def _facts(receipt: Receipt, everything: bool) -> dict[tuple[str, str, Leaf], Any]:
-    """What a receipt says, by kind, stage and the rest of the field's path."""
+    """Return a receipt's values by kind, stage and the rest of the field's path."""
     facts: dict[tuple[str, str, Leaf], Any] = {}
     for stage, entry in receipt["stages"].items():
         said = {

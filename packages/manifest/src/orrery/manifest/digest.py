@@ -1,4 +1,4 @@
-"""The sha256 of files: what a manifest names weights and tokenizers by, and what a shell computes too."""
+"""The sha256 of files, as manifests name weights and tokenizers."""
 
 import hashlib
 import os
@@ -8,11 +8,12 @@ from pathlib import Path
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Of one file its sha256; of several that of the lines "sha256  name" in the order of their names (`sha256sum FILES | sha256sum`)."""
+    """Return one file's sha256, or for several that of their lines "sha256  name" sorted by name.
+
+    The shell equivalent is `sha256sum FILES | sha256sum`.
+    """
     files = sorted(files, key=lambda path: path.name)
-    with ThreadPoolExecutor(
-        min(len(files), len(os.sched_getaffinity(0)))
-    ) as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))
     if len(files) == 1:
         return digests[0]
@@ -21,6 +22,5 @@ def sha256_of(files: Sequence[Path]) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,5 +23,8 @@ def explain_os_error(error: OSError) -> str:
     """Return `<file>: <reason>`, and for a full disk what to remove."""
     text = error.strerror or f"{type(error).__name__} {error}".strip()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += "; free some, such as run folders in runs/ that nobody needs (`df -h . /dev/shm` says what is full)"
+        text += (
+            "; free some, such as run folders in runs/ that nobody needs "
+            "(`df -h . /dev/shm` says what is full)"
+        )
     return f"{error.filename}: {text}" if error.filename else text

@@ -1,8 +1,10 @@
-"""Explain: which file, and which axis, gave a field its value.
+"""Explain which file and which axis gave a field its value.
 
-- An axis that holds the field when evaluated alone set it; a run file that spells the field out overrides it.
-- What no axis and no run file spells out, `lib/run.libsonnet` derives; the axes it follows from are those without which the
-  field has no value or another one (each is swapped for an empty object in turn, with the laws out of the way).
+- An axis that has the field when evaluated alone has set it. A run file that spells it overrides
+  it.
+- All other fields are derived in `lib/run.libsonnet`. They follow from the axes without which the
+  field has no value or another one. Each axis is replaced by an empty object in turn, with the
+  constraints switched off.
 """
 
 import json
@@ -28,7 +30,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """A file and line; `axis` is its folder under `jsonnet/`, None for run files and the library."""
+    """A file and line. `axis`: its folder under `jsonnet/`; None: a run file or the library."""
 
     file: str
     line: int | None
@@ -44,7 +46,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A leaf of a run. `how` is "axis", "run file" or "derived"; `sources`: what a derived value follows from, or what was overridden."""
+    """The origin of one leaf of a run. `how` is "axis", "run file" or "derived".
+
+    `sources`: the places that a derived value follows from, or the overridden place.
+    """
 
     field: str
     value: Any
@@ -66,7 +71,10 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
-    """Every leaf at or under a field of a run; raises `OrreryError` with the nearest field for a misspelt one."""
+    """Return the origin of every leaf at or under a field.
+
+    Raises OrreryError with the nearest field for a misspelt one.
+    """
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
@@ -75,22 +83,20 @@ def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
 
 
 def axes(workspace: Workspace, files: Iterable[Path]) -> dict[Path, str]:
-    """The axis files among those that a run reads, each with its kind (its folder under `jsonnet/`)."""
+    """Return the axis files among `files` with their kind, the folder under `jsonnet/`."""
     root = workspace.library[0]
     inside = {path: path.relative_to(root).parts[0] for path in files if path.is_relative_to(root)}
     return {path: kind for path, kind in inside.items() if kind not in ("lib", "runs")}
 
 
 class _Case:
-    """What explaining the leaves of one run shares."""
-
     def __init__(self, workspace: Workspace, name: str, file: Path, read: tuple[Path, ...]) -> None:
         self.workspace, self.name, self.file = workspace, name, file
         self.axes = axes(workspace, read)
         self.alone = {path: Evaluator(workspace)(import_of(workspace, path)) for path in self.axes}
         self.run_files = [path for path in read if path.parent.name == "runs"]
         self.library = workspace.library[0] / "lib" / "run.libsonnet"
-        self.lawless = {workspace.library[0] / "lib" / "laws.libsonnet": b"{}"}
+        self.unconstrained = {workspace.library[0] / "lib" / "constraints.libsonnet": b"{}"}
 
     def leaf(self, path: fields.Path, value: Any) -> Explanation:
         setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
@@ -146,7 +152,8 @@ class _Case:
         reach = "".join(f"[{json.dumps(element)}]" for element in path)
         try:
             return (
-                Evaluator(self.workspace, {**self.lawless, **instead})(f"({run}){reach}") == value
+                Evaluator(self.workspace, {**self.unconstrained, **instead})(f"({run}){reach}")
+                == value
             )
         except OrreryError:
             return False
@@ -156,7 +163,10 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """The line where a file spells a field out, by its braces and keys; `under_key`: inside a run's key, too."""
+    """Return the line where a file spells a field, by its braces and keys.
+
+    `under_key`: also inside a run's key.
+    """
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Fields: the leaves of plain JSON data under the names that people type, such as `tasks.train[0].args.min_length`."""
+"""Field paths such as `tasks.train[0].args.min_length`, and the leaves of plain JSON data."""
 
 import re
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ _ELEMENT = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 def parse(text: str) -> Path:
-    """`a.b[0].c` as ("a", "b", 0, "c"); `a.b.0.c` means the same."""
+    """Return `a.b[0].c` or `a.b.0.c` as ("a", "b", 0, "c")."""
     parts = [int(i or n) if (i or n).isdigit() else n for n, i in _ELEMENT.findall(text)]
     return tuple(parts)
 
 
 def spelled(path: Path) -> str:
-    """The inverse of `parse`."""
+    """Return the inverse of `parse`."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
 def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value that is not a non-empty object or list, with its path, in order of the data."""
+    """Yield every value that is not a non-empty object or list, with its path, in order."""
     children = (
         data.items()
         if isinstance(data, dict)
@@ -40,7 +40,7 @@ def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(data: Any, path: Path, where: str) -> Any:
-    """The value at a path; raises `OrreryError` with the fields that there are."""
+    """Return the value at a path. Raises OrreryError with the fields that exist."""
     for depth, element in enumerate(path):
         if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
             isinstance(data, dict) and element in data

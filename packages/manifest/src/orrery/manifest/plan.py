@@ -1,10 +1,11 @@
-"""Plan: which processes each stage of a run consists of, as data.
+"""The processes of each stage of a run, as data.
 
-- The only place that knows the table; the launcher starts what it says, the pipeline makes one job of each stage.
-- `after` names the stages whose `DONE` a stage waits for; without `stages.sft` the rl stage follows init.
-- `ends`: "itself" runs to its own end; "with_stage" is a server, stopped when every "itself" process has exited with 0.
-- Nodes are numbered within the stage. One node holds everything; of several, each belongs to one group, and which follows from the manifest
-  alone: inference first (prefill, then decode, where they are apart), then trainer; orchestrator, router and store share the first node.
+- This is the only table of them. The launcher starts them; the pipeline makes one job per stage.
+- `after`: the stages whose `DONE` a stage waits for. Without `stages.sft`, rl follows init.
+- `ends`: "itself" runs to its own end. "with_stage" is a server, stopped when every "itself"
+  process has exited with 0.
+- Nodes are numbered within the stage. Of several nodes each belongs to one group: inference (or
+  prefill, then decode), then trainer. Orchestrator, router and store are on the first node.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "re
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: `python -m <module>` as `role` number `index` on `node`, holding `num_devices` of the hardware's accelerator."""
+    """One process: `python -m <module>` as `role` number `index` on `node` with `num_devices`."""
 
     role: Role
     index: int
@@ -44,7 +45,7 @@ ONE_NODE = (NodeGroup("all", 0, 1),)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: what must be done before it, its processes (servers first), and its nodes."""
+    """One stage: its predecessors, its processes (servers first), and its nodes."""
 
     name: StageName
     after: tuple[StageName, ...]
@@ -65,7 +66,7 @@ class StagePlan:
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
-    """The stages of a run in order."""
+    """Return the stages of a run in order."""
     ranks = tuple(
         ProcessPlan("trainer", i, "orrery.trainer", 1, "itself")
         for i in range(manifest.trainer.mesh.world_size)
@@ -79,29 +80,25 @@ def plan(manifest: Manifest) -> list[StagePlan]:
         _placed(manifest, StagePlan("rl", (stages[-1].name,), (*servers, orchestrator, *ranks)))
     )
     stages.append(_placed(manifest, StagePlan("evaluate", ("rl",), (*servers, orchestrator))))
-    stages.append(
-        StagePlan(
-            "report",
-            ("evaluate",),
-            (ProcessPlan("report", 0, "orrery.observe.report", 0, "itself"),),
-        )
-    )
+    report = ProcessPlan("report", 0, "orrery.observe.report", 0, "itself")
+    stages.append(StagePlan("report", ("evaluate",), (report,)))
     return stages
 
 
 def stage(manifest: Manifest, name: str) -> StagePlan:
-    """One stage by name; raises `OrreryError` naming the stages that the run has."""
+    """Return one stage by name. Raises OrreryError with the stages that the run has."""
     stages = plan(manifest)
     for one in stages:
         if one.name == name:
             return one
     raise OrreryError(
-        f"stage {name!r}: {manifest.name} has no such stage; choose from {', '.join(s.name for s in stages)}"
+        f"stage {name!r}: {manifest.name} has no such stage; choose from "
+        f"{', '.join(s.name for s in stages)}"
     )
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """The stage over the nodes of those groups that it has processes for; the schema's law is that each group fills whole nodes."""
+    """Place the stage on the nodes of its groups. The schema guarantees that groups fill nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node

@@ -1,9 +1,8 @@
-"""Render: Jsonnet run files in, checked manifests out.
+"""Render Jsonnet run files to checked manifests.
 
-- A run is a file and a key; nothing comes in from outside (no external variables, no top-level arguments).
-- Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`), so a file means the same wherever it is imported from.
-- Jsonnet resolves, the schema only checks; the engine's text is parsed, never kept.
-- `write` writes all or nothing: the first wrong run stops it before any file is touched.
+- A run is a file and a key. There are no external variables and no top-level arguments.
+- Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`).
+- `write` writes all or nothing: the first wrong run stops it before any file is changed.
 """
 
 import json
@@ -29,14 +28,17 @@ _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILIN
 
 @dataclass(frozen=True)
 class Rendered:
-    """A run: its manifest, and the file it stands in under the manifest's name."""
+    """A run: its manifest and the file that defines it."""
 
     manifest: Manifest
     file: Path
 
 
 class Evaluator:
-    """Evaluates Jsonnet against a workspace's library; `instead` swaps the content of imported files, `closure` is what was read."""
+    """Evaluate Jsonnet against a workspace's library.
+
+    `instead` replaces the content of imported files; `closure` lists the files read.
+    """
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -45,7 +47,11 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """The value of an expression; raises `OrreryError` with Jsonnet's sentence and the file and line of the law or mistake."""
+        """Return an expression's value.
+
+        Raises OrreryError with Jsonnet's sentence and the file and line of the assertion or
+        mistake.
+        """
         import _gojsonnet
 
         try:
@@ -73,10 +79,12 @@ class Evaluator:
                 except OSError as error:
                     self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
                     return name, _FAILS
-                if (
-                    path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING
-                ):  # it would crash Jsonnet's parser
-                    self._lost = f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; is the file damaged?"
+                # Jsonnet's parser would crash.
+                if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:
+                    self._lost = (
+                        f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; "
+                        "is the file damaged?"
+                    )
                     return name, _FAILS
                 return str(path), data
         if any(
@@ -100,7 +108,8 @@ class Evaluator:
         head = text.splitlines()[0]
         message = head.removeprefix("RUNTIME ERROR: ")
         if found := _FRAME.match(message):  # a syntax error opens with its place
-            return f"{self.workspace.shown(found['file'])}:{found['line']}: {message.split(' ', 1)[-1]}"
+            place = f"{self.workspace.shown(found['file'])}:{found['line']}"
+            return f"{place}: {message.split(' ', 1)[-1]}"
         frames = [
             f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")
         ]
@@ -121,17 +130,17 @@ def _nesting(data: bytes) -> int:
 
 
 def quoted(text: str) -> str:
-    """A Jsonnet string literal."""
+    """Return a Jsonnet string literal."""
     return json.dumps(text)
 
 
 def import_of(workspace: Workspace, path: Path) -> str:
-    """The Jsonnet expression that imports a file under `jsonnet/`."""
+    """Return the Jsonnet expression that imports a file under `jsonnet/`."""
     return f"(import {quoted(str(path.relative_to(workspace.library[0])))})"
 
 
 def run_files(workspace: Workspace) -> dict[str, Path]:
-    """Every run's name and the file that defines it; no run is evaluated."""
+    """Return every run's name and file without evaluating runs."""
 
     def names(path: Path) -> list[str]:
         return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
@@ -144,25 +153,27 @@ def run_files(workspace: Workspace) -> dict[str, Path]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """What `of_file` says of each file's runs, by their names. Raises `OrreryError` where a name is another's too."""
+    """Merge the runs of all files by name. Raises OrreryError if a name is used twice."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
         if path.stem in TARGETS:  # a file's stem is the target of all of its runs
             raise OrreryError(
-                f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the file another name"
+                f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the "
+                "file another name"
             )
         for name, value in of_file(path).items():
             if name in found:
                 raise OrreryError(
-                    f"{workspace.shown(path)}: run {name!r} stands in {workspace.shown(files[name])} too; names are unique"
+                    f"{workspace.shown(path)}: run {name!r} stands in "
+                    f"{workspace.shown(files[name])} too; names are unique"
                 )
             found[name], files[name] = value, path
     return found
 
 
 def locate(workspace: Workspace, name: str) -> Path:
-    """The file that defines a run; raises `OrreryError` with the nearest name."""
+    """Return the file that defines a run. Raises OrreryError with the nearest name."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
     if likely in workspace.run_files and name in Evaluator(workspace)(
         f"std.objectFields({import_of(workspace, likely)})"
@@ -179,20 +190,20 @@ def locate(workspace: Workspace, name: str) -> Path:
 
 
 def render(workspace: Workspace, name: str) -> Rendered:
-    """One run by name."""
+    """Render one run by name."""
     path = locate(workspace, name)
     return _rendered(workspace, name, Evaluator(workspace)(_run_of(workspace, path, name)), path)
 
 
 def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
-    """Every file that is read for a run alone, in order of import."""
+    """Return every file read for one run, in order of import."""
     evaluate = Evaluator(workspace)
     evaluate(_run_of(workspace, run.file, run.manifest.name))
     return tuple(evaluate.closure)
 
 
 def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
-    """Every run of a file."""
+    """Render every run of a file."""
     return _all_rendered(workspace, path, Evaluator(workspace)(import_of(workspace, path)))
 
 
@@ -221,8 +232,8 @@ def _run_of(workspace: Workspace, path: Path, name: str) -> str:
 def _all_rendered(workspace: Workspace, path: Path, runs: Any) -> list[Rendered]:
     if not isinstance(runs, dict):
         raise OrreryError(
-            f"{workspace.shown(path)}: holds {kind_of(runs)}, and a run file is an object of runs by name; "
-            f"jsonnet/runs/reverse_text.jsonnet is an example"
+            f"{workspace.shown(path)}: holds {kind_of(runs)}, and a run file is an object of runs "
+            "by name; jsonnet/runs/reverse_text.jsonnet is an example"
         )
     return [_rendered(workspace, name, data, path) for name, data in runs.items()]
 
@@ -231,7 +242,8 @@ def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendere
     manifest = check(data, f"{workspace.shown(path)}: {name}")
     if manifest.name != name:
         raise OrreryError(
-            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the runs in lib/named.libsonnet"
+            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the "
+            "runs in lib/named.libsonnet"
         )
     return Rendered(manifest, path)
 
@@ -241,7 +253,7 @@ def write(
     runs: Iterable[Rendered],
     wrote: Callable[[Path, bool], None] | None = None,
 ) -> list[Path]:
-    """Write the manifests of runs that have all been checked; `wrote(path, changed)` hears of each. Unchanged files are left alone."""
+    """Write the manifests of checked runs; call `wrote(path, changed)` for each."""
     paths = []
     for run in list(runs):
         path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)

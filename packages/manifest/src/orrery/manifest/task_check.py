@@ -1,11 +1,9 @@
-"""Task check: what only the room of tasks can know of a manifest (kinds and their args, prompts that fit), asked as a command line.
+"""Check the tasks of manifests (kinds, args, prompt lengths) with the room of tasks.
 
-- In: manifests, each with what to call it. Out: nothing, or the `OrreryError` of the first that is not well.
-- Always: one process for all of them, since starting it costs more than its work.
-- Never: an import of `orrery.tasks`. If that room is not installed, nothing is checked. If a
-  pretrained tokenizer is not on this machine, tasks are built but prompts are not measured. The
-  init stage checks again.
-- Not part of rendering: `snakemake` renders all runs at every start, and checked-in manifests have passed here.
+- One command line checks all manifests, because its start costs more than its work.
+- `orrery.tasks` is never imported. If it is not installed, nothing is checked. If a pretrained
+  tokenizer is not on this machine, prompts are not measured. The init stage checks again.
+- Rendering does not check: `snakemake` renders all runs at every start.
 """
 
 import subprocess
@@ -18,11 +16,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 
-FIRST_LINE = "tasks.train[0]: "  # opens the lines of a manifest that passed: one a task use, and every manifest has this one
+FIRST_LINE = "tasks.train[0]: "  # printed once for each manifest that passed
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
-    """Raises `OrreryError`, one sentence with the name given to it, for the first manifest whose tasks do not build or do not fit."""
+    """Raise OrreryError for the first manifest whose tasks do not build or do not fit.
+
+    Each manifest comes with its name for the message.
+    """
     if not manifests or find_spec("orrery.tasks") is None:
         return
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:

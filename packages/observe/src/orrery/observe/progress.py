@@ -1,8 +1,4 @@
-"""Progress: what a person wants to see of a running stage, folded from metric rows and health, drawn as one view or one line.
-
-- `Progress` is a pure fold: rows in, numbers out. `panel` and `line` draw it; neither reads files nor clocks of its own.
-- Drawn live when stderr is a terminal, as a plain line every few seconds when it is not.
-"""
+"""The progress of a running stage, from metric rows and health, as a live panel or one line."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +34,7 @@ class Progress:
     usage: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, process: str, row: Row) -> None:
-        """Take one row in; rows of other stages and attempts do not count."""
+        """Add one row. Ignore rows of other stages and attempts."""
         if row.get("stage") != self.stage or row.get("attempt") != self.attempt:
             return
         role, event = process.split(".")[0], row.get("event")
@@ -79,13 +75,13 @@ class Progress:
 
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
-    """One line for a log: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 from orchestrator`."""
+    """Return one log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 …`."""
     parts = [
         f"{progress.stage} {_steps(progress)}",
         *(f"{name} {value}" for name, value in _numbers(progress)),
     ]
     talking = [
-        f"{name} {_activity(one, now_s)}" for name, one in health.items() if one.role != "router"
+        f"{name} {one.sentence(now_s)}" for name, one in health.items() if one.role != "router"
     ]
     return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
 
@@ -124,7 +120,7 @@ def panel(
         roles.add_row(
             name,
             state,
-            _activity(one, now_s) if one else "starting",
+            one.sentence(now_s) if one else "starting",
             f"{used['cpu_percent']:.0f} %" if "cpu_percent" in used else "",
             f"{used['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in used else "",
         )
@@ -145,7 +141,7 @@ def panel(
 
 
 def _numbers(progress: Progress) -> list[tuple[str, str]]:
-    """What is drawn: names and values, of several tasks their held-out rewards in one."""
+    """Return the names and values to draw. Held-out rewards of several tasks are one value."""
     rewards = {task: _short(reward) for task, reward in progress.held_out.items()}
     held_out = ", ".join(
         rewards.values()
@@ -157,23 +153,15 @@ def _numbers(progress: Progress) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Rewards in [0, 1] as a row of bars."""
+    """Return rewards in [0, 1] as a row of bars."""
     bars = "▁▂▃▄▅▆▇█"
     return "".join(bars[min(len(bars) - 1, max(0, int(value * len(bars))))] for value in values)
 
 
-def _activity(health: Health, now_s: float) -> str:
-    return health.sentence(now_s)
-
-
 def _steps(progress: Progress) -> str:
-    return (
-        f"{progress.step}/{progress.num_steps}"
-        if progress.num_steps
-        else "…"
-        if not progress.step
-        else str(progress.step)
-    )
+    if progress.num_steps:
+        return f"{progress.step}/{progress.num_steps}"
+    return str(progress.step) if progress.step else "…"
 
 
 def _short(value: Any) -> str:

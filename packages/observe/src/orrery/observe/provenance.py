@@ -1,4 +1,4 @@
-"""What a measurement was made with: releases of packages, and the commit of a checkout."""
+"""The versions of packages and the commit of a checkout, for records of measurements."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Python's, and those of the packages among these that are installed."""
+    """Return Python's version and those of the installed ones of `packages`."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -20,9 +20,10 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit(folder: Path, *paths: str) -> str:
-    """The commit of the checkout that `folder` is in, with `-dirty` where tracked files under `paths` differ; "unknown" outside of one.
+    """Return the commit of the checkout around `folder`, or "unknown".
 
-    Paths are as git takes them (`:/packages`, `:!*.json`). `ORRERY_COMMIT` says it where the checkout is a copy without history.
+    It ends in `-dirty` if tracked files under `paths` (as git takes them) differ. ORRERY_COMMIT
+    names it for a copy without history.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

@@ -302,7 +302,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return the health of a stage's processes by name `<role>.<i>`; with `attempt`, of it alone."""
+    """Return the health of a stage's processes by name `<role>.<i>`, or of one attempt alone."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:

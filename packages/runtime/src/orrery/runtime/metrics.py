@@ -1,10 +1,12 @@
-"""Metrics and spans: JSON lines that a role appends and anybody reads.
+"""Metrics and spans: JSON lines that a role appends.
 
-- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one object a row.
-- `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step", **attrs}`, times as `time.time()`.
-- A row is one `write` to a file opened for appending, so a row is whole or torn, by a kill or a full disk; readers skip what is torn, and
-  the row after it begins a line of its own.
-- `read` merges attempts: a resumed attempt overrides every step from the first it made again; rows without a step all stay.
+- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one row a line.
+- `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
+  **attrs}`, times as `time.time()`.
+- A row is one `write` in append mode. A kill or a full disk may tear it. Readers skip torn rows,
+  and the next row begins a new line.
+- `read` merges attempts: a resumed attempt overrides all steps from its first one on; rows without
+  a step all stay.
 """
 
 import json
@@ -25,7 +27,7 @@ Row = dict[str, Any]
 
 
 class MetricsFile:
-    """The writing end of one process; safe to call from several threads."""
+    """The writing end of one process; thread-safe."""
 
     def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
         folder = run_dir / "metrics"
@@ -39,7 +41,7 @@ class MetricsFile:
 
     @contextmanager
     def span(self, name: str, step: int | None = None, **attrs: Any) -> Iterator[None]:
-        """Record how long the body takes; also when it raises."""
+        """Record how long the body takes, also if it raises."""
         start_s = time.time()
         try:
             yield
@@ -59,7 +61,7 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file, created at the first row, mended when an earlier process died inside a line; closed when nobody can write to it."""
+    """A JSONL file, created at the first row. A line torn by an earlier process is ended first."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -68,7 +70,7 @@ class _Lines:
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
-        """Raises OSError where the row cannot be written whole."""
+        """Append a row. Raises OSError if it cannot be written whole."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
@@ -95,7 +97,10 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types: numpy and torch scalars become numbers, arrays lists, paths text, and what is not finite null."""
+    """Return JSON types. Scalars and arrays of numpy and torch become numbers and lists.
+
+    Numbers that are not finite become null, and other values text.
+    """
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,7 +113,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Every whole row in the order written, all attempts, one at a time; a missing file has none."""
+    """Yield every whole row of all attempts in order. A missing file has none."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -151,7 +156,9 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Where each attempt of each series begins: a stage's rows of one `event`, or spans of one `name`."""
+    """The first step of each attempt in each series: a stage's rows of an `event`, or spans of a
+    `name`.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -163,7 +170,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Whether no newer attempt made the row's step again. Only once all rows are added."""
+        """Whether no newer attempt made the row's step again. Call it after all rows are added."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -171,11 +178,9 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """What counts: within a series, an attempt replaces older ones from its first step on."""
-    all_rows, attempts = (
-        [row for row in all_rows if "time_s" in row or "start_s" in row],
-        Attempts(),
-    )
+    """Return the rows that count: an attempt replaces older ones from its first step on."""
+    all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
+    attempts = Attempts()
     for row in all_rows:
         attempts.add(row)
     return sorted(
@@ -189,7 +194,7 @@ def _series(row: Row) -> tuple:
 
 
 def read(path: Path | str) -> list[Row]:
-    """The rows of one file that count, oldest first: for each step those of the newest attempt that made it."""
+    """Return the rows of one file that count, oldest first."""
     return merge_attempts(rows(path))
 
 

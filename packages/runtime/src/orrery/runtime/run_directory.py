@@ -1,11 +1,10 @@
-"""A run's folder: the version of its layout, the numbers of its attempts, and the names of its checkpoints.
+"""A run's directory: the version of its layout, the numbers of its attempts, and its checkpoints.
 
 - `layout` holds LAYOUT. A folder of another layout is refused; nothing migrates it.
 - An attempt first makes the folder `attempts/<k>/`. mkdir is exclusive, and the folder is synced,
-  so no two attempts have the same number. This holds for two launchers at once, after a launcher
-  that died before its first status, and after `status.json` was removed.
+  so no two attempts have the same number, even for two launchers at once.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. A process of an earlier attempt
-  may still run on an unreachable node. It writes into its own folder.
+  that still runs on an unreachable node writes into its own folder.
 - A run resumes from the newest complete step.
 """
 
@@ -25,7 +24,7 @@ COMPLETE = "COMPLETE"  # the marker of a whole checkpoint
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
 
-# Layout ---------------------------------------------------------------------------------------------------------------
+# Layout -------------------------------------------------------------------------------------------
 
 
 def begin(run_dir: Path) -> None:
@@ -45,13 +44,15 @@ def check_layout(run_dir: Path) -> None:
         found = 1  # the first layout had no layout file
     except ValueError:
         raise OrreryError(
-            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else {_anew(run_dir)}"
+            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else "
+            f"{_anew(run_dir)}"
         ) from None
     if found != LAYOUT:
         which = "an older" if found < LAYOUT else "a newer"
         raise OrreryError(
-            f"{run_dir}: {which} release of Orrery began this run (layout {found}, and this release reads layout {LAYOUT} alone); "
-            f"finish it with that release, or {_anew(run_dir)}"
+            f"{run_dir}: {which} release of Orrery began this run (layout {found}, and this "
+            f"release reads layout {LAYOUT} alone); finish it with that release, or "
+            f"{_anew(run_dir)}"
         )
 
 
@@ -65,10 +66,11 @@ def has_layout(run_dir: Path) -> bool:
 
 
 def _anew(run_dir: Path) -> str:
-    return f"type `mv {run_dir} {run_dir.with_name(f'.{run_dir.name}')}` and start the run again to begin anew"
+    aside = run_dir.with_name(f".{run_dir.name}")
+    return f"type `mv {run_dir} {aside}` and start the run again to begin anew"
 
 
-# Attempts -------------------------------------------------------------------------------------------------------------
+# Attempts -----------------------------------------------------------------------------------------
 
 
 def begin_attempt(run_dir: Path) -> int:
@@ -97,7 +99,7 @@ def inputs_path(run_dir: Path, stage: str) -> Path:
     return run_dir / "stages" / stage / "inputs.json"
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
+# Checkpoints --------------------------------------------------------------------------------------
 
 
 class Checkpoint(NamedTuple):

@@ -57,7 +57,8 @@ def _from_standard_input() -> str:
         while not line.endswith(b"\n") and len(line) < MAX_BYTES:
             if not select.select([0], [], [], scaled(TAKE_S))[0]:
                 raise OrreryError(
-                    f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; see that srun passes it on"
+                    f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; "
+                    "see that srun passes it on"
                 )
             more = os.read(0, MAX_BYTES - len(line))
             if not more:
@@ -76,5 +77,6 @@ def _from_file(path: str) -> str:
             return file.read(MAX_BYTES).decode(errors="replace").strip()
     except OSError as error:
         raise OrreryError(
-            f"{TOKEN_FILE}: {path} cannot be read ({error.strerror}); name a file that holds the run's token"
+            f"{TOKEN_FILE}: {path} cannot be read ({error.strerror}); name a file that holds the "
+            "run's token"
         ) from error

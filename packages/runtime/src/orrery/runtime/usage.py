@@ -1,8 +1,9 @@
-"""Usage: a process's own processor time and memory, with all that it started, as a row every PERIOD_S, later more seldom (`pace`).
+"""Record a process's CPU time and memory, including its children, as metric rows.
 
-- Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` in the role's metrics; 100 % is one core busy.
-- Reads /proc itself: listing the children of one process through psutil reads the state of every process of the machine.
-- Only a role that a launcher started samples itself; a report that a person draws writes no rows. The launcher leaves its roles out.
+- Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` every
+  PERIOD_S, in long runs less often. 100 % is one core.
+- Reads /proc itself: psutil reads all processes of the machine to list one's children.
+- Only launched roles record usage. The launcher excludes its roles.
 """
 
 import logging
@@ -26,20 +27,20 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc/<pid>/stat says of a process."""
+    """CPU time and memory of a process."""
 
     cpu_s: float
     rss_bytes: int
 
 
 def parse(stat: str) -> Stat:
-    """A line of /proc/<pid>/stat; the name in it may hold blanks and brackets."""
+    """Parse a line of /proc/<pid>/stat. The name in it may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
 
 def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """`root` and all below it, by process id, but for the trees of `without`; who ends meanwhile is left out."""
+    """Return `root` and its descendants by process id, without the trees of `without`."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -55,14 +56,16 @@ def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
 
 
 class Sampler:
-    """The use of one process and all below it, but for the trees of `without`, between two looks."""
+    """The usage of one process and its descendants, except the trees of `without`, between two
+    samples.
+    """
 
     def __init__(self, pid: int, without: Collection[int] = ()):
         self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
         self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """`cpu_percent` since the last look and `rss_bytes` now. Of a child that came since, all its time counts."""
+        """Return `cpu_percent` since the last sample and `rss_bytes`; new children count fully."""
         now_s, found = time.monotonic(), tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
@@ -85,7 +88,7 @@ class UsageRows:
         self._thread.start()
 
     def stop(self) -> None:
-        """No row is written after this."""
+        """Stop. No row is written after this."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -95,7 +98,7 @@ class UsageRows:
         while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
-            except OSError as error:  # a network file system's moment, or a full disk, which ends the role at a row of its own
+            except OSError as error:  # a full disk ends the role at one of its own rows
                 if not has_failed:
                     log.warning(
                         "use of processor and memory cannot be written (%s); tried again",

@@ -1,4 +1,4 @@
-"""`python -m orrery.observe.report --run-dir R …`: the report stage. Writes `report/index.html` and `report/summary.txt`."""
+"""The report stage: write `report/index.html` and `report/summary.txt`."""
 
 import time
 

@@ -1,10 +1,9 @@
-"""What a report needs of a run directory, read once and tidied.
+"""The data of a report, read once from a run directory.
 
-- In: `metrics/`, `stages/`, `rollouts/`, `manifest.json` of one run directory. Nothing else is opened.
-- Out: `RunData`; a file that is not there is an empty list, so a report of an unfinished run is a shorter report.
-- Always: for a step that ran in several attempts, the newest attempt's row stands (`observe.metrics.Attempts`). Spans are of the newest
-  attempt alone: between two attempts nobody worked.
-- Always: one row at a time becomes numbers in columns (`table.py`), so that a run of weeks fits into memory. None is left out.
+- In: `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list, so the
+  report of an unfinished run is shorter.
+- Of a step in several attempts the newest attempt's row counts. Spans are of the newest attempt.
+- Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
 
 import logging
@@ -41,7 +40,7 @@ KINDS = {  # of rows that say an `event`: process and event -> the table of `Run
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything the page shows, before any drawing."""
+    """The data of the page."""
 
     run_dir: Path
     manifest: Manifest
@@ -51,17 +50,13 @@ class RunData:
     validation: Table  # losses on examples that SFT never trains
     compared: Table  # log-probs of the last version, trainer against engine
     batches: Table
-    stopped_early: (
-        Table  # the end of an RL stage whose held-out reward reached `evaluation.stop_at`
-    )
+    stopped_early: Table  # the end of an RL stage that reached `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
     admission: Table  # rollouts in flight and their limit, where it follows the engines
     engines: Mapping[int, Table]  # what each engine says of itself
-    usage: Sequence[
-        Row
-    ]  # of each attempt of a stage: when its processes said first and last what they used
+    usage: Sequence[Row]  # for each attempt of a stage, the times of its first and last row
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row  # stages/evaluate/result.json
@@ -95,12 +90,13 @@ def reading(what: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)
         raise OrreryError(
-            f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery report` again"
+            f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery "
+            "report` again"
         ) from error
 
 
 def same_weights(run: RunData) -> list[tuple[int, float]]:
-    """(policy version, largest |Δ log-prob| between trainer and engine on tokens of that version alone), where there were such tokens."""
+    """Return (version, largest |Δ log-prob| of trainer and engine on that version's tokens)."""
     key = "logprob_max_abs_diff_same_weights"
     found = [(step - 1, value) for step, value in run.rl.each("step", key) if value is not None]
     return found + [(row["version"], row[key]) for row in run.compared[-1:] if row[key] is not None]
@@ -127,7 +123,8 @@ def _done(path: Path) -> Row:
     for key in ("attempt", "started_s", "ended_s", "wall_s"):
         if not isinstance(row.get(key), int | float):
             raise OrreryError(
-                f"{path}: {key}: a launcher writes a number there, so no launcher wrote this marker; {remedy}"
+                f"{path}: {key}: a launcher writes a number there, so no launcher wrote this "
+                f"marker; {remedy}"
             )
     return row
 
@@ -151,7 +148,7 @@ def _result(path: Path) -> Row:
 
 
 def unfinished(run: RunData) -> list[str]:
-    """Stages that are still to be done, but for the report's own, in their order."""
+    """Return the stages that are not done, without the report, in order."""
     return [
         stage.name
         for stage in plan(run.manifest)
@@ -160,7 +157,10 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Seconds of work on the finished stages; of an attempt that came to nothing, from its launcher's first row to its last."""
+    """Return the seconds of work on the finished stages, lost attempts included.
+
+    A lost attempt counts from its launcher's first row to its last.
+    """
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [
         row["last_s"] - row["first_s"]
@@ -171,7 +171,7 @@ def wall_s(run: RunData, *left_out: str) -> float:
 
 
 def _metrics(folder: Path) -> dict[str, Any]:
-    """What `RunData` holds of all processes' rows, by its field."""
+    """Return the fields of `RunData` that come from metric rows."""
     tables = {name: Table() for name in ("rl", "sft", *KINDS.values())}
     tables["admission"] = Table(("time_s", "limit", "num_in_flight"))
     engines: dict[int, Table] = defaultdict(lambda: Table(("time_s", "kv_usage")))
@@ -199,14 +199,11 @@ def _metrics(folder: Path) -> dict[str, Any]:
 
 
 def _kind(process: str, row: Row) -> str | None:
-    """The table that a row belongs in."""
+    """Return the table that a row belongs to, or None."""
     event, stage = row.get("event"), row.get("stage")
     if event is None:
-        return (
-            stage
-            if process == "trainer.0" and stage in ("rl", "sft") and row.get("step") is not None
-            else None
-        )
+        is_step = process == "trainer.0" and row.get("step") is not None
+        return stage if is_step and stage in ("rl", "sft") else None
     return KINDS.get((process, event)) if process != "orchestrator.0" or stage == "rl" else None
 
 
@@ -222,7 +219,7 @@ def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[st
 
 
 def _spans(metrics: Path) -> Spans:
-    """Spans of the RL stage's newest attempt, by whoever they are about: an engine's work is recorded by the orchestrator."""
+    """Return the spans of the RL stage's newest attempt. The orchestrator records the engines'."""
     found, newest = Spans(), None
     for path in sorted(metrics.glob("*.spans.jsonl")):
         process = path.name.removesuffix(".spans.jsonl")
@@ -241,7 +238,7 @@ def _spans(metrics: Path) -> Spans:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """Overlapping intervals merged, in order."""
+    """Merge overlapping intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -252,7 +249,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def overlap_s(left: list[Interval], right: list[Interval]) -> float:
-    """Seconds that lie in both unions."""
+    """Return the seconds in both unions."""
     left, right, total, i, j = union(left), union(right), 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -265,7 +262,7 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the time of the RL stage's newest attempt was spent, between the first and the last batch."""
+    """How the time of the RL stage's newest attempt was spent, between first and last batch."""
 
     window_s: float
     trainer_busy: float  # share of the window in forward, backward or optimizer
@@ -274,7 +271,7 @@ class Shares:
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:
-    """None where no time was spent on training."""
+    """Return None if no time was spent on training."""
     training: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for role, name, start_s, end_s, _ in spans:
@@ -298,7 +295,7 @@ def shares(spans: Iterable[Span]) -> Shares | None:
 
 
 def _join(intervals: list[Interval], start_s: float, end_s: float) -> None:
-    """Append one, or lengthen the last one that it touches: what a role does for weeks is recorded in pieces of seconds."""
+    """Append an interval, or extend the last one if they touch."""
     if intervals and intervals[-1][0] <= start_s <= intervals[-1][1]:
         intervals[-1] = (intervals[-1][0], max(intervals[-1][1], end_s))
     else:

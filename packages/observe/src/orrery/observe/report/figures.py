@@ -1,7 +1,8 @@
-"""The report's pictures: each function takes `RunData` and returns a plotly figure, or None where there is nothing to draw.
+"""The report's figures. Each function returns a plotly figure, or None without data.
 
-- A line has `POINTS` points at most (`thinning.py`), and so has each row of bars; counts and totals are of all rows.
-- What a figure leaves out or sums up it keeps in `layout.meta`, and its caption says it.
+- Its docstring is the figure's caption on the page.
+- A line has at most POINTS points, a role at most POINTS spans. Counts and totals are of all rows.
+- `layout.meta` names omitted data for the caption.
 """
 
 from collections import defaultdict
@@ -66,7 +67,7 @@ def _figure(x: str, y: str, **axes) -> go.Figure:
 def _scatter(
     figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any
 ) -> None:
-    """A line, or markers, of all points or of what `thin` makes of too many."""
+    """Add a line, or markers, of all points, thinned by `thin` if there are too many."""
     xs, ys = _thinned(figure, xs, ys, thin)
     if len(xs) == 1 and style.get("mode") == "lines":
         style["mode"] = "lines+markers"  # a line of one point is not seen
@@ -89,11 +90,11 @@ def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
 
 
 def about(doc: str, figure: go.Figure) -> str:
-    """The caption: what the figure's function says of it, and what is thinned or cut."""
+    """Return the caption: the docstring of the figure's function, and what is thinned or cut."""
     notes = [
         sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()
     ]
-    return " ".join([*doc.splitlines()[:1], *notes])
+    return " ".join([*doc.partition("\n\n")[0].split(), *notes])
 
 
 def _line(
@@ -131,7 +132,9 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward; failed rollouts count in neither."""
+    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward;
+    failed rollouts count in neither.
+    """
     if not run.batches and not run.evaluations:
         return None
     rewards = [
@@ -161,7 +164,9 @@ def reward(run: RunData) -> go.Figure | None:
 
 
 def warm_start(run: RunData) -> go.Figure | None:
-    """Cross-entropy during SFT: of the examples as they are trained, and of those that never are."""
+    """Cross-entropy during SFT: of the examples as they are trained, and of those that never
+    are.
+    """
     if not run.sft and not run.validation:
         return None
     figure = _figure("SFT step", "nats a token", yaxis_rangemode="tozero")
@@ -193,7 +198,9 @@ def staleness(run: RunData) -> go.Figure | None:
 
 
 def versions(run: RunData) -> go.Figure | None:
-    """How many policy versions sampled the tokens of each batch, and how many rollouts mix versions."""
+    """How many policy versions sampled the tokens of each batch, and how many rollouts mix
+    versions.
+    """
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")
@@ -212,7 +219,9 @@ def versions(run: RunData) -> go.Figure | None:
 
 
 def agreement(run: RunData) -> go.Figure | None:
-    """Trainer against engine: largest log-prob difference on rollouts of the very version that scores them; mismatch KL of all tokens."""
+    """Trainer against engine: largest log-prob difference on rollouts of the very version that
+    scores them; mismatch KL of all tokens.
+    """
     if not run.rl:
         return None
     figure = _figure("policy version that was trained", "nats", yaxis_type="log")
@@ -234,7 +243,7 @@ def agreement(run: RunData) -> go.Figure | None:
     )
     if run.manifest.trainer.param_dtype == "float32":
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
-        # plotly places annotations of a log axis by exponent, and its hline annotations do not know that
+        # plotly places annotations of a log axis by exponent, but not those of hline
         figure.add_annotation(
             x=1,
             xref="paper",
@@ -267,7 +276,9 @@ def throughput(run: RunData) -> go.Figure | None:
 
 
 def admission(run: RunData) -> go.Figure | None:
-    """Rollouts in flight, the limit that follows the engines' load, and how full the engines' caches are."""
+    """Rollouts in flight, the limit that follows the engines' load, and how full the engines'
+    caches are.
+    """
     if not run.admission:
         return None
     times_s = run.admission.column("time_s")
@@ -301,7 +312,9 @@ def admission(run: RunData) -> go.Figure | None:
 
 
 def step_parts(run: RunData) -> go.Figure | None:
-    """Where each step of the trainer went. The axis is cut at twice the median: the first step also waits for the engines to start."""
+    """Where each step of the trainer went. The axis is cut at twice the median: the first step also
+    waits for the engines to start.
+    """
     if not run.rl:
         return None
     usual_s = median(run.rl.column("step_time_s"))
@@ -357,7 +370,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """The time from which on every role has `POINTS` spans or fewer; None where that is all of them."""
+    """Return the time from which every role has at most POINTS spans; None if it is the start."""
     newest: dict[str, list[float]] = defaultdict(list)  # heaps of ends
     for span in spans:
         heap = newest[span.role]

@@ -1,4 +1,4 @@
-"""The page: figures, tables and rollouts of one run as one HTML file that needs nothing else, and the run's last line."""
+"""The page of a run as one self-contained HTML file, and the run's last line."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
 
 
 def _left_out(run: RunData) -> str:
-    """How many held-out rollouts failed, so that no reward is of them; empty where none did."""
+    """Return the number of failed held-out rollouts, which no reward includes, in words, or ""."""
     policies = [(when, run.result.get(when, {})) for when in ("before", "after")]
     if not any(policy.get("num_failed") for _, policy in policies):
         return ""
@@ -107,13 +107,14 @@ def _without_signal(run: RunData) -> str:
 def _stopped_early(run: RunData) -> str:
     """Return where and why RL ended before its last step, in words, or ""."""
     for row in run.stopped_early[-1:]:
-        reached = f"a held-out reward reached stop_at {row['stop_at']:g}, {row['reward_mean']:.2f} at the end"
+        reached = f"a held-out reward reached stop_at {row['stop_at']:g}"
+        reached += f", {row['reward_mean']:.2f} at the end"
         return f"RL ended early after step {row['version']} of {row['num_steps']} ({reached})"
     return ""
 
 
 def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
-    """(value, what it is) for the head of the page; only what the run recorded."""
+    """Return (value, description) of the recorded numbers for the head of the page."""
     tiles = []
     if run.result:
         rewards = (
@@ -132,7 +133,8 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
         tiles.append(
             (
                 str(max(run.batches.column("staleness_max"))),
-                f"oldest trained token, versions behind (bound {run.manifest.orchestrator.max_off_policy_steps})",
+                "oldest trained token, versions behind (bound "
+                f"{run.manifest.orchestrator.max_off_policy_steps})",
             )
         )
         if (share := without_signal(run)) is not None:
@@ -144,7 +146,8 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
             tiles.append(
                 (
                     f"{share:.0%}",
-                    f"of training rollouts carried no signal (equal rewards in their group); {whole} had none at all",
+                    "of training rollouts carried no signal (equal rewards in their group); "
+                    f"{whole} had none at all",
                 )
             )
         in_training = dict(_drops(run)).get("timeout", 0)
@@ -154,7 +157,8 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
         tiles.append(
             (
                 str(in_training),
-                f"training rollouts timed out ({means}); held-out rollouts {_timed_out(run) or 'timed out: none'}",
+                f"training rollouts timed out ({means}); held-out rollouts "
+                f"{_timed_out(run) or 'timed out: none'}",
             )
         )
         tiles.append(
@@ -195,7 +199,7 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
 
 
 def _drops(run: RunData) -> list[tuple[str, int]]:
-    """Reasons and counts of rollouts that did not train, as the last batch of each attempt counted them."""
+    """Return reasons and counts of dropped rollouts, from the last batch of each attempt."""
     last_by_attempt = {
         attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")
     }
@@ -207,7 +211,7 @@ def _drops(run: RunData) -> list[tuple[str, int]]:
 
 
 def _pairs(run: RunData) -> list[dict]:
-    """The same held-out problems before and after RL, side by side."""
+    """Return the same held-out problems before and after RL."""
     by_problem: dict[tuple, dict[str, dict]] = {}
     for row in run.evaluated:
         by_problem.setdefault((row["task"], row["problem"]), {}).setdefault(row["policy"], row)
@@ -215,7 +219,7 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def render(run: RunData, wall_s: float) -> str:
-    """The whole page as text."""
+    """Return the whole page."""
     sections, plots = [], 0
     for title, entries in SECTIONS:
         drawn = []

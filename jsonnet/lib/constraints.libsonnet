@@ -1,13 +1,13 @@
-// Laws: what must hold between axes, each a sentence with the numbers in it. Mixed into every run by lib/run.libsonnet.
-// Hidden settings never reach the schema, so a misspelt one is caught here.
+// Constraints between axes, each with a sentence and its numbers. lib/run.libsonnet mixes them into every run.
+// The schema does not see hidden settings, so misspelt ones are caught here.
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
 local settings = ['layout', 'problems', 'context_tokens', 'answer_tokens', 'seeds'];
 local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
-// As far as the schema lets counts go: an absurd one is refused there, and must not take for ever here.
+// Bounded by the schema's largest count, so that absurd counts do not take forever.
 local up_to(most) = std.range(1, std.min(most, 65536));
 local dividing(whole) = [n for n in up_to(whole) if whole % n == 0];
 local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
-// Rules of the pipeline, which share one namespace with runs.
+// Rules of the pipeline share a namespace with runs.
 local targets = ['init', 'sft', 'rl', 'evaluate', 'report', 'all'];
 local bytes = { float32: 4, bfloat16: 2 };
 
@@ -17,7 +17,7 @@ local bytes = { float32: 4, bfloat16: 2 };
   local group = run.orchestrator.algorithm.group_size,
   local batch = run.orchestrator.rollouts_per_batch,
   local mla = run.model.mla,
-  // as many query heads on each rank, and key heads of its own or one that it shares
+  // each rank has the same number of query heads, and key heads of its own or a shared one
   local ulysses_ranks = [
     n
     for n in up_to(run.model.num_heads)
@@ -27,12 +27,12 @@ local bytes = { float32: 4, bfloat16: 2 };
   local replica_ranks = ranks / mesh.dp_replicate,
   local context_ranks = [n for n in dividing(replica_ranks) if mesh.cp_style != 'ulysses' || std.member(ulysses_ranks, n)],
   local expert_ranks = [n for n in dividing(mesh.dp_shard * mesh.cp) if run.model.moe.num_experts % n == 0],
-  // one token in one layer: a latent, its turning part and the indexer's key; or keys and values of a device's heads
+  // one token in one layer: latent, its rotary part and the indexer's key; or keys and values of a device's heads
   local kv_layer_numbers =
     if mla == null then 2 * std.max(1, std.floor(run.model.num_kv_heads / run.inference.tensor_parallel)) * run.model.head_dim
     else mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim,
   local kv_block_bytes = run.inference.kv_block_tokens * run.model.num_layers * kv_layer_numbers * bytes[run.inference.dtype],
-  // whole blocks, and the one that vLLM keeps back
+  // whole blocks, and the one that vLLM reserves
   local kv_longest_bytes = (1 + std.ceil(run.inference.max_model_len_tokens / run.inference.kv_block_tokens)) * kv_block_bytes,
 
   local per_node = run.hardware.devices_per_node,
@@ -99,7 +99,7 @@ local bytes = { float32: 4, bfloat16: 2 };
     run.hardware.num_nodes,
   ],
 
-  // after the laws of nodes: what experts are spread over is right
+  // after the constraints of nodes, so that the devices of experts are right
   assert run.model.moe != null || mesh.ep == 1 :
          "trainer.mesh.ep: %d, but family '%s' has no experts to spread; set ep to 1" % [mesh.ep, run.model.family],
   assert run.model.moe == null || std.member(expert_ranks, mesh.ep) :

@@ -1,0 +1,51 @@
+# ruff: noqa: F401
+"""The manifest: everything that determines a run's result, and nothing else.
+
+- Every field is required. A default here would be a value that nobody reviewed.
+- Objects are frozen, and unknown fields are errors.
+- Hosts, partitions, mounts, ports and log levels belong to a site, not to a manifest.
+- Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
+"""
+
+from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
+from orrery.manifest.schema.manifest import SCHEMA_VERSION, TARGETS, Hardware, Manifest
+from orrery.manifest.schema.model import Llama3RopeScaling, Model, MoE, PretrainedInit, RandomInit
+from orrery.manifest.schema.orchestrator import (
+    AdaptiveAdmission,
+    Algorithm,
+    ChatDataset,
+    ChatFile,
+    Demonstrations,
+    Evaluate,
+    FixedAdmission,
+    Grpo,
+    MaxRl,
+    Orchestrator,
+    Sampling,
+    SftData,
+    TaskUse,
+)
+from orrery.manifest.schema.record import Count, PositiveInt, Probability, Record
+from orrery.manifest.schema.trainer import (
+    AdamW,
+    Checkpoint,
+    ConstantSchedule,
+    CosineSchedule,
+    DppoLoss,
+    Fsdp,
+    FullCheckpointing,
+    LinearSchedule,
+    Lora,
+    Memory,
+    Mesh,
+    Muon,
+    Optimizer,
+    Schedule,
+    SelectiveCheckpointing,
+    Sgd,
+    SignSgd,
+    Trainer,
+    WsdSchedule,
+    context_misfits,
+    fit_model,
+)

@@ -1,0 +1,271 @@
+"""The engines: replicas, router, cache transfer and offload, and the sizes of their caches."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from orrery.manifest.schema.model import Model
+from orrery.manifest.schema.record import (
+    MAX_COUNT,
+    Count,
+    DType,
+    NonNegativeInt,
+    PositiveInt,
+    Record,
+)
+
+DISK_PAGE_BYTES = 4096
+
+
+class NoRouter(Record):
+    """The orchestrator speaks to the only engine directly."""
+
+    kind: Literal["none"]
+
+
+class VllmRouter(Record):
+    """`vllm-router` in front of the replicas. Only "cache_aware" has thresholds; otherwise null.
+
+    "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name;
+    "cache_aware" by the shared prefix.
+    """
+
+    kind: Literal["vllm_router"]
+    policy: Literal[
+        "cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"
+    ]
+    balance_abs_threshold: PositiveInt | None
+    balance_rel_threshold: Annotated[float, Field(ge=1.0)] | None
+
+    @model_validator(mode="after")
+    def thresholds_are_read(self) -> "VllmRouter":
+        for name in ("balance_abs_threshold", "balance_rel_threshold"):
+            value = getattr(self, name)
+            if self.policy == "cache_aware" and value is None:
+                raise ValueError(
+                    f"{name} is null: policy 'cache_aware' reads it; set it to a number"
+                )
+            if self.policy != "cache_aware" and value is not None:
+                raise ValueError(
+                    f"{name} {value}: policy '{self.policy}' reads none; set it to null, or policy "
+                    "to 'cache_aware'"
+                )
+        return self
+
+
+class NoKvTransfer(Record):
+    """Every engine serves whole requests."""
+
+    kind: Literal["none"]
+
+
+class NixlKvTransfer(Record):
+    """Prefill engines send caches to decode engines with NIXL (UCX: RDMA, shared memory or TCP)."""
+
+    kind: Literal["nixl"]
+
+
+class MooncakeKvTransfer(Record):
+    """Prefill engines send caches to decode engines with Mooncake's transfer engine."""
+
+    kind: Literal["mooncake"]
+    protocol: Literal["tcp", "rdma"]
+
+
+KvTransfer = Annotated[
+    NoKvTransfer | NixlKvTransfer | MooncakeKvTransfer, Field(discriminator="kind")
+]
+
+
+class NoKvOffload(Record):
+    """Blocks of cache that leave the device are lost."""
+
+    kind: Literal["none"]
+
+
+class TieredKvOffload(Record):
+    """Blocks move to host memory, then to files on the node's scratch disk.
+
+    Both sizes are per data-parallel rank (all its tensor-parallel devices together). A restarted
+    engine finds its files again. `disk_bytes` 0: no files.
+    """
+
+    kind: Literal["tiers"]
+    host_bytes: PositiveInt
+    disk_bytes: NonNegativeInt
+
+
+class MooncakeKvOffload(Record):
+    """Blocks move to a Mooncake Store that all engines share, with one master per stage.
+
+    `segment_bytes` is host memory per engine, divided evenly among its devices. Each device has a
+    buffer of at most 1 GB besides.
+    """
+
+    kind: Literal["mooncake"]
+    protocol: Literal["tcp", "rdma"]
+    segment_bytes: PositiveInt
+
+
+KvOffload = Annotated[
+    NoKvOffload | TieredKvOffload | MooncakeKvOffload, Field(discriminator="kind")
+]
+
+
+class Inference(Record):
+    """`num_replicas` independent vLLM servers; the first `prefill_replicas` prefill, the others
+    decode.
+
+    - With 0 prefill replicas every engine serves whole requests.
+    - A replica has `data_parallel` · `tensor_parallel` devices. With `expert_parallel`, whole
+      experts are spread over all of them; otherwise each expert is sharded over all of them.
+    - `quantization` "fp8": engines hold dense layers and experts in FP8, made from published
+      weights.
+    - `max_restarts`: how often within a day an engine that ends is restarted. One more ends the
+      stage.
+    """
+
+    num_replicas: Count
+    prefill_replicas: NonNegativeInt
+    tensor_parallel: Count
+    data_parallel: Count
+    expert_parallel: bool
+    dtype: DType
+    quantization: Literal["none", "fp8"]
+    max_model_len_tokens: PositiveInt
+    kv_block_tokens: PositiveInt
+    kv_cache_bytes: PositiveInt
+    max_num_sequences: PositiveInt
+    max_batched_tokens: PositiveInt
+    enforce_eager: bool
+    kv_transfer: KvTransfer
+    kv_offload: KvOffload
+    max_restarts: NonNegativeInt
+    router: Annotated[NoRouter | VllmRouter, Field(discriminator="kind")]
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def engines_can_be_planned(self) -> "Inference":
+        if (devices := self.num_replicas * self.devices_per_replica) > MAX_COUNT:
+            raise ValueError(
+                f"num_replicas·data_parallel·tensor_parallel = {devices}: engines have at most "
+                f"{MAX_COUNT} devices together; set them to less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def replicas_have_a_router(self) -> "Inference":
+        if self.num_replicas > 1 and self.router.kind == "none" and not self.prefill_replicas:
+            raise ValueError(
+                f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to "
+                "'vllm_router'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def one_decides_where_a_request_goes(self) -> "Inference":
+        if self.prefill_replicas and self.router.kind != "none":
+            raise ValueError(
+                f"router {self.router.kind!r} with prefill_replicas {self.prefill_replicas}: where "
+                "prefill is apart the orchestrator takes each request to its two engines itself; "
+                "set inference.router.kind to 'none', or inference.prefill_replicas to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def somebody_decodes(self) -> "Inference":
+        if self.prefill_replicas >= self.num_replicas:
+            raise ValueError(
+                f"prefill_replicas {self.prefill_replicas} of num_replicas {self.num_replicas} "
+                f"leave none to decode; choose from 0 to {self.num_replicas - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def caches_travel_where_prefill_is_apart(self) -> "Inference":
+        if self.prefill_replicas and self.kv_transfer.kind == "none":
+            raise ValueError(
+                f"prefill_replicas {self.prefill_replicas} need caches to travel; set "
+                "inference.kv_transfer.kind to 'nixl' or 'mooncake', or "
+                "inference.prefill_replicas to 0"
+            )
+        if not self.prefill_replicas and self.kv_transfer.kind != "none":
+            raise ValueError(
+                f"kv_transfer {self.kv_transfer.kind!r} without engines that only prefill; set "
+                "inference.prefill_replicas, or inference.kv_transfer.kind to 'none'"
+            )
+        return self
+
+
+def _block_bytes(model: Model, inference: Inference) -> int:
+    """Return the bytes of one block of cache on one device."""
+    if (mla := model.mla) is None:  # keys and values of the device's heads
+        numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
+    else:  # the latent, its rotary part and the indexer's key
+        numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
+    element_bytes = {"float32": 4, "bfloat16": 2}[inference.dtype]
+    return inference.kv_block_tokens * model.num_layers * numbers * element_bytes
+
+
+def longest_blocks(inference: Inference) -> int:
+    """Return the blocks of one sequence of `max_model_len_tokens`."""
+    return -(-inference.max_model_len_tokens // inference.kv_block_tokens)
+
+
+def longest_device_bytes(model: Model, inference: Inference) -> int:
+    """Return the cache of one longest sequence on one device, with the block that vLLM reserves."""
+    return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
+
+
+def longest_host_bytes(model: Model, inference: Inference) -> int:
+    """Return the cache of one longest sequence in host memory, for all devices of a rank.
+
+    All devices hold the same latent, so one copy of it is enough.
+    """
+    copies = 1 if model.mla is not None else inference.tensor_parallel
+    return copies * longest_blocks(inference) * _block_bytes(model, inference)
+
+
+def on_disk_bytes(num_bytes: int) -> int:
+    """Return the size of a file on disk, in whole pages."""
+    return -(-num_bytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
+
+
+def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
+    """Return the bytes on disk of one block's cache and of its routes.
+
+    The routes get twice the room they need: caches and routes are evicted separately, and a cache
+    without its routes is useless.
+    """
+    cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
+    if not routed_experts or (moe := model.moe) is None:
+        return cache, 0
+    number = 1 if moe.num_experts <= 256 else 2
+    return cache, 2 * on_disk_bytes(
+        inference.kv_block_tokens * model.num_layers * moe.num_experts_per_token * number
+    )
+
+
+def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
+    """Return the widths that are sharded: field, value, dividing field, number of shards."""
+    moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
+    widths = []
+    if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):
+        widths.append(("model.intermediate_size", model.intermediate_size, *tensor))
+    if moe is not None and not inference.expert_parallel:
+        devices = inference.devices_per_replica
+        widths.append(
+            (
+                "model.moe.expert_intermediate_size",
+                moe.expert_intermediate_size,
+                "data_parallel·tensor_parallel",
+                devices,
+            )
+        )
+    if moe is not None and moe.num_shared_experts:
+        shared = moe.num_shared_experts * moe.expert_intermediate_size
+        widths.append(("model.moe.num_shared_experts·expert_intermediate_size", shared, *tensor))
+    return widths

@@ -1,0 +1,248 @@
+"""The orchestrator, tasks, algorithms, transport, and the stages of the pipeline."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from orrery.manifest.schema.record import MAX_S, NonNegativeInt, PositiveInt, Record, Sha256, Steps
+from orrery.manifest.schema.trainer import Optimizer, Schedule
+
+
+class TaskUse(Record):
+    """One source of problems: `kind` names a task, `args` are its arguments.
+
+    `weight` is its share of the trained groups. Evaluations use all tasks equally.
+    """
+
+    name: str
+    kind: str
+    args: dict[str, Any]
+    weight: PositiveFloat
+    seed: NonNegativeInt
+    max_turns: PositiveInt
+
+
+class Grpo(Record):
+    """A = R − mean(R) over the group, with `normalize_std` divided by its standard deviation."""
+
+    kind: Literal["grpo"]
+    group_size: Annotated[int, Field(ge=2)]
+    normalize_std: bool
+
+
+class MaxRl(Record):
+    """A = (R − mean(R)) / mean(R), zero if the mean is not positive."""
+
+    kind: Literal["max_rl"]
+    group_size: Annotated[int, Field(ge=2)]
+
+
+Algorithm = Annotated[Grpo | MaxRl, Field(discriminator="kind")]
+
+
+class Sampling(Record):
+    temperature: PositiveFloat
+    max_tokens_per_turn: PositiveInt
+
+
+class FixedAdmission(Record):
+    """A constant limit of rollouts in flight."""
+
+    kind: Literal["fixed"]
+    max_in_flight: PositiveInt
+
+
+class AdaptiveAdmission(Record):
+    """The limit follows the engines' load (cache use, waiting requests, preemptions) in bounds."""
+
+    kind: Literal["adaptive"]
+    min_in_flight: PositiveInt
+    max_in_flight: PositiveInt
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> "AdaptiveAdmission":
+        if self.min_in_flight > self.max_in_flight:
+            raise ValueError(
+                f"min_in_flight {self.min_in_flight} exceeds max_in_flight {self.max_in_flight}; "
+                "set it to at most that"
+            )
+        return self
+
+
+Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="kind")]
+
+
+class Evaluation(Record):
+    """Held-out problems during RL, on one pinned policy version, beside training.
+
+    `stop_at`: RL ends early, as a success, once the mean held-out reward reaches it. Null: never.
+    """
+
+    interval_steps: PositiveInt
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+    stop_at: float | None
+
+
+class Orchestrator(Record):
+    """How rollouts are made, and which of them are trained.
+
+    - `drop_zero_advantage_groups`: leave out groups of equal rewards, as `max_sampled_ratio`
+      allows.
+    - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the
+      batch.
+    - `on_timeout`: a rollout longer than `rollout_timeout_s` is dropped and counted, or has the
+      reward 0 in evaluations and in its group's baseline. It is never trained.
+    - `keep_batches`: the number of newest trained batches whose tokens, log-probs and routes are
+      kept.
+    """
+
+    algorithm: Algorithm
+    rollouts_per_batch: PositiveInt
+    drop_zero_advantage_groups: bool
+    max_sampled_ratio: Annotated[float, Field(ge=1.0, le=1000.0)]
+    max_off_policy_steps: NonNegativeInt
+    max_batches_ahead: NonNegativeInt
+    admission: Admission
+    sampling: Sampling
+    rollout_timeout_s: Annotated[float, Field(gt=0.0, le=MAX_S)]
+    on_timeout: Literal["failure", "zero"]
+    keep_batches: PositiveInt
+    evaluation: Evaluation
+
+    @model_validator(mode="after")
+    def a_group_can_be_in_flight(self) -> "Orchestrator":
+        group, most = self.algorithm.group_size, self.admission.max_in_flight
+        if most < group:
+            raise ValueError(
+                f"admission.max_in_flight {most} cannot hold one group of algorithm.group_size "
+                f"{group}; set it to at least that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def batches_ahead_have_tokens(self) -> "Orchestrator":
+        ahead, bound = self.max_batches_ahead, self.max_off_policy_steps
+        if ahead > bound:
+            raise ValueError(
+                f"max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: no token is new "
+                f"enough for a batch further ahead than that; set it to at most {bound}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def batch_is_whole_groups(self) -> "Orchestrator":
+        group, batch = self.algorithm.group_size, self.rollouts_per_batch
+        if batch % group:
+            raise ValueError(
+                f"rollouts_per_batch {batch} is not a multiple of algorithm.group_size {group}; "
+                f"try {batch // group * group or group}"
+            )
+        return self
+
+
+class Tasks(Record):
+    train: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+    evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
+
+    @model_validator(mode="after")
+    def names_differ(self) -> "Tasks":
+        for part in ("train", "evaluation"):
+            names = [task.name for task in getattr(self, part)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(
+                    f"{part}: {twice} name more than one task each; give every task a name of its "
+                    "own"
+                )
+        return self
+
+
+class Transport(Record):
+    """How batches reach the trainer and weights reach the engines.
+
+    - `weights`: "files" in shared memory or the run's folder. "nccl": each engine receives its
+      slices from the trainer's ranks (CUDA IPC within a host). "nixl": the engines read the same
+      slices by RDMA. "adapters": files of the adapters alone (`trainer.lora`), applied to the
+      initial weights.
+    - `routed_experts`: the engines' choices of experts travel with the tokens, and the trainer's
+      layers replay them (R3).
+    """
+
+    rollouts: Literal["zmq", "files"]
+    weights: Literal["files", "adapters", "nccl", "nixl"]
+    routed_experts: bool
+
+
+class Demonstrations(Record):
+    """SFT data from a task's own demonstrations: problems `0..num_problems` of `task`."""
+
+    kind: Literal["demonstrations"]
+    task: TaskUse
+    num_problems: PositiveInt
+
+
+class ChatFile(Record):
+    """SFT data from JSONL, with one `{"messages": [...]}` per line."""
+
+    kind: Literal["chat_file"]
+    path: str
+    sha256: Sha256
+
+
+class ChatDataset(Record):
+    """SFT data from a Hugging Face dataset on disk (`save_to_disk`).
+
+    `column` holds the messages; `fingerprint` is the dataset's own.
+    """
+
+    kind: Literal["dataset"]
+    path: str
+    split: str | None
+    column: str
+    fingerprint: str
+
+
+SftData = Annotated[Demonstrations | ChatFile | ChatDataset, Field(discriminator="kind")]
+
+
+class Validation(Record):
+    """The loss on untrained examples of `data`, every `interval_steps`, and at both ends."""
+
+    interval_steps: PositiveInt
+    num_examples: PositiveInt
+    data: SftData
+
+
+class Sft(Record):
+    """Supervised warm start before RL, on the tokens of messages with a role in `trained_roles`."""
+
+    num_steps: Steps
+    examples_per_batch: PositiveInt
+    optimizer: Optimizer
+    schedule: Schedule
+    max_grad_norm: PositiveFloat
+    trained_roles: Annotated[
+        tuple[Literal["system", "user", "assistant", "tool"], ...],
+        Field(min_length=1, strict=False),
+    ]
+    data: SftData
+    validation: Validation | None
+
+
+class Rl(Record):
+    num_steps: Steps
+
+
+class Evaluate(Record):
+    """The final evaluation of the policy before and after RL, on held-out problems."""
+
+    num_problems: PositiveInt
+    rollouts_per_problem: PositiveInt
+
+
+class Stages(Record):
+    """The pipeline init → sft → rl → evaluate → report; `sft: null` skips the warm start."""
+
+    sft: Sft | None
+    rl: Rl
+    evaluate: Evaluate
