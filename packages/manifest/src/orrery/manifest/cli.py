@@ -26,7 +26,7 @@ from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
 from orrery.manifest.support import notes, refusal
 from orrery.manifest.task_check import check_tasks
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.workspace import Workspace, find_workspace
 
 app = typer.Typer(
     help="Specs and manifests.",
@@ -35,19 +35,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RUN]...", help="Runs by name; all when none is named."),
-]
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's name, its folder, or the path of a manifest.")
-]
-Side = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A run's name, its folder, or the path of a manifest or of a receipt."
-    ),
-]
+NAMES = "Runs by name; all when none is named."
+RUN = "A run's name, its folder, or the path of a manifest"
+Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN}.")]
+Side = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN} or of a receipt.")]
 
 
 @dataclass(frozen=True)
@@ -80,10 +72,9 @@ def named(run: str) -> Named:
     manifest, folder = manifest_of(run), _folder(run)
     if folder is None and not (run.endswith(".json") or "/" in run):
         folder = run_dir(find_workspace().root / "runs", manifest)
-    receipt = folder / RECEIPT if folder is not None else None
-    return Named(
-        manifest, read_receipt(receipt) if receipt is not None and receipt.is_file() else None
-    )
+    if folder is None or not (folder / RECEIPT).is_file():
+        return Named(manifest, None)
+    return Named(manifest, read_receipt(folder / RECEIPT))
 
 
 def _folder(run: str) -> Path | None:
@@ -106,11 +97,9 @@ def _is_receipt(path: Path) -> bool:
 
 def _chosen(names: list[str] | None) -> list[Rendered]:
     workspace = find_workspace()
-    return (
-        [render_run(workspace, name) for name in dict.fromkeys(names)]
-        if names
-        else render_all(workspace)
-    )
+    if not names:
+        return render_all(workspace)
+    return [render_run(workspace, name) for name in dict.fromkeys(names)]
 
 
 def _spelled(run: Rendered) -> tuple[str, Manifest]:
@@ -152,90 +141,77 @@ def check(names: Names = None) -> None:
         _must_start(word, manifest)
         print(f"{word}: {manifest.name} is a manifest", *notes(manifest), sep="\n")
     for run in runs:
-        name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
-        if not path.is_file():
-            raise OrreryError(
-                f"{workspace.shown(path)}: is missing; run `orrery render {name}` and commit it"
-            )
-        if path.read_bytes() != pretty_json(run.manifest).encode():
-            changed = differences(load(path), run.manifest)
-            what = (
-                f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
-                if changed
-                else "its layout was edited"
-            )
-            raise OrreryError(
-                f"{workspace.shown(path)}: is stale ({what}); run `orrery render {name}` and "
-                "commit it"
-            )
+        name = run.manifest.name
+        _check_written(workspace, run)
         if names:
             _must_start(name, run.manifest)
         print(f"{name} {id12(run.manifest)}", *notes(run.manifest), sep="\n")
     if not names:
-        known = run_files(workspace)
-        for path in sorted((workspace.root / "manifests").glob("*.json")):
-            if path.stem not in known:
-                near = nearest(path.stem, list(known))
-                hint = f"did {near!r} take its place? " if near else ""
-                raise OrreryError(
-                    f"{workspace.shown(path)}: no run has this name; {hint}remove the file with "
-                    "`git rm`"
-                )
+        _check_known(workspace)
+
+
+def _check_written(workspace: Workspace, run: Rendered) -> None:
+    """Raise OrreryError if the checked-in manifest is not what the run renders to."""
+    name = run.manifest.name
+    path, remedy = workspace.manifest_path(name), f"run `orrery render {name}` and commit it"
+    if not path.is_file():
+        raise OrreryError(f"{workspace.shown(path)}: is missing; {remedy}")
+    if path.read_bytes() != pretty_json(run.manifest).encode():
+        what = "its layout was edited"
+        if changed := differences(load(path), run.manifest):
+            what = f"{changed[0]}" + (f" and {len(changed) - 1} more" if changed[1:] else "")
+        raise OrreryError(f"{workspace.shown(path)}: is stale ({what}); {remedy}")
+
+
+def _check_known(workspace: Workspace) -> None:
+    """Raise OrreryError if a checked-in manifest belongs to no run."""
+    known = run_files(workspace)
+    for path in sorted((workspace.root / "manifests").glob("*.json")):
+        if path.stem not in known:
+            near = nearest(path.stem, list(known))
+            hint = f"did {near!r} take its place? " if near else ""
+            shown = workspace.shown(path)
+            raise OrreryError(f"{shown}: no run has this name; {hint}remove the file with `git rm`")
+
+
+FIELD = "Only this field, such as trainer.optimizer."
+SHOW_RECEIPT = "Print the receipt instead: what ran, where, and what came out."
 
 
 @app.command()
 def show(
     run: Side,
-    field: Annotated[
-        str | None, typer.Argument(help="Only this field, such as trainer.optimizer.")
-    ] = None,
-    receipt: Annotated[
-        bool,
-        typer.Option(
-            "--receipt", help="Print the receipt instead: what ran, where, and what came out."
-        ),
-    ] = False,
+    field: Annotated[str | None, typer.Argument(help=FIELD)] = None,
+    receipt: Annotated[bool, typer.Option("--receipt", help=SHOW_RECEIPT)] = False,
 ) -> None:
     """Print a run's manifest, or one field of it."""
     if receipt:
         data = named(run).receipt
         if data is None:
             raise OrreryError(
-                f"{run}: has no receipt yet; one is written when a stage has ended, see `orrery "
-                "status`"
+                f"{run}: has no receipt yet; one is written when a stage has ended, see "
+                "`orrery status`"
             )
-        print(
-            json.dumps(
-                data
-                if field is None
-                else fields.lookup(data, fields.parse(field), f"{run}: receipt"),
-                indent=2,
-            )
-        )
+        if field is not None:
+            data = fields.lookup(data, fields.parse(field), f"{run}: receipt")
+        print(json.dumps(data, indent=2))
         return
     manifest = manifest_of(run)
     if field is None:
         print(pretty_json(manifest), end="")
     else:
-        print(
-            json.dumps(
-                fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run),
-                indent=2,
-                sort_keys=True,
-            )
-        )
+        data = fields.lookup(manifest.model_dump(mode="json"), fields.parse(field), run)
+        print(json.dumps(data, indent=2, sort_keys=True))
+
+
+EVERYTHING = "Of receipts also what always differs: times, job ids, earlier attempts."
 
 
 @app.command()
 def diff(
     before: Side,
     after: Side,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Of receipts also what always differs: times, job ids, earlier attempts."
-        ),
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help=EVERYTHING)] = False,
 ) -> None:
     """Print the differences of two runs, before → after.
 

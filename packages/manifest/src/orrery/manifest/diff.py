@@ -16,24 +16,10 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Manifest
 
 RECEIPT, RECEIPT_SCHEMA = "receipt.json", 1
-KINDS = (
-    "state",
-    "images",
-    "code",
-    "versions",
-    "nodes",
-    "metrics",
-    "outputs",
-    "restarts",
-)  # in this order, before all others
-ALWAYS_DIFFERENT = (
-    "attempt",
-    "started_s",
-    "ended_s",
-    "slurm_job_id",
-    "message",
-    "report/index.html",
-)
+# in this order, before all others
+KINDS = ("state", "images", "code", "versions", "nodes", "metrics", "outputs", "restarts")
+TIMES = ("attempt", "started_s", "ended_s", "slurm_job_id")
+ALWAYS_DIFFERENT = (*TIMES, "message", "report/index.html")
 _ABSENT = object()
 
 Receipt = dict[str, Any]
@@ -55,12 +41,12 @@ class Difference:
 def diff(before: Manifest, after: Manifest) -> list[Difference]:
     """Return the fields whose values differ, sorted by name."""
     a, b = (dict(leaves(m.model_dump(mode="json"))) for m in (before, after))
-    paths = sorted(
-        (p for p in a.keys() | b.keys() if a.get(p, _ABSENT) != b.get(p, _ABSENT)), key=spelled
-    )
-    return [
-        Difference(spelled(p), _shown(a.get(p, _ABSENT)), _shown(b.get(p, _ABSENT))) for p in paths
-    ]
+    found = []
+    for path in sorted(a.keys() | b.keys(), key=spelled):
+        x, y = a.get(path, _ABSENT), b.get(path, _ABSENT)
+        if x != y:
+            found.append(Difference(spelled(path), _shown(x), _shown(y)))
+    return found
 
 
 def read_receipt(path: Path) -> Receipt:
@@ -84,11 +70,8 @@ def read_receipt(path: Path) -> Receipt:
 
 def _has_attempts(stage: Any) -> bool:
     attempts = stage["attempts"]
-    return (
-        isinstance(attempts, list)
-        and bool(attempts)
-        and all(isinstance(attempt, dict) for attempt in attempts)
-    )
+    is_list = isinstance(attempts, list) and bool(attempts)
+    return is_list and all(isinstance(attempt, dict) for attempt in attempts)
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
@@ -97,10 +80,7 @@ def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> 
     The stage is left out if the field changed equally in each stage that has it.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
-    stages = [
-        *before["stages"],
-        *(stage for stage in after["stages"] if stage not in before["stages"]),
-    ]
+    stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))
     found: dict[Leaf, dict[str, tuple[Any, Any]]] = {}
     for kind, stage, rest in {**a, **b}:
         key = kind, stage, rest
@@ -122,10 +102,8 @@ def _facts(receipt: Receipt, everything: bool) -> dict[tuple[str, str, Leaf], An
     """Return a receipt's values by kind, stage and the rest of the field's path."""
     facts: dict[tuple[str, str, Leaf], Any] = {}
     for stage, entry in receipt["stages"].items():
-        said = {
-            **entry["attempts"][-1],
-            **{kind: value for kind, value in entry.items() if kind != "attempts"},
-        }
+        said = entry["attempts"][-1] | entry
+        del said["attempts"]
         if everything and len(entry["attempts"]) > 1:
             said["attempts_before"] = entry["attempts"][:-1]
         for kind, value in said.items():

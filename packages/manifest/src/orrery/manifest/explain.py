@@ -37,11 +37,11 @@ class Place:
     axis: str | None
 
     def __str__(self) -> str:
-        return (
-            self.file
-            + (f":{self.line}" if self.line else "")
-            + (f" (axis {self.axis})" if self.axis else "")
+        line, axis = (
+            f":{self.line}" if self.line else "",
+            f" (axis {self.axis})" if self.axis else "",
         )
+        return f"{self.file}{line}{axis}"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class Explanation:
     overrides: Any = None
 
     def __str__(self) -> str:
-        verb = {"axis": "set by", "run file": "set by the run file", "derived": "derived in"}[
-            self.how
-        ]
+        verbs = {"axis": "set by", "run file": "set by the run file", "derived": "derived in"}
+        verb = verbs[self.how]
         tail = ""
         if self.how == "derived" and self.sources:
             tail = " from " + ", ".join(map(str, self.sources))
@@ -99,62 +98,37 @@ class _Case:
         self.unconstrained = {workspace.library[0] / "lib" / "constraints.libsonnet": b"{}"}
 
     def leaf(self, path: fields.Path, value: Any) -> Explanation:
+        field = fields.spelled(path)
         setters = [axis for axis in self.axes if fields.has(self.alone[axis], path)]
-        spelled_out = [
-            (file, line) for file in self.run_files if (line := line_of(file, path, under_key=True))
-        ]
-        if spelled_out:
-            file, line = spelled_out[0]
-            how, place = "run file", self._place(file, line)
-        elif setters and fields.lookup(self.alone[setters[0]], path, "") == value:
-            return Explanation(
-                fields.spelled(path),
-                value,
-                "axis",
-                self._place(setters[0], line_of(setters[0], path)),
-                (),
-            )
-        elif setters:
-            how, place = "run file", self._place(self.file, None)
-        else:
-            return Explanation(
-                fields.spelled(path),
-                value,
-                "derived",
-                self._place(self.library, _nearest_line(self.library, path)),
-                self._follows_from(path, value),
-            )
         over = setters[0] if setters else None
+        lines = [(file, line_of(file, path, under_key=True)) for file in self.run_files]
+        spelled_out = [(file, line) for file, line in lines if line]
+        overridden = fields.lookup(self.alone[over], path, "") if over else None
+        if spelled_out:
+            place = self._place(*spelled_out[0])
+        elif over is None:
+            place = self._place(self.library, _nearest_line(self.library, path))
+            return Explanation(field, value, "derived", place, self._follows_from(path, value))
+        elif overridden == value:
+            return Explanation(field, value, "axis", self._place(over, line_of(over, path)), ())
+        else:
+            place = self._place(self.file, None)
         sources = (self._place(over, line_of(over, path)),) if over else ()
-        return Explanation(
-            fields.spelled(path),
-            value,
-            how,
-            place,
-            sources,
-            fields.lookup(self.alone[over], path, "") if over else None,
-        )
+        return Explanation(field, value, "run file", place, sources, overridden)
 
     def _follows_from(self, path: fields.Path, value: Any) -> tuple[Place, ...]:
         run = f"{import_of(self.workspace, self.file)}[{quoted(self.name)}]"
         whole = " + ".join(import_of(self.workspace, p) for p in (self.library, *self.axes))
-        causes = [
-            self._place(axis, None)
-            for axis in self.axes
-            if not self._is(run, path, value, {axis: b"{}"})
-        ]
-        return (
-            *causes,
-            *(() if self._is(whole, path, value, {}) else (self._place(self.file, None),)),
-        )
+        causes = [axis for axis in self.axes if not self._is(run, path, value, {axis: b"{}"})]
+        if not self._is(whole, path, value, {}):
+            causes.append(self.file)
+        return tuple(self._place(cause, None) for cause in causes)
 
     def _is(self, run: str, path: fields.Path, value: Any, instead: dict[Path, bytes]) -> bool:
         reach = "".join(f"[{json.dumps(element)}]" for element in path)
+        evaluate = Evaluator(self.workspace, {**self.unconstrained, **instead})
         try:
-            return (
-                Evaluator(self.workspace, {**self.unconstrained, **instead})(f"({run}){reach}")
-                == value
-            )
+            return evaluate(f"({run}){reach}") == value
         except OrreryError:
             return False
 

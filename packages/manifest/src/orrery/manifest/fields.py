@@ -25,17 +25,10 @@ def spelled(path: Path) -> str:
 
 def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every value that is not a non-empty object or list, with its path, in order."""
-    children = (
-        data.items()
-        if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
-    )
-    if not children or not data:
+    if not data or not isinstance(data, dict | list):
         yield path, data
         return
-    for key, value in children:
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
         yield from leaves(value, (*path, key))
 
 
@@ -47,13 +40,9 @@ def lookup(data: Any, path: Path, where: str) -> Any:
         ):
             data = data[element]  # type: ignore[index]  # the condition says which of the two it is
         else:
-            names = (
-                list(data)
-                if isinstance(data, dict)
-                else [f"[{i}]" for i in range(len(data))]
-                if isinstance(data, list)
-                else []
-            )
+            names = list(data) if isinstance(data, dict) else []
+            if isinstance(data, list):
+                names = [f"[{i}]" for i in range(len(data))]
             near = nearest(str(element), names)
             before = spelled(path[:depth])
             if near:

@@ -91,10 +91,8 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
     for one in stages:
         if one.name == name:
             return one
-    raise OrreryError(
-        f"stage {name!r}: {manifest.name} has no such stage; choose from "
-        f"{', '.join(s.name for s in stages)}"
-    )
+    known = ", ".join(one.name for one in stages)
+    raise OrreryError(f"stage {name!r}: {manifest.name} has no such stage; choose from {known}")
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:

@@ -87,21 +87,16 @@ class Evaluator:
                     )
                     return name, _FAILS
                 return str(path), data
-        if any(
-            (folder / name).exists() or (folder / name).is_symlink()
-            for folder in self.workspace.library
-        ):
+        paths = [folder / name for folder in self.workspace.library]
+        if any(path.exists() or path.is_symlink() for path in paths):
             self._lost = (
                 f"import {name!r}: under jsonnet/ it is no file that can be read; put the file back"
             )
             return name, _FAILS
-        near = nearest(
-            name,
-            [str(p.relative_to(f)) for f in self.workspace.library[:1] for p in f.rglob("*sonnet")],
-        )
-        self._lost = f"import {name!r}: no such file under jsonnet/" + (
-            f"; did you mean {near!r}?" if near else ""
-        )
+        root = self.workspace.library[0]
+        near = nearest(name, [str(path.relative_to(root)) for path in root.rglob("*sonnet")])
+        hint = f"; did you mean {near!r}?" if near else ""
+        self._lost = f"import {name!r}: no such file under jsonnet/{hint}"
         return name, _FAILS
 
     def _sentence(self, text: str) -> str:
@@ -110,14 +105,10 @@ class Evaluator:
         if found := _FRAME.match(message):  # a syntax error opens with its place
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"
-        frames = [
-            f for f in _FRAME.finditer(text.split("\n", 1)[-1]) if not f["file"].startswith("<")
-        ]
-        return (
-            f"{message} ({self.workspace.shown(frames[0]['file'])}:{frames[0]['line']})"
-            if frames
-            else message
-        )
+        for frame in _FRAME.finditer(text.split("\n", 1)[-1]):
+            if not frame["file"].startswith("<"):
+                return f"{message} ({self.workspace.shown(frame['file'])}:{frame['line']})"
+        return message
 
 
 def _nesting(data: bytes) -> int:
@@ -142,12 +133,14 @@ def import_of(workspace: Workspace, path: Path) -> str:
 def run_files(workspace: Workspace) -> dict[str, Path]:
     """Return every run's name and file without evaluating runs."""
 
-    def names(path: Path) -> list[str]:
-        return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
+    def of_file(path: Path) -> dict[str, Path]:
+        return dict.fromkeys(_names(workspace, path), path)
 
-    return _of_all_files(
-        workspace, lambda path: dict.fromkeys(names(path), path), workspace.run_files
-    )
+    return _of_all_files(workspace, of_file, workspace.run_files)
+
+
+def _names(workspace: Workspace, path: Path) -> list[str]:
+    return Evaluator(workspace)(f"std.objectFields({import_of(workspace, path)})")
 
 
 def _of_all_files(
@@ -175,17 +168,13 @@ def _of_all_files(
 def locate(workspace: Workspace, name: str) -> Path:
     """Return the file that defines a run. Raises OrreryError with the nearest name."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
-    if likely in workspace.run_files and name in Evaluator(workspace)(
-        f"std.objectFields({import_of(workspace, likely)})"
-    ):
+    if likely in workspace.run_files and name in _names(workspace, likely):
         return likely
     files = run_files(workspace)
     if name not in files:
         near = nearest(name, list(files))
-        raise OrreryError(
-            f"run {name!r}: there is no such run; "
-            + (f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}")
-        )
+        hint = f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}"
+        raise OrreryError(f"run {name!r}: there is no such run; {hint}")
     return files[name]
 
 

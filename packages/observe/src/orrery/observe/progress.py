@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -60,13 +60,8 @@ class Progress:
             self._take(row, version="version")
         elif role == "trainer" and process.endswith(".0") and row.get("step") is not None:
             self.step = max(self.step, row["step"])
-            self._take(
-                row,
-                loss="loss",
-                tokens_per_s="trainer tokens/s",
-                mismatch_kl="mismatch KL",
-                entropy="entropy",
-            )
+            self._take(row, loss="loss", tokens_per_s="trainer tokens/s")
+            self._take(row, mismatch_kl="mismatch KL", entropy="entropy")
 
     def _take(self, row: Row, **names: str) -> None:
         self.values.update(
@@ -76,14 +71,11 @@ class Progress:
 
 def line(progress: Progress, health: Mapping[str, Health], now_s: float) -> str:
     """Return one log line: `rl 12/40 · reward 0.43 · … · trainer.0 waiting 1 s for batch 13 …`."""
-    parts = [
-        f"{progress.stage} {_steps(progress)}",
-        *(f"{name} {value}" for name, value in _numbers(progress)),
-    ]
-    talking = [
-        f"{name} {one.sentence(now_s)}" for name, one in health.items() if one.role != "router"
-    ]
-    return f"[{_clock(now_s - progress.started_s)}] " + " · ".join([*parts, *talking])
+    parts = [f"{progress.stage} {_steps(progress)}"]
+    parts += [f"{name} {value}" for name, value in _numbers(progress)]
+    talking = {name: one for name, one in health.items() if one.role != "router"}
+    parts += [f"{name} {one.sentence(now_s)}" for name, one in talking.items()]
+    return f"[{_clock(now_s - progress.started_s)}] " + " · ".join(parts)
 
 
 def panel(
@@ -110,11 +102,9 @@ def panel(
         numbers.add_row(*cells[start : start + 4])
     roles = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "state", "does", "cpu", "memory"):
-        roles.add_column(
-            column,
-            justify="right" if column in ("cpu", "memory") else "left",
-            no_wrap=column != "does",
-        )
+        is_number = column in ("cpu", "memory")
+        justify: Literal["right", "left"] = "right" if is_number else "left"
+        roles.add_column(column, justify=justify, no_wrap=column != "does")
     for name, state in states.items():
         one, used = health.get(name), progress.usage.get(name, {}) if state == "running" else {}
         roles.add_row(
@@ -143,11 +133,9 @@ def panel(
 def _numbers(progress: Progress) -> list[tuple[str, str]]:
     """Return the names and values to draw. Held-out rewards of several tasks are one value."""
     rewards = {task: _short(reward) for task, reward in progress.held_out.items()}
-    held_out = ", ".join(
-        rewards.values()
-        if len(rewards) == 1
-        else (f"{task} {reward}" for task, reward in rewards.items())
-    )
+    held_out = ", ".join(f"{task} {reward}" for task, reward in rewards.items())
+    if len(rewards) == 1:
+        held_out = next(iter(rewards.values()))
     numbers = [(name, _short(value)) for name, value in progress.values.items()]
     return [*numbers, ("held-out reward", held_out)] if held_out else numbers
 

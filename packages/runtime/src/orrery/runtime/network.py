@@ -37,11 +37,10 @@ def address() -> str:
         for each, addresses in psutil.net_if_addrs().items()
     }
     if not found.get(name):
-        usable = ", ".join(
-            f"{each} ({', '.join(addresses)})"
-            for each, addresses in sorted(found.items())
-            if addresses
-        )
+        some = {
+            each: ", ".join(addresses) for each, addresses in sorted(found.items()) if addresses
+        }
+        usable = ", ".join(f"{each} ({addresses})" for each, addresses in some.items())
         raise OrreryError(
             f"{INTERFACE}: {name} is not an interface with an IPv4 address on "
             f"{socket.gethostname()}; it has {usable or 'none'}; set [network] interface in the "

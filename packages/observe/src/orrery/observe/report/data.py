@@ -104,12 +104,8 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 def without_signal(run: RunData) -> float | None:
     """Return the share of sampled training rollouts without signal; None if no batch counts it."""
-    counts = [
-        (num, sampled)
-        for num, sampled in run.batches.each("num_without_signal", "num_sampled")
-        if sampled
-    ]
-    return sum(num for num, _ in counts) / sum(sampled for _, sampled in counts) if counts else None
+    counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
+    return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
 
 def _evaluated(path: Path) -> list[Row]:
@@ -149,11 +145,8 @@ def _result(path: Path) -> Row:
 
 def unfinished(run: RunData) -> list[str]:
     """Return the stages that are not done, without the report, in order."""
-    return [
-        stage.name
-        for stage in plan(run.manifest)
-        if stage.name not in run.stages and stage.name != "report"
-    ]
+    done = {*run.stages, "report"}
+    return [stage.name for stage in plan(run.manifest) if stage.name not in done]
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
@@ -209,9 +202,8 @@ def _kind(process: str, row: Row) -> str | None:
 
 def _take_usage(row: Row, usage: dict[tuple[str, int], Row], processors: dict[str, Table]) -> None:
     time_s, stage, attempt = row["time_s"], row["stage"], row["attempt"]
-    ends = usage.setdefault(
-        (stage, attempt), {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s}
-    )
+    new = {"stage": stage, "attempt": attempt, "first_s": time_s, "last_s": time_s}
+    ends = usage.setdefault((stage, attempt), new)
     ends["first_s"], ends["last_s"] = min(ends["first_s"], time_s), max(ends["last_s"], time_s)
     if stage == "rl":
         for process, used in used_by_process(row).items():
@@ -231,9 +223,8 @@ def _spans(metrics: Path) -> Spans:
                     found, newest = Spans(), row["attempt"]
                 if row["attempt"] == newest:
                     role = f"inference.{row['engine']}" if "engine" in row else process
-                    found.add(
-                        Span(role, row["name"], row["start_s"], row["end_s"], row.get("step"))
-                    )
+                    times_s = row["start_s"], row["end_s"]
+                    found.add(Span(role, row["name"], *times_s, row.get("step")))
     return found
 
 

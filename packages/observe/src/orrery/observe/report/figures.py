@@ -94,7 +94,7 @@ def about(doc: str, figure: go.Figure) -> str:
     notes = [
         sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()
     ]
-    return " ".join([*doc.partition("\n\n")[0].split(), *notes])
+    return " ".join([*doc.partition("\n")[0].split(), *notes])
 
 
 def _line(
@@ -108,41 +108,26 @@ def _line(
 ) -> None:
     points = [(step, value) for step, value in rows.each("step", key) if value is not None]
     line = {"color": color, "width": 2, "shape": shape}
-    _scatter(
-        figure,
-        [x for x, _ in points],
-        [y for _, y in points],
-        thin,
-        name=name,
-        line=line,
-        mode="lines",
-    )
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    _scatter(figure, xs, ys, thin, name=name, line=line, mode="lines")
 
 
 def _since(start_s: float, end_s: float) -> tuple[float, str]:
-    """The unit of an axis of time, in seconds, and its name."""
+    """Return the unit of a time axis in seconds, and its name."""
     hours = (end_s - start_s) / 3600
-    return (
-        (1.0, "seconds")
-        if hours < 24
-        else (3600.0, "hours")
-        if hours < 24 * 7
-        else (86400.0, "days")
-    )
+    if hours < 24:
+        return 1.0, "seconds"
+    return (3600.0, "hours") if hours < 24 * 7 else (86400.0, "days")
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward;
+    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward; \
     failed rollouts count in neither.
     """
     if not run.batches and not run.evaluations:
         return None
-    rewards = [
-        each
-        for table in (run.batches, run.evaluations)
-        for each in table.column("reward_mean")
-        if each is not None
-    ]
+    columns = [table.column("reward_mean") for table in (run.batches, run.evaluations)]
+    rewards = [each for column in columns for each in column if each is not None]
     figure = _figure("step", "mean reward", yaxis_range=[min([0, *rewards]), max([1.02, *rewards])])
     if run.batches:
         _line(figure, run.batches, "reward_mean", "training batch", ENGINE, means)
@@ -150,21 +135,15 @@ def reward(run: RunData) -> go.Figure | None:
     for task, version, mean in run.evaluations.each("task", "version", "reward_mean"):
         by_task[task].append((version, mean))
     for index, (task, points) in enumerate(by_task.items()):
-        _scatter(
-            figure,
-            [version for version, _ in points],
-            [mean for _, mean in points],
-            means,
-            name=f"held-out {task}",
-            mode="lines+markers",
-            line={"color": HELD_OUT[index % len(HELD_OUT)], "width": 2},
-            marker={"size": 8},
-        )
+        xs, ys = [version for version, _ in points], [mean for _, mean in points]
+        line = {"color": HELD_OUT[index % len(HELD_OUT)], "width": 2}
+        style = {"mode": "lines+markers", "line": line, "marker": {"size": 8}}
+        _scatter(figure, xs, ys, means, name=f"held-out {task}", **style)
     return figure
 
 
 def warm_start(run: RunData) -> go.Figure | None:
-    """Cross-entropy during SFT: of the examples as they are trained, and of those that never
+    """Cross-entropy during SFT: of the examples as they are trained, and of those that never \
     are.
     """
     if not run.sft and not run.validation:
@@ -198,28 +177,20 @@ def staleness(run: RunData) -> go.Figure | None:
 
 
 def versions(run: RunData) -> go.Figure | None:
-    """How many policy versions sampled the tokens of each batch, and how many rollouts mix
+    """How many policy versions sampled the tokens of each batch, and how many rollouts mix \
     versions.
     """
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")
-    _line(
-        figure, run.batches, "num_versions", "versions in the batch", ENGINE, extremes, shape="hv"
-    )
-    _line(
-        figure,
-        run.batches,
-        "num_mixed_rollouts",
-        "rollouts that mix versions",
-        ORCHESTRATOR,
-        extremes,
-    )
+    rows, mixed = run.batches, "rollouts that mix versions"
+    _line(figure, rows, "num_versions", "versions in the batch", ENGINE, extremes, shape="hv")
+    _line(figure, rows, "num_mixed_rollouts", mixed, ORCHESTRATOR, extremes)
     return figure
 
 
 def agreement(run: RunData) -> go.Figure | None:
-    """Trainer against engine: largest log-prob difference on rollouts of the very version that
+    """Trainer against engine: largest log-prob difference on rollouts of the very version that \
     scores them; mismatch KL of all tokens.
     """
     if not run.rl:
@@ -228,32 +199,17 @@ def agreement(run: RunData) -> go.Figure | None:
     figure.update_yaxes(exponentformat="power")
     kl = [(step - 1, value) for step, value in run.rl.each("step", "mismatch_kl") if value]
     name = "mismatch KL, all trained tokens, stale ones too"
-    _scatter(
-        figure, [x for x, _ in kl], [y for _, y in kl], extremes, name=name, line_color=ORCHESTRATOR
-    )
-    same = same_weights(run)
-    _scatter(
-        figure,
-        [x for x, _ in same],
-        [y for _, y in same],
-        largest,
-        name="max |Δ log-prob|, same weights",
-        mode="markers",
-        marker={"color": TRAINER, "size": 8},
-    )
+    xs, ys = [x for x, _ in kl], [y for _, y in kl]
+    _scatter(figure, xs, ys, extremes, name=name, line_color=ORCHESTRATOR)
+    same, name = same_weights(run), "max |Δ log-prob|, same weights"
+    xs, ys = [x for x, _ in same], [y for _, y in same]
+    marker = {"color": TRAINER, "size": 8}
+    _scatter(figure, xs, ys, largest, name=name, mode="markers", marker=marker)
     if run.manifest.trainer.param_dtype == "float32":
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
         # plotly places annotations of a log axis by exponent, but not those of hline
-        figure.add_annotation(
-            x=1,
-            xref="paper",
-            y=-4,
-            text="1e-4",
-            showarrow=False,
-            yanchor="bottom",
-            xanchor="right",
-            font_color="#d64545",
-        )
+        place = {"x": 1, "xref": "paper", "y": -4, "xanchor": "right", "yanchor": "bottom"}
+        figure.add_annotation(text="1e-4", showarrow=False, font_color="#d64545", **place)
     return figure
 
 
@@ -276,7 +232,7 @@ def throughput(run: RunData) -> go.Figure | None:
 
 
 def admission(run: RunData) -> go.Figure | None:
-    """Rollouts in flight, the limit that follows the engines' load, and how full the engines'
+    """Rollouts in flight, the limit that follows the engines' load, and how full the engines' \
     caches are.
     """
     if not run.admission:
@@ -312,8 +268,8 @@ def admission(run: RunData) -> go.Figure | None:
 
 
 def step_parts(run: RunData) -> go.Figure | None:
-    """Where each step of the trainer went. The axis is cut at twice the median: the first step also
-    waits for the engines to start.
+    """Where each step of the trainer went. The axis is cut at twice the median: the first step \
+    also waits for the engines to start.
     """
     if not run.rl:
         return None

@@ -18,33 +18,27 @@ from orrery.observe.report.data import (
 )
 from orrery.runtime.timing import duration
 
+LEARNING = (
+    ("Reward", figures.reward),
+    ("Warm start", figures.warm_start),
+    ("Entropy", figures.entropy),
+)
+ASYNCHRONY = (
+    ("What each role did", figures.timeline),
+    ("Staleness of trained tokens", figures.staleness),
+    ("Versions", figures.versions),
+)
+SPEED = (
+    ("Throughput", figures.throughput),
+    ("Parts of a step", figures.step_parts),
+    ("Admission", figures.admission),
+    ("Processors", figures.processors),
+)
 SECTIONS = (
-    (
-        "Learning",
-        (
-            ("Reward", figures.reward),
-            ("Warm start", figures.warm_start),
-            ("Entropy", figures.entropy),
-        ),
-    ),
-    (
-        "Asynchrony",
-        (
-            ("What each role did", figures.timeline),
-            ("Staleness of trained tokens", figures.staleness),
-            ("Versions", figures.versions),
-        ),
-    ),
+    ("Learning", LEARNING),
+    ("Asynchrony", ASYNCHRONY),
     ("Agreement of trainer and engine", (("Log-probs", figures.agreement),)),
-    (
-        "Speed",
-        (
-            ("Throughput", figures.throughput),
-            ("Parts of a step", figures.step_parts),
-            ("Admission", figures.admission),
-            ("Processors", figures.processors),
-        ),
-    ),
+    ("Speed", SPEED),
 )
 WIDE = {figures.reward, figures.timeline, figures.agreement, figures.admission, figures.processors}
 MAX_PAIRS = 8
@@ -57,21 +51,12 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
     wall time and the report's path.
     """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
-    reward = (
-        f"held-out reward {after:.2f} ({before:.2f} before RL)"
-        if before is not None and after is not None
-        else "not evaluated"
-    )
-    parts = [
-        reward,
-        _left_out(run),
-        _timed_out(run),
-        _without_signal(run),
-        _stopped_early(run),
-        duration(wall_s),
-        f"report: {page}",
-    ]
-    return f"{run.manifest.name}: {', '.join(filter(None, parts))}"
+    reward = "not evaluated"
+    if before is not None and after is not None:
+        reward = f"held-out reward {after:.2f} ({before:.2f} before RL)"
+    counts = [_left_out(run), _timed_out(run), _without_signal(run), _stopped_early(run)]
+    parts = [reward, *filter(None, counts), duration(wall_s), f"report: {page}"]
+    return f"{run.manifest.name}: {', '.join(parts)}"
 
 
 def _left_out(run: RunData) -> str:
@@ -88,14 +73,9 @@ def _left_out(run: RunData) -> str:
 
 def _timed_out(run: RunData) -> str:
     """Return the number of held-out rollouts that ran out of time, in words, or ""."""
-    counts = [
-        (run.result.get(when, {}).get("num_timeouts", 0), when) for when in ("before", "after")
-    ]
-    return (
-        f"timed out: {' and '.join(f'{num} {when} RL' for num, when in counts)}"
-        if any(num for num, _ in counts)
-        else ""
-    )
+    nums = {when: run.result.get(when, {}).get("num_timeouts", 0) for when in ("before", "after")}
+    counts = " and ".join(f"{num} {when} RL" for when, num in nums.items())
+    return f"timed out: {counts}" if any(nums.values()) else ""
 
 
 def _without_signal(run: RunData) -> str:
@@ -117,97 +97,54 @@ def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
     """Return (value, description) of the recorded numbers for the head of the page."""
     tiles = []
     if run.result:
-        rewards = (
-            f"{run.result['before']['reward_mean']:.2f} → {run.result['after']['reward_mean']:.2f}"
-        )
-        tiles.append(
-            (
-                rewards,
-                ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)])),
-            )
-        )
+        before, after = (run.result[when]["reward_mean"] for when in ("before", "after"))
+        what = ", ".join(filter(None, ["held-out reward, before → after RL", _left_out(run)]))
+        tiles.append((f"{before:.2f} → {after:.2f}", what))
     for row in run.stopped_early[-1:]:
         tiles.append((f"{row['version']} of {row['num_steps']}", _stopped_early(run)))
     if run.batches:
-        num_versions = run.batches.column("num_versions")
-        tiles.append(
-            (
-                str(max(run.batches.column("staleness_max"))),
-                "oldest trained token, versions behind (bound "
-                f"{run.manifest.orchestrator.max_off_policy_steps})",
-            )
-        )
-        if (share := without_signal(run)) is not None:
-            size, filled = (
-                run.manifest.orchestrator.rollouts_per_batch,
-                run.batches.column("num_zero_advantage"),
-            )
-            whole = f"{filled.count(size)} of {len(filled)} batches"
-            tiles.append(
-                (
-                    f"{share:.0%}",
-                    "of training rollouts carried no signal (equal rewards in their group); "
-                    f"{whole} had none at all",
-                )
-            )
-        in_training = dict(_drops(run)).get("timeout", 0)
-        means = (
-            "each a reward of 0" if run.manifest.orchestrator.on_timeout == "zero" else "left out"
-        )
-        tiles.append(
-            (
-                str(in_training),
-                f"training rollouts timed out ({means}); held-out rollouts "
-                f"{_timed_out(run) or 'timed out: none'}",
-            )
-        )
-        tiles.append(
-            (
-                f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}",
-                "batches with tokens of several versions",
-            )
-        )
+        tiles += _batch_tiles(run)
     if differences := same_weights(run):
-        tiles.append(
-            (
-                f"{max(found for _, found in differences):.1e}",
-                f"max |Δ log-prob| trainer − engine, same weights, at {len(differences)} versions",
-            )
-        )
+        what = "max |Δ log-prob| trainer − engine, same weights"
+        worst = max(found for _, found in differences)
+        tiles.append((f"{worst:.1e}", f"{what}, at {len(differences)} versions"))
     if spent := shares(run.spans):
-        tiles.append(
-            (
-                f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}",
-                "of the RL time the engine · the trainer was busy",
-            )
-        )
-        tiles.append(
-            (f"{spent.overlapped:.0%}", "of the training time an engine was generating too")
-        )
+        busy = f"{spent.engine_busy:.0%} · {spent.trainer_busy:.0%}"
+        tiles.append((busy, "of the RL time the engine · the trainer was busy"))
+        overlapped = f"{spent.overlapped:.0%}"
+        tiles.append((overlapped, "of the training time an engine was generating too"))
     if run.engine_restarts:
         tiles.append((str(len(run.engine_restarts)), "times an engine was lost and started again"))
-    missing = unfinished(run)
-    tiles.append(
-        (
-            duration(wall_s),
-            f"finished stages, all attempts; not yet {', '.join(missing)}"
-            if missing
-            else "all stages, all attempts",
-        )
-    )
+    what = "all stages, all attempts"
+    if missing := unfinished(run):
+        what = f"finished stages, all attempts; not yet {', '.join(missing)}"
+    tiles.append((duration(wall_s), what))
     return tiles
+
+
+def _batch_tiles(run: RunData) -> list[tuple[str, str]]:
+    orchestrator, num_versions = run.manifest.orchestrator, run.batches.column("num_versions")
+    oldest = str(max(run.batches.column("staleness_max")))
+    bound = orchestrator.max_off_policy_steps
+    tiles = [(oldest, f"oldest trained token, versions behind (bound {bound})")]
+    if (share := without_signal(run)) is not None:
+        empty = run.batches.column("num_zero_advantage")
+        whole = f"{empty.count(orchestrator.rollouts_per_batch)} of {len(empty)} batches"
+        what = "of training rollouts carried no signal (equal rewards in their group)"
+        tiles.append((f"{share:.0%}", f"{what}; {whole} had none at all"))
+    in_training = str(dict(_drops(run)).get("timeout", 0))
+    means = "each a reward of 0" if orchestrator.on_timeout == "zero" else "left out"
+    held_out = f"held-out rollouts {_timed_out(run) or 'timed out: none'}"
+    tiles.append((in_training, f"training rollouts timed out ({means}); {held_out}"))
+    mixed = f"{sum(num > 1 for num in num_versions)} of {len(num_versions)}"
+    return [*tiles, (mixed, "batches with tokens of several versions")]
 
 
 def _drops(run: RunData) -> list[tuple[str, int]]:
     """Return reasons and counts of dropped rollouts, from the last batch of each attempt."""
-    last_by_attempt = {
-        attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")
-    }
-    reasons = sorted({reason for dropped in last_by_attempt.values() for reason in dropped})
-    return [
-        (reason, sum(dropped.get(reason, 0) for dropped in last_by_attempt.values()))
-        for reason in reasons
-    ]
+    last = {attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")}
+    reasons = sorted({reason for dropped in last.values() for reason in dropped})
+    return [(reason, sum(one.get(reason, 0) for one in last.values())) for reason in reasons]
 
 
 def _pairs(run: RunData) -> list[dict]:
