@@ -12,7 +12,7 @@ from orrery.kernels.attention.layout import Layout, lse_dtype
 from orrery.kernels.attention.padded import Grids
 
 _MAX_LENGTH = 1024  # a document's scores are quadratic in its length
-_MAX_SCORES = 1 << 26  # elements at a time: 256 MiB in float32, three times over
+_MAX_SCORES = 1 << 26  # elements at a time: three tensors of 256 MiB in float32
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -5,6 +5,7 @@ Inputs are contiguous. On a CPU the operators run `plain.py`, so that compiled g
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +16,19 @@ available = find_spec("triton") is not None
 _interpreted = available and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _runs_triton(rows: Tensor) -> bool:
-    return rows.is_cuda or _interpreted
+def _backend(rows: Tensor) -> Any:
+    if not rows.is_cuda and not _interpreted:
+        return plain
+    from orrery.kernels.expert_rows import triton
+
+    return triton
 
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
     """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any one of them."""
-    if _runs_triton(x_TD):
-        from orrery.kernels.expert_rows import triton
-
-        return triton.spread_rows(x_TD, place_TK, num_rows)
+    if (backend := _backend(x_TD)) is not plain:
+        return backend.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
     out_MD[place_TK] = x_TD[:, None]
     return out_MD
@@ -39,11 +42,7 @@ def _(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
 @torch.library.custom_op("orrery::sum_rows", mutates_args=())
 def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
     """Return [T, D]: token t is the sum over k of y[place_TK[t, k]]."""
-    if _runs_triton(y_MD):
-        from orrery.kernels.expert_rows import triton
-
-        return triton.sum_rows(y_MD, place_TK)
-    return plain.sum_rows(y_MD, place_TK)
+    return _backend(y_MD).sum_rows(y_MD, place_TK)
 
 
 @sum_rows.register_fake
@@ -54,11 +53,7 @@ def _(y_MD: Tensor, place_TK: Tensor) -> Tensor:
 @torch.library.custom_op("orrery::swiglu_rows", mutates_args=())
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
     """Return [M, I]: silu(gate) · up · score."""
-    if _runs_triton(gate_up_M2I):
-        from orrery.kernels.expert_rows import triton
-
-        return triton.swiglu_rows(gate_up_M2I, score_M)
-    return plain.swiglu_rows(gate_up_M2I, score_M)
+    return _backend(gate_up_M2I).swiglu_rows(gate_up_M2I, score_M)
 
 
 @swiglu_rows.register_fake
@@ -71,11 +66,7 @@ def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate_up and score."""
-    if _runs_triton(gate_up_M2I):
-        from orrery.kernels.expert_rows import triton
-
-        return triton.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
-    return plain.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
+    return _backend(gate_up_M2I).swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
 
 
 @swiglu_rows_backward.register_fake
