@@ -1,16 +1,14 @@
-"""How far engine and trainer are apart on the same weights, with and without router replay: on the rollouts of a run that learned.
+"""Measure how far engine and trainer differ on the same weights, with and without router replay.
 
-The run is `reverse_text_moe_replay`: vLLM in bfloat16 samples and tells which experts it chose, a trainer in float32 takes the same; both
-are the pipeline's own, from a fresh policy through SFT to RL. This program then trains the run's batches once more, which makes the same
-weights to the bit (it ends in an error where it does not), and between the steps scores the rollouts of the version at hand twice: on the
-engine's routes, and on the trainer's own. Only rollouts count that one version sampled whole, so that nothing but arithmetic differs.
-A trainer in bfloat16 stands beside it.
+The run is `reverse_text_moe_replay`, from a fresh policy through SFT to RL. vLLM in bfloat16 gives
+samples and routes, which a trainer in float32 replays. This program trains the same batches again,
+which must give the same weights to the bit. Between the steps it scores the version's rollouts
+twice, on the engine's routes and on the trainer's own. Only rollouts that one version sampled whole
+count. A trainer in bfloat16 is measured too.
 
-- Mismatch KL: the mean of r − 1 − log r over sampled tokens, with r the trainer's probability over the engine's (Schulman's k3).
-- The tokens of several runs are pooled: engines answer in no fixed order, so no two runs of a manifest have the same rollouts, and in 5,000
-  tokens a few decide the mean. `--run DIR …` reads finished runs instead of making them, a minute or more each on two cores.
-
-    python benchmarks/replay/mismatch.py
+- Mismatch KL: mean of r − 1 − log r over sampled tokens, r = trainer over engine (Schulman's k3).
+- Tokens of several runs are pooled, since few tokens decide the mean. `--run DIR …` reads finished
+  runs instead of making them.   Usage: python benchmarks/replay/mismatch.py
 """
 
 import argparse
@@ -49,7 +47,7 @@ GOAL = 5.0
 
 
 class Scores(NamedTuple):
-    """Of one pass over sampled tokens: log π − log μ of each, and choices that the network would have made otherwise."""
+    """One pass over sampled tokens: log π − log μ of each, and the changed routing choices."""
 
     log_ratio: np.ndarray
     differing: int
@@ -114,7 +112,8 @@ def check_same(learner: Learner, manifest: Manifest, folder: Path) -> None:
     for name, one in learner.policy.network.named_parameters():
         if not torch.equal(one, theirs.get_parameter(name)):
             raise SystemExit(
-                f"error: {name} is not the run's after the same steps; its rollouts would be scored by other weights"
+                f"error: {name} is not the run's after the same steps; "
+                "its rollouts would be scored by other weights"
             )
 
 
@@ -187,7 +186,8 @@ def pooled(manifest: Manifest, found: Found) -> dict[str, Any]:
         "num_sampled_tokens": int(sum(len(one.log_ratio) for one in found.scores["float32", True])),
         "ratio_of_each_run": found.ratios,
         "num_layers": manifest.model.num_layers,
-        "experts": f"{manifest.model.moe.num_experts_per_token} of {manifest.model.moe.num_experts}",
+        "experts": f"{manifest.model.moe.num_experts_per_token} "
+        f"of {manifest.model.moe.num_experts}",
         "engine": f"vLLM in {manifest.inference.dtype} on {manifest.hardware.accelerator}",
         "held_out_reward_by_version": found.held_out,
     }
@@ -239,11 +239,13 @@ def main() -> None:
             GOAL if row["replay"] else None
         )  # without replay it is what the others are held against
         print(
-            f"{row['variant']}: KL {row['mismatch_kl']:.3g}, at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart"
+            f"{row['variant']}: KL {row['mismatch_kl']:.3g}, "
+            f"at most {row['logprob_max_abs_diff']:.3g} of a log-prob apart"
         )
     record(
         Path(__file__).with_suffix(".json"),
-        figure="mismatch KL of engine (vLLM, bfloat16, CPU) and trainer (float32) without router replay, over that with it",
+        figure="mismatch KL of engine (vLLM, bfloat16, CPU) and trainer (float32) "
+        "without router replay, over that with it",
         value=by_variant["float32", True]["value"],
         unit="×",
         goal=GOAL,

@@ -1,8 +1,9 @@
-"""How fast routes become a column and pass the trainer's check: answers of 131,072 tokens, 48 layers, 8 experts a token, on one core.
+"""Measure how fast routes become a column and pass the trainer's check, on one core.
 
-An engine's answer holds 50 MB of routes as base64 of a .npy file. The orchestrator finds and decodes them into the rollout's column; then
-they travel as raw bytes (`benchmarks/transport/pack_and_wire.py` has packing and the wire, with 82 MB of routes a rollout); the trainer
-looks at them once. The figure is the orchestrator's part, the check stands beside it; both are bytes of routes a second of processor time.
+An answer of 131,072 tokens, 48 layers and 8 experts a token holds 50 MB of routes, as base64 of a
+.npy file. The orchestrator decodes them into the rollout's column; the trainer checks them once.
+`benchmarks/transport/pack_and_wire.py` measures the way between. The figure is the orchestrator's
+part in bytes of routes a second of processor time. The check is recorded beside it.
 
     python benchmarks/replay/receipt.py
 """
@@ -66,7 +67,8 @@ def main() -> None:
     checked = gigabits(lambda: check_routes(routes, SHAPE, "batch 1"), routes.nbytes)
     record(
         Path(__file__).with_suffix(".json"),
-        figure="routes of an engine's answer, decoded into a rollout's column (131,072 tokens, 48 layers, 8 of 128 experts, one core)",
+        figure="routes of an engine's answer, decoded into a rollout's column "
+        "(131,072 tokens, 48 layers, 8 of 128 experts, one core)",
         value=decoded,
         unit="Gb/s of processor time",
         goal=GOAL,

@@ -1,14 +1,15 @@
-"""What router replay costs a trainer's step: Qwen3-30B-A3B's shape, 16,384 tokens in documents of 4,096, on one GPU.
+"""Measure the cost of router replay in a training step, on one GPU.
 
-The same batches are trained with routes and without them, in turns, so that whatever drifts drifts for both; the learning rate is zero, so
-that routers choose the same all the time. The routes are those that the network itself chooses when it is not compiled: experts are as
-evenly used either way, and what is compared is replay alone. A step is all of it: the check of routes on the host, their way to the device,
-forward, backward, optimizer. Fewer layers than 48, so that weights and optimizer state fit one GPU; blocks are alike.
+The model has Qwen3-30B-A3B's shape with fewer layers, so that weights and optimizer state fit. A
+batch has 16,384 tokens in documents of 4,096. Steps with and without routes alternate, so drift
+affects both. The learning rate is zero, so routers keep choosing the same experts. The routes are
+the network's own choices, so only replay differs. A step includes the check of routes on the host.
 
     python benchmarks/replay/step_cost.py
 
 On a host without network: `benchmarks/async/gpu_host.sh python benchmarks/replay/step_cost.py`.
-`--model reverse_text_moe --layers 2 --tokens 512 --document 128 --device cpu` shows on any machine that it works, and records nothing.
+`--model reverse_text_moe --layers 2 --tokens 512 --document 128 --device cpu` tries it on any
+machine and records nothing.
 """
 
 import argparse
@@ -38,7 +39,7 @@ GOAL_PERCENT = 1.0
 
 
 def settings(name: str, layers: int) -> tuple[Model, Trainer]:
-    """The manifest's model with fewer layers, and its trainer on one device with weights in the dtype that computes."""
+    """Return the manifest with fewer layers, one device, and weights in the compute dtype."""
     manifest = load(ROOT / "manifests" / f"{name}.json")
     model = manifest.model.model_copy(update={"num_layers": layers})
     mesh = manifest.trainer.mesh.model_copy(
@@ -77,7 +78,7 @@ def batch(model: Model, tokens: int, document: int) -> Columns:
 def own_routes(
     model: Model, trainer: Trainer, columns: Columns, device: torch.device
 ) -> np.ndarray:
-    """What the routers choose, by a network that is neither compiled nor recomputed; the last token of a document has no route."""
+    """Return the routers' choices without compilation; a document's last token has no route."""
     shape = route_shape(model)
     assert shape is not None, f"{model.family} has no experts"
     learner = learner_of(model, trainer.model_copy(update={"compile": False}), device)
@@ -148,12 +149,14 @@ def main() -> None:
         "routes_missing": metrics["routes_missing"],
     }
     print(
-        f"step without routes {medians['without']:.4f} s, with {medians['with']:.4f} s: {cost:+.2f} %; {details}"
+        f"step without routes {medians['without']:.4f} s, with {medians['with']:.4f} s: "
+        f"{cost:+.2f} %; {details}"
     )
     if device.type == "cuda":
         record(
             Path(__file__).with_suffix(".json"),
-            figure=f"cost of router replay in a step of {args.layers} layers of Qwen3-30B-A3B's shape, {args.tokens:,} tokens, one GPU",
+            figure=f"cost of router replay in a step of {args.layers} layers of Qwen3-30B-A3B's "
+            f"shape, {args.tokens:,} tokens, one GPU",
             value=cost,
             unit="%",
             goal=GOAL_PERCENT,

@@ -1,10 +1,12 @@
-"""How fast slices in a bucket are fingerprinted, as they are when weights arrive: whole experts, halves of columns, and an odd shape.
+"""Measure how fast slices in a bucket are fingerprinted: whole experts, half columns, an odd shape.
 
-First, every variant's shares are added up and compared with the referee's fingerprint (`array_fingerprint`). On a GPU the bound is one
-pass over the bytes at 4.2 TB/s, what a copy reaches on an H200; the figure is the whole experts' share of it, since nearly all bytes of a
-mixture are theirs. On a CPU, one thread, the figure is their rate.
+Every variant's shares are first added up and compared with `array_fingerprint`. On a GPU the bound
+is one pass over the bytes at the speed of a copy on an H200, and the figure is the share of it for
+whole experts, which are nearly all bytes of a mixture. On a CPU, one thread, it is their rate.
 
-    python benchmarks/transport/fingerprint.py               # fingerprint_cpu.json, or fingerprint_gpu.json where there is a GPU
+    python benchmarks/transport/fingerprint.py
+
+It writes fingerprint_gpu.json on a machine with a GPU, else fingerprint_cpu.json.
 """
 
 import argparse
@@ -34,7 +36,7 @@ VARIANTS = {
 def bucket(
     shape: tuple[int, int], parts: int, dim: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor, list[SliceSpec], torch.Tensor]:
-    """About `size` bytes of slices of bfloat16 tensors, aligned as on the wire; where each is; the tensor, copied over and over."""
+    """Return about `size` bytes of aligned bfloat16 slices, their places, and the whole tensor."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).bfloat16()
     slices = whole.chunk(parts, dim)
@@ -72,7 +74,8 @@ def main() -> None:
         for first in range(0, len(where), parts):
             if sum(shares[first : first + parts]) & MASK != expected:
                 raise SystemExit(
-                    f"{name}: the shares of tensor {first // parts} do not add up to the referee's fingerprint"
+                    f"{name}: the shares of tensor {first // parts} do not add up "
+                    "to the reference fingerprint"
                 )
         times = []
         for _ in range(REPEATS):
@@ -102,7 +105,8 @@ def main() -> None:
             }
         rows.append(row)
         print(
-            f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms for {buffer.numel() / 2**20:.0f} MiB"
+            f"{name:36s} {gb_per_s:8.1f} GB/s, {1e3 * seconds:.2f} ms "
+            f"for {buffer.numel() / 2**20:.0f} MiB"
         )
     record(
         options.out / f"fingerprint_{'gpu' if is_gpu else 'cpu'}.json",

@@ -1,10 +1,9 @@
-"""How fast packed rollouts reach the trainer: pack + send + receive, both processes on one core.
+"""Measure pack + send + receive of rollouts, with both processes on one core.
 
-256 rollouts of 131,072 tokens with the usual columns and an opaque one of 624 bytes a token (21 GB), packed into micro-batches
-of 131,072 tokens and sent over the wire over loopback to a receiver in another process. Rollouts are made when the wire asks
-for them; their columns are windows into one random buffer, so making them costs nothing and the figure is the wire's.
-The same bytes as micro-batches of sixteen documents, which the receiver gathers, and over the files wire (which puts the
-whole batch on disk; a sixteenth of it here), stand beside it.
+256 rollouts of 131,072 tokens, with the usual columns and an opaque one of 624 bytes a token (21
+GB), are packed into micro-batches of 131,072 tokens and sent over loopback to another process.
+Rollouts are windows into one random buffer, so making them costs nothing. Two variants are measured
+too: micro-batches of sixteen documents, and the files wire with a sixteenth of the batch.
 
     python benchmarks/transport/pack_and_wire.py
 """
@@ -33,7 +32,7 @@ OPAQUE_SHAPE = (78, 8)  # layers, experts a token: uint8, 624 bytes
 
 
 class Rollouts:
-    """`num` documents of `tokens` tokens, made when looked at; the opaque column is a window into one random buffer."""
+    """`num` documents of `tokens` tokens, made on access as windows into one random buffer."""
 
     def __init__(self, num: int, tokens: int) -> None:
         self.num, self.tokens = num, tokens
@@ -69,7 +68,10 @@ class Rollouts:
 
 
 def usage() -> dict[str, float]:
-    """Peak resident bytes of this program (`ru_maxrss` would count the parent it was started from) and its CPU seconds."""
+    """Return this program's peak resident bytes and CPU seconds.
+
+    `ru_maxrss` would count its parent too.
+    """
     [peak] = [
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -88,7 +90,7 @@ def used_since(before: dict[str, float]) -> dict[str, float]:
 
 
 def ends_of(columns: Columns) -> int:
-    """A sum over the opaque rows at both ends of every document: right only if all documents are whole and in their place."""
+    """Return a sum over the first and last opaque row of every document."""
     routed = columns.token["routed_experts"]
     return int(
         routed[columns.offsets[:-1]].sum(dtype=np.int64)
@@ -188,13 +190,16 @@ def main() -> None:
     rows = [asyncio.run(send(kind, num, documents)) for kind, num, documents in variants]
     for row in rows:
         print(
-            f"{row['kind']}, {row['documents_a_micro_batch']} documents a micro-batch: {row['gigabytes_per_s']:.2f} GB/s, "
-            f"peak {row['sender']['peak_rss_bytes'] / 1e6:.0f} MB sender, {row['receiver']['peak_rss_bytes'] / 1e6:.0f} MB receiver"
+            f"{row['kind']}, {row['documents_a_micro_batch']} documents a micro-batch: "
+            f"{row['gigabytes_per_s']:.2f} GB/s, "
+            f"peak {row['sender']['peak_rss_bytes'] / 1e6:.0f} MB sender, "
+            f"{row['receiver']['peak_rss_bytes'] / 1e6:.0f} MB receiver"
         )
     if args.num_rollouts == 256:
         record(
             Path(__file__).with_suffix(".json"),
-            figure="pack, send and receive of 256 rollouts of 131,072 tokens (21 GB) over loopback on one core",
+            figure="pack, send and receive of 256 rollouts of 131,072 tokens (21 GB) "
+            "over loopback on one core",
             value=rows[0]["gigabytes_per_s"],
             unit="GB/s",
             goal=1.0,

@@ -1,19 +1,14 @@
-"""How long an update stops generation and training, on every weight wire: real trainer ranks, a real vLLM engine, requests in flight.
+"""Measure how long an update stops generation and training, on every weight wire.
 
-    python benchmarks/transport/weight_update.py                     tiny, on a CPU; two trainer ranks (FSDP, experts parallel)
-    python benchmarks/transport/weight_update.py --manifest qwen3_30b_a3b_16k --trainers 4 --devices 0,1,2,3/4,5,6,7 --wires nccl
-                                                     Qwen3-30B-A3B's shape, random weights, four GPUs to four GPUs of one host, no network
-    python benchmarks/transport/weight_update.py --manifest smollm2_smoke --trainers 1 --wires files adapters
-                                                     135 M parameters on a CPU, whole or as adapters of rank 16 on attention alone
+    W=benchmarks/transport/weight_update.py
+    python $W                       a tiny mixture on a CPU, two trainer ranks
+    python $W --manifest qwen3_30b_a3b_16k --trainers 4 --devices 0,1,2,3/4,5,6,7 --wires nccl
+    python $W --manifest smollm2_smoke --trainers 1 --wires files adapters
 
-- A trainer rank is the trainer's own policy, sharded as in a run, and its own publisher; nothing is trained, weights are scaled a little.
-- The engine is `orrery.inference` with weights of vLLM's load format `dummy`; versions are claimed, loaded and attested as in a run.
-- Every request must come back whole, and its tokens' versions rise from one that the engine had taken to none that it had not begun.
-- `paused_s` is what generation loses, `blocked_s` what the trainer waits: fingerprints, and at the step whatever is still being sent.
-- Bounds for the shape above: 61 GB in bfloat16. Each of four GPUs sends 15.3 GB and receives 15.3 GB plus what is replicated (0.6 GB
-  of attention, embeddings and norms a rank at most). NVLink of an H200 carries 450 GB/s each way: 34 ms. Reading and writing what was
-  received once in a bucket, once in a layer and once where kernels look for it is
-  6 · 15.3 GB over 4.8 TB/s: 19 ms. Neither counts launches.
+- Trainer ranks have the trainer's own policy and publisher. Weights are scaled instead of trained.
+- The engine is `orrery.inference` with random weights, and requests are in flight. Each must return
+  whole, and its tokens' versions must rise.
+- `paused_s` is what generation loses. `blocked_s` is what the trainer waits.
 """
 
 import argparse
@@ -32,7 +27,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-GOAL = 0.5  # of Qwen3-30B-A3B, four GPUs to four others: what generation loses, and what the trainer waits
+GOAL = 0.5  # seconds for paused_s and blocked_s; Qwen3-30B-A3B, four GPUs to four others
 FINGERPRINTS_GOAL = 0.05  # of a pause, on GPUs
 ANSWER = "answer: "  # what a rank says to the driver; libraries write to standard output too
 
@@ -56,7 +51,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# A trainer rank ---------------------------------------------------------------------------------------------------------
+# A trainer rank
 
 
 def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: Path) -> None:
@@ -119,7 +114,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     publisher.close()
 
 
-# The engine -------------------------------------------------------------------------------------------------------------
+# The engine
 
 
 def inference(run_dir: Path) -> None:
@@ -139,7 +134,7 @@ def inference(run_dir: Path) -> None:
         serve(ctx, [*options, "--load-format", "dummy"])
 
 
-# The driver -------------------------------------------------------------------------------------------------------------
+# The driver
 
 
 class Trainers:
@@ -239,7 +234,8 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                         or not before <= versions[0] <= versions[-1] <= begun
                     ):
                         raise SystemExit(
-                            f"error: tokens say versions {versions} between {before}, which was taken, and {begun}, which was begun"
+                            f"error: tokens say versions {versions} between {before}, "
+                            f"which was taken, and {begun}, which was begun"
                         )
                     num_spanning += versions[0] < versions[-1]
                     tokens += 48
@@ -269,8 +265,10 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 sent = {part: value for part, value in answers[0][1].items() if part.endswith("_s")}
                 settle_s = max(answer[0] for answer in answers)
                 rows.append({
-                    "version": version, "paused_s": report.paused_s, "pause_s": report.pause_s, "update_s": report.update_s,
-                    "attest_s": report.attest_s, "publish_s": publish_s, "settle_s": settle_s, "blocked_s": publish_s + settle_s,
+                    "version": version, "paused_s": report.paused_s,
+                    "pause_s": report.pause_s, "update_s": report.update_s,
+                    "attest_s": report.attest_s, "publish_s": publish_s,
+                    "settle_s": settle_s, "blocked_s": publish_s + settle_s,
                     "engine": await engine.update_parts(), "trainer": sent,
                 })  # fmt: skip
                 print(json.dumps({"wire": kind, **rows[-1]}), flush=True)
@@ -290,7 +288,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
 
 
 def prepare(folder: Path, args: argparse.Namespace, adapters: bool) -> Path:
-    """A run directory with as much as an engine and trainer ranks look at; of one that takes `adapters`, or of one that takes weights."""
+    """Make a run directory for an engine and trainer ranks, with weights or `adapters`."""
     from orrery.manifest.identity import load
     from orrery.models.families import hf_config
     from roles import ALONE
@@ -344,7 +342,7 @@ def goal_of(args: argparse.Namespace) -> float | None:
 
 
 def beside(row: dict, goal: float | None, on_gpus: bool) -> list[dict]:
-    """What else is measured of the wire that `row` is of: what the trainer waits, and what fingerprints take of a pause."""
+    """Return the row's other measurements: the trainer's wait, and the fingerprints' share."""
     found = [
         {
             "variant": f"{row['variant']}: trainer waits",
@@ -434,7 +432,8 @@ def main() -> None:
     goal = goal_of(args)
     record(
         Path(__file__).with_name(f"weight_update{shape}.json"),
-        figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, requests in flight: engine paused",
+        figure=f"update of {args.manifest}, {args.trainers} trainer ranks → one engine, "
+        "requests in flight: engine paused",
         value=best["value"],
         unit="s",
         goal=goal,

@@ -58,7 +58,7 @@ def test_each_engine_is_asked_itself_after_it_has_resumed():
         assert engine.asked[-1][1] == ASKED
 
 
-def test_an_engine_that_computes_something_else_ends_the_run_by_name_and_version_and_is_paused_again():
+def test_an_engine_that_computes_something_else_ends_the_run_and_is_paused_again():
     engines = [
         StandIn(canary=list(KNOWN)),
         StandIn(canary=[-1.0, -2.0, -4.0]),
@@ -66,8 +66,8 @@ def test_an_engine_that_computes_something_else_ends_the_run_by_name_and_version
     error, is_proving, version = update(engines)
     assert isinstance(error, WeightsDiffer) and version == START_VERSION
     assert (
-        "engine 1: with version 3 its log-probs of the canary are 0.333 from the trainer's on average"
-        in str(error)
+        "engine 1: with version 3 its log-probs of the canary are 0.333 "
+        "from the trainer's on average" in str(error)
     )
     assert "trainer.mismatch.canary_logprob_difference = 0.1" in str(error)
     assert is_proving, "or a batch of its tokens could be cut before the run has ended"
@@ -86,8 +86,8 @@ def test_an_engine_that_gives_too_few_log_probs_or_none_that_are_numbers_ends_th
 def test_an_engine_that_refuses_the_canary_ends_the_run():
     error, _, _ = update([StandIn(fail={"/inference/v1/generate": (400, {"error": "no"})})])
     assert (
-        "engine 0 did not answer the canary of version 3: engine 0 refused request 'canary-3': no (HTTP 400)"
-        in str(error)
+        "engine 0 did not answer the canary of version 3: "
+        "engine 0 refused request 'canary-3': no (HTTP 400)" in str(error)
     )
 
 

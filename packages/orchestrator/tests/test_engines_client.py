@@ -1,4 +1,4 @@
-"""The engine client against a stand-in server: what it makes of answers, good and bad. The real vLLM is in the inference room's tests."""
+"""The engine client against a stand-in server, with good and bad answers."""
 
 import asyncio
 import base64
@@ -165,11 +165,13 @@ async def main():
     async with EngineClient(sys.argv[1], token="secret") as engine:
         def generate(**options):
             prompt = np.array([1, 2], dtype=np.int32)
-            return engine.generate(prompt, max_tokens=4, temperature=0.5, cache_salt="3", request_id="r", **options)
+            options |= {"max_tokens": 4, "temperature": 0.5, "cache_salt": "3"}
+            return engine.generate(prompt, request_id="r", **options)
 
         assert await engine.health()
         await asyncio.sleep(0.2)  # until its connection is closed
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         held = []
         try:
             while True:

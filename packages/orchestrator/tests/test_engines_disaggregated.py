@@ -1,5 +1,4 @@
-"""Prefill and decode apart, with stand-ins for the engines: who is asked for what, what becomes of blocks that nobody wants, and of
-requests whose engine is lost."""
+"""Disaggregated prefill with stand-in engines: routing, given-back blocks and lost engines."""
 
 import asyncio
 
@@ -156,7 +155,7 @@ def test_a_session_whose_engine_does_not_serve_gets_another_and_stays_there():
     assert sticky.choose("a", [0, 1, 2]) == 0
 
 
-# Engines that are lost ------------------------------------------------------------------------------------------------
+# Engines that are lost
 
 
 class Fleet:
@@ -225,7 +224,7 @@ async def test_a_request_that_fails_alone_leaves_the_blocks_to_an_engine_that_ma
 
 
 @pytest.mark.parametrize(("index", "kept_no_longer"), [(0, []), (2, ["p0-a"])])
-async def test_no_decode_engine_is_asked_where_either_engine_was_started_again_while_the_prompt_was_computed(
+async def test_no_decode_engine_is_asked_if_an_engine_was_restarted_during_the_prefill(
     index, kept_no_longer
 ):
     fleet = Fleet([{}, {}])
@@ -242,7 +241,7 @@ async def test_no_decode_engine_is_asked_where_either_engine_was_started_again_w
     assert decode.asked == fleet.engines[2].asked == [] and prefill.kept_no_longer == kept_no_longer
 
 
-async def test_decode_engines_are_told_once_of_a_prefill_engine_that_has_ended_and_read_from_its_next_incarnation():
+async def test_decode_engines_learn_once_of_an_ended_prefill_engine_and_read_from_its_next():
     fleet = Fleet(mooncakes())
     fleet.apart.ended(2)  # a decode engine: nobody reads from it
     fleet.apart.ended(0)

@@ -1,4 +1,4 @@
-"""The fleet against stand-in servers: what it does to all engines, and what it makes of one that fails."""
+"""The engine pool against stand-in servers: updates, losses and recovery."""
 
 import asyncio
 import threading
@@ -159,12 +159,12 @@ def test_equal_fingerprints_compare_silently():
     compare(3, {"a": 1}, {"a": TensorAttestation(1, "resident")}, "engine 0")
 
 
-# Engines that are lost and come back ----------------------------------------------------------------------------------
+# Engines that are lost and come back
 
 
 @dataclass
 class Engines:
-    """Stand-ins for two engines, their router and, started again, the second engine; and the orchestrator that drives them."""
+    """Stand-ins for two engines, their router, and the restarted second engine."""
 
     ctx: RoleContext
     fleet: EnginePool
@@ -210,7 +210,7 @@ LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers 
 
 
 async def back_without_a_version(engines, folder, lost):
-    """Both engines hold version 3; engine 1, behind `lost`, is gone and comes back when that version can be had no more."""
+    """Both engines hold version 3; engine 1 is lost and returns when that version is gone."""
     await engines.fleet.update(direct(folder))
     lost.fail |= LOST
     await engines.fleet.metrics()
@@ -225,7 +225,7 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_an_engine_that_hangs_in_an_update_is_fenced_and_its_next_incarnation_updated_before_the_router_has_it(
+def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_router_has_it(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.3)
@@ -480,7 +480,7 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-# Direct wires ---------------------------------------------------------------------------------------------------------
+# Direct wires
 
 ALONG = f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"
 
@@ -498,7 +498,7 @@ def direct(folder, version=3):
     [[ALONG], [None, ALONG]],
     ids=["of one worker", "of two, one of which has everything"],
 )
-def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_lost_and_under_one_claim(
+def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_lease(
     tmp_path, monkeypatch, workers
 ):
     folder, seen = tmp_path / "wire", []
@@ -555,7 +555,7 @@ def test_who_is_taken_along_by_a_loss_takes_the_same_version_again_without_the_l
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_who_tries_again_after_the_trainer_has_stepped_waits_for_the_next_version_and_nobody_is_fenced(
+def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
     tmp_path, monkeypatch
 ):
     late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
@@ -612,7 +612,7 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer_until_its_call_ends_and_no_longer(
+def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_ends(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.5)
@@ -642,7 +642,7 @@ def test_an_engine_that_comes_back_alone_and_hangs_in_its_take_keeps_the_trainer
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_where_every_engine_was_lost_and_the_version_has_gone_since_the_update_is_over_for_a_newer_one(
+def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
     tmp_path, monkeypatch
 ):
     gone = {"/pause": (500, {}), "/health": (503, {})}
@@ -684,7 +684,7 @@ def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_the_next_version_and_others_serve(
+def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_version(
     tmp_path, monkeypatch
 ):
     back, seen = {"inference.1 to serve again"}, []
@@ -709,9 +709,7 @@ def test_the_clock_of_an_engine_that_is_back_stands_while_it_can_only_wait_for_t
     lossy(tmp_path, monkeypatch, scenario, *stand_ins)
 
 
-def test_the_clock_of_an_engine_that_waits_for_the_next_version_begins_anew_when_nobody_serves_any_more(
-    tmp_path, monkeypatch
-):
+def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_path, monkeypatch):
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
@@ -744,7 +742,7 @@ def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at
     assert stand_ins[0].paths().count("/update_weights") == 1
 
 
-def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end_once_its_address_is_withdrawn(
+def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("orrery.runtime.token._kept", "t")

@@ -1,4 +1,4 @@
-"""The roster under any order of events: whoever is healthy came there by the one way, in its own incarnation."""
+"""The registry under any order of events."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ engines = st.integers(0, NUM - 1)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Events in any order, late ones of dead incarnations among them; `truth` is what each incarnation really did."""
+    """Events in any order, with late ones of dead incarnations."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainers and engines of a direct wire as threads of one process: sources with shards of known tensors, targets that collect slices."""
+"""Trainers and engines of a direct wire, as threads of one process."""
 
 import contextlib
 import threading
@@ -47,7 +47,7 @@ def trainer_box(name, shape, rank, num_ranks):
 
 
 def engine_boxes(tensors, rank, world_size):
-    """As tensor parallel would: q and embed in rows, o in columns, experts whole by rank, the rest everywhere."""
+    """Tensor parallel: q and embed in rows, o in columns, experts by rank, the rest everywhere."""
     needs = {}
     for tensor in tensors:
         name, shape = tensor.name, tuple(tensor.shape)
@@ -110,7 +110,7 @@ class Trainer:
 
 
 class Engine:
-    """One rank of an engine: what arrived, by name and box, and how large the largest piece of a round was."""
+    """One engine rank; `got` has the arrived slices by name and box."""
 
     def __init__(self, name, rank, world_size):
         self.target, self.needs = (

@@ -241,7 +241,7 @@ def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_counts(tmp_path, m
 
 
 def is_in_use(monkeypatch):
-    """Every folder's removal leaves its deepest files, as a network file system does with files that are open somewhere."""
+    """Make every folder's removal leave its deepest files, as NFS does with open files."""
 
     def removes_some(folder, ignore_errors=False):
         (folder / "orchestrator.json").unlink(missing_ok=True)
@@ -338,7 +338,7 @@ def test_a_run_goes_on_from_the_newest_step_and_of_that_from_the_newest_attempt(
         checkpoints.whole_dir(tmp_path, 6)
 
 
-# Rendezvous -----------------------------------------------------------------------------------------------------------
+# Rendezvous
 
 
 def process(run_dir, role, index=0, attempt=1):
@@ -394,7 +394,8 @@ def test_an_earlier_attempts_endpoint_is_not_seen(tmp_path):
     rendezvous.publish(process(tmp_path, "router", attempt=1), "http://old")
     with pytest.raises(
         RunFailed,
-        match=r"orchestrator 0 waited 0\.1 s for router 0 to say where it listens; read logs/router\.0\.log",
+        match=r"orchestrator 0 waited 0\.1 s for router 0 to say where it listens; "
+        r"read logs/router\.0\.log",
     ):
         rendezvous.await_endpoints(
             process(tmp_path, "orchestrator", attempt=2), "router", 1, deadline_s=0.1
@@ -417,7 +418,7 @@ def test_a_damaged_endpoint_file_is_named(tmp_path):
         rendezvous.find_endpoints(process(tmp_path, "x"), "router")
 
 
-# Stored batches -------------------------------------------------------------------------------------------------------
+# Stored batches
 
 
 def test_a_stored_batch_is_read_back_with_its_info(tmp_path):

@@ -1,4 +1,4 @@
-"""Direct wires: slices go from the trainer ranks that own them to the engine ranks that need them, and from nobody else to nobody else."""
+"""Direct wires: slices go only from trainer ranks that own them to engine ranks that need them."""
 
 import importlib.util
 import threading
@@ -123,7 +123,7 @@ def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
         check(engine, 3)
 
 
-def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without_it_and_its_next_incarnation_comes_back(
+def test_after_an_engine_ends_during_a_transfer_the_others_form_a_group_and_it_comes_back(
     tmp_path, kind
 ):
     whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
@@ -168,7 +168,7 @@ def test_after_an_engine_that_ends_during_a_take_the_others_form_a_group_without
 def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks_meet_again(
     tmp_path, kind
 ):
-    """The rank has received everything, and fails then; neither its neighbour nor the trainer notices before they are told."""
+    """The rank fails after it received everything; the others notice only when told."""
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
 
     def fail():
@@ -196,10 +196,8 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
             settle(ranks)
 
 
-def test_a_take_that_is_tried_again_after_the_trainer_has_stepped_hears_that_its_version_can_no_longer_be_had(
-    tmp_path, kind
-):
-    """The trainer has sent everything, and goes on though one rank of the engine has failed since; the next version is taken as ever."""
+def test_a_retry_after_the_trainer_has_stepped_hears_that_its_version_is_gone(tmp_path, kind):
+    """The trainer has sent everything and goes on; the next version is transferred as ever."""
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
 
     def fail():

@@ -1,4 +1,4 @@
-"""The correction to NIXL: an agent on CPU costs nothing while nothing comes. And what UCX may use."""
+"""The patch of NIXL: an idle agent on a CPU costs nothing. And the devices that UCX may use."""
 
 import os
 import time

@@ -63,7 +63,7 @@ def test_the_number_of_micro_steps_is_near_the_least(lengths, num_ranks):
 
 @given(st.lists(st.integers(1, MAX), min_size=1, max_size=40), st.integers(2, 4))
 def test_ranks_differ_by_at_most_the_neighbouring_costs(lengths, num_ranks):
-    """At one micro-step stand bins that are neighbours in cost: no bin outside lies strictly between them."""
+    """No other bin's cost lies strictly between those of one micro-step."""
     plan = pack(np.array(lengths, np.int64), num_ranks, MAX, 0.01)
     cost = np.asarray(lengths) + 0.01 * np.asarray(lengths, float) ** 2
     loads = np.array([[cost[bin].sum() for bin in of_rank] for of_rank in plan])
@@ -95,7 +95,8 @@ def test_a_batch_without_samples_has_no_micro_steps():
 def test_a_sample_that_fits_nowhere_is_named():
     with pytest.raises(
         OrreryError,
-        match=r"sample 1 has 101 tokens, more than the 100.*max_tokens_per_micro_batch to at least 101",
+        match=r"sample 1 has 101 tokens, more than the 100.*"
+        r"max_tokens_per_micro_batch to at least 101",
     ):
         pack(np.array([5, 101]), 1, MAX)
 
@@ -107,8 +108,7 @@ def test_a_sample_without_tokens_is_named():
 
 @pytest.mark.parametrize("longest", [200, 8_000, 131_072])
 def test_a_hundred_thousand_samples_are_packed_within_a_second(longest):
-    """Of a machine that sorts 800,000 numbers in 0.16 s: the two are timed side by side, so a machine's speed, or its load, does not count,
-    and packing that grows faster than it should does. Both jump about in memory, which neighbours make slower than arithmetic."""
+    """Timed beside a sort of 800,000 numbers, so the machine's speed and load do not count."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, 100_000)
     numbers = np.random.default_rng(1).random(800_000).tolist()
     ratios = []

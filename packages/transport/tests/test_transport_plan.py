@@ -1,4 +1,4 @@
-"""The plan of slices, for any way of holding and needing: every needed element comes exactly once, from who holds it, in bounded rounds."""
+"""The plan of slices: every needed element comes exactly once, in bounded rounds."""
 
 import math
 from collections import defaultdict
@@ -28,7 +28,7 @@ def parts(size, number):
 
 @st.composite
 def layouts(draw):
-    """(shapes, what sources hold, what targets need): each side shards each tensor along a dimension of its own, or has it whole."""
+    """Draw (shapes, holdings, needs); each side shards each tensor along any dimension."""
     num_shards, replicas, num_targets = (
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),
@@ -121,7 +121,7 @@ def test_replicas_share_the_sending():
 
 
 def test_ranks_that_have_nothing_to_do_with_one_another_do_not_wait_for_one_another():
-    """Expert parallel on both sides: experts of rank 1 travel in the first round too, though those of rank 0 fill buckets."""
+    """Experts of rank 1 are in the first round too, though those of rank 0 fill buckets."""
     names, whole = [f"e{e}" for e in range(8)], ((0, 4), (0, 4))
     sides = [{name: whole for name in names[:4]}, {name: whole for name in names[4:]}]
     needs = [{name: (box,) for name, box in side.items()} for side in sides]

@@ -169,7 +169,7 @@ def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
 
 
 def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
-    """Rank 0 asks for batch 2 while rank 1 has not taken batch 1: batch 1 stays, batch 2 waits for room."""
+    """Rank 0 asks for batch 2 while rank 1 lacks batch 1, so batch 2 waits for room."""
 
     async def run():
         async with wire_of(kind, tmp_path, num_ranks=2) as wire:
@@ -221,7 +221,7 @@ def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again(kind, tmp_
 
 
 def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_path):
-    """As `zip(received, steps)` does; nothing after the last micro-batch is asked of the iterator."""
+    """As `zip(received, steps)`, which stops the iterator at the last micro-batch."""
 
     async def run():
         async with wire_of(kind, tmp_path) as wire:
@@ -260,7 +260,7 @@ def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tm
 
 
 def test_a_rank_that_would_skip_a_batch_is_refused(kind, tmp_path):
-    """Resumed from different checkpoints: whether the ask or the batch is first, nothing is dropped silently."""
+    """Ends resumed from different checkpoints drop nothing silently."""
 
     async def run():
         async with wire_of(kind, tmp_path) as wire:
@@ -302,7 +302,8 @@ def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
         async with wire_of(kind, tmp_path) as wire:
             with pytest.raises(
                 RunFailed,
-                match=r"trainer rank 0 asked the orchestrator at .* for batch 3, but nothing came within 0\.1 s",
+                match=r"trainer rank 0 asked the orchestrator at .* for batch 3, "
+                r"but nothing came within 0\.1 s",
             ):
                 await taken(wire.receiver(), 3, deadline_s=0.1)
             await wire.sender.send(batch_of(3))
@@ -320,7 +321,8 @@ def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(
             receiver = wire.receiver()
             with pytest.raises(
                 OrreryError,
-                match=r"micro-batch 0 of rank 0 cannot be sent: token columns \['logprob'\] are in some parts",
+                match=r"micro-batch 0 of rank 0 cannot be sent: "
+                r"token columns \['logprob'\] are in some parts",
             ):
                 await wire.sender.send(Batch(1, [[[left, right]]]))
                 with pytest.raises(RunFailed, match="cannot be sent"):
@@ -453,7 +455,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
 def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(
     kind, tmp_path, given, says
 ):
-    """As processes that a launcher starts: the parent watch has taken its variable away when a wire is made."""
+    """In launched processes the parent watch removes its variable before a wire is made."""
     code = f"""
 import asyncio
 from orrery.manifest.errors import RunFailed
@@ -463,7 +465,9 @@ async def sender():
     rollout_wire.make_sender({kind!r}, ctx.run_dir, ctx.host, 0, 1).close()
 with role_process("orchestrator") as ctx:
     url = {f"file://{tmp_path}" if kind == "files" else "tcp://127.0.0.1:1"!r}
-    for begin in (lambda: asyncio.run(sender()), lambda: rollout_wire.make_receiver({kind!r}, ctx.run_dir, url, 0).close()):
+    def receiver():
+        rollout_wire.make_receiver({kind!r}, ctx.run_dir, url, 0).close()
+    for begin in (lambda: asyncio.run(sender()), receiver):
         try:
             begin()
         except RunFailed as error:
@@ -502,12 +506,12 @@ def test_an_unknown_kind_is_named():
         make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
 
 
-# ZeroMQ only ----------------------------------------------------------------------------------------------------------
+# ZeroMQ only
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_a_foreign_program_behind_the_url_is_said_so(answer):
-    """One that hangs up, one that answers something else, and (None) a ZeroMQ socket without this run's keys."""
+    """A peer that hangs up, that answers something else, or (None) without the run's keys."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -600,7 +604,7 @@ def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
 
 @contextlib.asynccontextmanager
 async def relay_to(port, limits_bytes=()):
-    """A relay in front of `port`; connection n is cut after `limits_bytes[n]` bytes of answers. Yields its port and all that passed."""
+    """Yield (port, passed bytes) of a relay that cuts connection n after `limits_bytes[n]`."""
     passed, tasks = [], []
 
     async def copy(reader, writer, limit_bytes):
@@ -631,7 +635,7 @@ async def relay_to(port, limits_bytes=()):
 
 
 def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
-    """A relay cuts the connection after two megabytes; the receiver comes back on another and goes on from there."""
+    """A relay cuts the connection; the receiver goes on from there on another."""
 
     async def run():
         async with (
@@ -656,7 +660,7 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
     asyncio.run(run())
 
 
-# Files only -----------------------------------------------------------------------------------------------------------
+# Files only
 
 
 def test_a_new_sender_does_not_show_the_batches_of_the_one_before(tmp_path):

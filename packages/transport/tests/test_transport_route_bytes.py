@@ -1,4 +1,4 @@
-"""Routes as they come in an answer: found, decoded into their place, and what is absent is marked."""
+"""Routes in an answer: found, decoded into their place, and marked if absent."""
 
 import base64
 import io

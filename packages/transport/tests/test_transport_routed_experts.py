@@ -54,7 +54,10 @@ def test_an_expert_that_the_model_does_not_have_is_named_with_its_token_and_laye
     column = routes(SMALL)
     column[0] = 255
     column[4, 1] = slots
-    says = rf"batch 7, groups 3: routed_experts of token 4 in layer 1 is \[{slots[0]}, {slots[1]}\]; experts are 0 to 7, .* is 255 in all 2"
+    says = (
+        rf"batch 7, groups 3: routed_experts of token 4 in layer 1 is \[{slots[0]}, {slots[1]}\]; "
+        r"experts are 0 to 7, .* is 255 in all 2"
+    )
     with pytest.raises(RunFailed, match=says):
         check_routes(column, SMALL, "batch 7, groups 3")
 
@@ -66,7 +69,8 @@ def test_an_expert_that_the_model_does_not_have_is_named_with_its_token_and_laye
 def test_routes_of_another_model_are_refused(column):
     with pytest.raises(
         RunFailed,
-        match=r"batch 7: .* this model has 8 experts in each of 3 layers, 2 a token, and wants uint8 \[tokens, 3, 2\]",
+        match=r"batch 7: .* this model has 8 experts in each of 3 layers, 2 a token, "
+        r"and wants uint8 \[tokens, 3, 2\]",
     ):
         check_routes(column, SMALL, "batch 7")
 

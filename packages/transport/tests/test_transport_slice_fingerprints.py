@@ -1,4 +1,4 @@
-"""Fingerprints of slices in a buffer add up to those of whole tensors; the fused pass gives what the referee gives."""
+"""Fingerprints of slices add up to whole tensors', by the fused pass too."""
 
 import importlib.util
 import math
@@ -21,7 +21,7 @@ NUMPY = {
 
 
 def cases():
-    """(tensor, boxes that tile it): rows, columns, quarters of three dimensions (no even rows), a scalar."""
+    """(tensor, boxes that tile it): rows, columns, quarters of three dimensions, a scalar."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape):

@@ -1,4 +1,4 @@
-"""Weight wire: versions appear whole, only rise, and can be read until as many newer ones are there as the publisher keeps."""
+"""The files wire: versions appear whole, only rise, and stay while the publisher keeps them."""
 
 import itertools
 import os
@@ -223,7 +223,8 @@ def test_the_watch_needs_no_torch(tmp_path):
     script = (
         "import sys; from orrery.transport.weight_wire import WeightWatch\n"
         "from orrery.transport import checkpoints, packing, rendezvous, rollout_wire\n"
-        f"assert WeightWatch({str(tmp_path)!r}).latest() is None; assert 'torch' not in sys.modules, 'torch was imported'"
+        f"assert WeightWatch({str(tmp_path)!r}).latest() is None; "
+        "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run(
         [sys.executable, "-c", script],
@@ -386,7 +387,10 @@ def test_versions_that_do_not_fit_beside_one_another_are_refused_in_one_sentence
     check_room(tmp_path / "run", num_nodes, 3, 10**9)
     with pytest.raises(OrreryError) as refused:
         check_room(tmp_path / "run", num_nodes, 3, 10**9 + 1)
-    words = f"transport.weights: 'files' holds 4 versions of 1.00 GB in {folder} at a time, 4.00 GB, of which 4.00 GB are free"
+    words = (
+        f"transport.weights: 'files' holds 4 versions of 1.00 GB in {folder} at a time, "
+        "4.00 GB, of which 4.00 GB are free"
+    )
     assert words in str(refused.value) and enlarge in str(refused.value)
 
 
@@ -396,7 +400,8 @@ def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, mo
         monkeypatch.setitem(sys.modules, module, None)  # an import of it is an ImportError
     with pytest.raises(
         OrreryError,
-        match=r"^transport\.weights 'nixl': .*; install nixl as locks/ has it, or set it to 'nccl'$",
+        match=r"^transport\.weights 'nixl': .*; "
+        r"install nixl as locks/ has it, or set it to 'nccl'$",
     ):
         if end == "trainer":
             make_weight_sender("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))

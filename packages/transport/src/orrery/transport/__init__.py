@@ -1,1 +1,1 @@
-"""Everything that crosses a process: columns, rollout wires, weight wires, rendezvous, checkpoints."""
+"""Everything that crosses a process: columns, wires, rendezvous, checkpoints."""

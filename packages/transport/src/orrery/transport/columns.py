@@ -19,7 +19,7 @@ TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
     "logprob": np.dtype("float32"),  # the engine's, with the temperature applied
-    "version": np.dtype("int32"),  # policy version of a sampled token; −1 for any other token
+    "version": np.dtype("int32"),  # policy version of a sampled token, −1 for any other token
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -28,8 +28,8 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version at the group's dispatch; cache salt
-    "engine": np.dtype("int32"),  # index of the engine that sampled all of it; −1: unknown, several
+    "dispatch_version": np.dtype("int32"),  # policy version at the group's dispatch, cache salt
+    "engine": np.dtype("int32"),  # index of the engine that sampled all of it, −1: unknown, several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train

@@ -1,4 +1,4 @@
-"""What the orchestrator, the trainer and the engines must agree on about an engine's HTTP interface."""
+"""The parts of an engine's HTTP interface that several roles must agree on."""
 
 import random
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ ENGINE_HEADER = "X-Orrery-Engine"  # index of the engine that answers
 SESSION_HEADER = "X-Session-ID"  # vllm-router's consistent_hash policy reads it
 # The client closes idle connections before the server does (uvicorn: after 5 s).
 KEEPALIVE_S = 3.0
-UPDATE_S = 300.0  # for the engines to load a version; scaled
+UPDATE_S = 300.0  # for the engines to load a version, scaled
 NUM_CANARY_TOKENS = 32
 
 

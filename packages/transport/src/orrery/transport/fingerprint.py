@@ -3,7 +3,7 @@
 Let b_i be the elements in row-major order, their raw bits read as signed integers:
 
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
-    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two multiply and xor-shift rounds (splitmix64)
+    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two rounds of splitmix64
 
 - c_i depends only on the global position, so the slices' shares add up to the whole tensor's F.
 - One flipped bit always shows: it adds ±2^k · c_i, which is never 0 because c_i is odd.
@@ -248,7 +248,7 @@ class SliceFingerprints:
             self._fuse()
 
     def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
-        """Return i64 [slices] on the device: each slice's share mod 2^64, signed. `buffer` is u8."""
+        """Return i64 [slices] on the device, each slice's share mod 2^64. `buffer` is u8."""
         import torch
 
         if len(self._kernels) == 1 and not self._alone:

@@ -53,8 +53,8 @@ CONNECT_TIMEOUT_S = 10.0
 # A connect with one of these errors has sent nothing, so it is safe to try again.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
-CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints; scaled
-LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, whose error says more; scaled
+CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints, scaled
+LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, whose error says more, scaled
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
 # vLLM prepends it to our request ids. Aborting an id without it aborts nothing, with status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -421,7 +421,7 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Client of vllm-router, which also adds and removes engines. Without engines it answers 503."""
+    """Client of vllm-router, which adds and removes engines. Without any it answers 503."""
 
     async def admit(self, url: str) -> None:
         """Send requests to this engine from now on; it must answer /health."""

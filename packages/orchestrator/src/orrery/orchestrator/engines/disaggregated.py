@@ -112,7 +112,7 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate`; `cached_tokens` and the prompt's routes are of the prefill."""
+        """Run `EngineClient.generate`; `cached_tokens` is the prefill engine's."""
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
@@ -206,7 +206,7 @@ class DisaggregatedEngines:
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(OrreryError):  # a lost engine reads nothing; others have their leases
+            with suppress(OrreryError):  # a lost engine reads nothing, others have their leases
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
@@ -234,7 +234,7 @@ class DisaggregatedEngines:
         cache_salt: str,
         routes_from: int | None = None,
     ) -> tuple[Generation, dict[str, Any]]:
-        """Return the prefill engine's answer, and what the decode engine needs to find the blocks."""
+        """Return the prefill engine's answer, and where its blocks are."""
         client, handover = producer.client, producer.handover
         transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         where: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}

@@ -22,7 +22,7 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.transport.route_bytes import Routes, split
 
-START_VERSION = -1  # weights loaded at start, before the first update; the engine says "default"
+START_VERSION = -1  # weights loaded at start, before the first update, the engine says "default"
 UNKNOWN_ENGINE = -1
 
 
@@ -96,8 +96,8 @@ class EngineMetrics:
 
     running: int
     waiting: int
-    kv_usage: float  # share of KV blocks in use, 0 to 1; the mean over data-parallel caches
-    kv_tokens: int  # capacity of the KV blocks of all caches; 0 if the page does not say
+    kv_usage: float  # share of KV blocks in use, 0 to 1, the mean over data-parallel caches
+    kv_tokens: int  # capacity of the KV blocks of all caches, 0 if the page does not say
     preemptions_total: int
     generation_tokens_total: int
     loading: int = 0  # waiting requests whose KV is being loaded into their blocks

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For an engine to end its update, or to fail, once another one says that the transfer is over; scaled.
+# For an engine to end its update once another engine says that the transfer is over, scaled.
 ALONG_S = ROUND_S + 30.0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25  # between two looks for engines that are away
-RETURN_S = 600.0  # for an engine to be started again and to load; scaled
+RETURN_S = 600.0  # for an engine to be started again and to load, scaled
 
 
 class EngineRecovery:

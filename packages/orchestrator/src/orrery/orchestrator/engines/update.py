@@ -64,7 +64,7 @@ class UpdateReport:
     paused_s: float  # from the pause request until the engine had resumed
     attested: dict[str, int]  # tensors by attestation kind, "resident" or "as_consumed"
     canary_s: float = 0.0  # duration of the canary, after the engine had resumed
-    canary_difference: float | None = None  # mean |difference| to the trainer; None: not checked
+    canary_difference: float | None = None  # mean |difference| to the trainer, None: not checked
 
 
 async def update_engine(

@@ -27,7 +27,7 @@ from orrery.transport.column_bytes import ColumnLayout, MicroBatch, chunks, segm
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the micro-batch being received, and for the next one
-MAX_UNKNOWN = 64  # connections that have not shown a ticket; one more closes the oldest
+MAX_UNKNOWN = 64  # connections that have not shown a ticket, one more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # the ticket's first secret, offset in the bytes

@@ -43,7 +43,7 @@ class FileAsk(msgspec.Struct):
     token_sha256: str
     rank: int
     step: int
-    received: int  # the last step that this receiver has whole; −1 before the first
+    received: int  # the last step that this receiver has whole, −1 before the first
 
 
 class BatchMarker(msgspec.Struct):
@@ -269,7 +269,7 @@ class FilesReceiver:
         path = self._folder / "wire.json"
         if (data := nfs.read(path)) is None:
             if nfs.appears(path, GONE_S):
-                return  # it was being replaced; the caller looks again
+                return  # it was being replaced, the caller looks again
             raise self._closed()
         try:
             wire = msgspec.json.decode(data, type=WireState)

@@ -53,7 +53,7 @@ class ZmqAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # the last step that this receiver has whole; −1 before the first
+    received: int  # the last step that this receiver has whole, −1 before the first
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -134,7 +134,7 @@ class ZmqSender:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound what is queued; a full queue drops
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound what is queued, a full queue drops
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             _authenticate(self._socket, is_sender=True)

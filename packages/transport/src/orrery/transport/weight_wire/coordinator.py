@@ -39,7 +39,7 @@ from orrery.transport.weight_wire.leases import (
 from orrery.transport.weight_wire.plan import Holding, TensorInfo
 
 MEET_S = 120.0  # for ranks of one role to come, or to answer
-FOREVER_S = 10.0**7  # a wait for work has no deadline; it ends with the store
+FOREVER_S = 10.0**7  # a wait for work has no deadline, it ends with the store
 ARRIVAL_S = 120.0  # for all ranks of all engines of a transfer, once the first has come
 DONE_S = 300.0  # for the other trainer ranks to have sent
 LOOK_S = 0.5  # after this, a wait of a transfer checks whether the transfer still goes on
@@ -54,8 +54,8 @@ class WireAddress(msgspec.Struct):
 
     host: str
     port: int
-    name: str  # unique to this wire; not secret
-    secret: str  # authenticates the store's values; never sent
+    name: str  # unique to this wire, not secret
+    secret: str  # authenticates the store's values, never sent
     kind: str
     num_sources: int
     bucket_bytes: int
@@ -70,7 +70,7 @@ class Arrival(msgspec.Struct):
     rank: int
     world_size: int
     member: str
-    generation: int  # the number of the rank's group; −1 if it has none
+    generation: int  # the number of the rank's group, −1 if it has none
 
 
 class TransferOrder(msgspec.Struct):

@@ -247,7 +247,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # The caller heard of a marker, so NFS shows the folder soon, unless a newer version replaced it.
+    # The caller knows of a marker, so NFS shows the folder soon, unless a newer version is there.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

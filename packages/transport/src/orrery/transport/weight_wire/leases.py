@@ -28,7 +28,7 @@ ADDRESS = "wire.json"  # only the folder of a direct wire has it
 # A worker passes on nothing but its error message, so the message carries these words.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # for one round of messages; scaled
+ROUND_S = 60.0  # for one round of messages, scaled
 
 _numbers = itertools.count(1)  # of leases and transfers; only one process creates them
 

@@ -31,7 +31,7 @@ from orrery.transport.weight_wire.nixl import NixlReader, RegisteredBuckets
 from orrery.transport.weight_wire.plan import SliceMessage, TransferPlan
 from orrery.transport.weight_wire.pull import IpcReader, PullReceiver, PullSender, Reader
 
-FORM_S = 30.0  # for a group's ranks to connect; all of them have just arrived; scaled
+FORM_S = 30.0  # for a group's ranks to connect; all of them have just arrived, scaled
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
 

@@ -35,7 +35,7 @@ class NixlAgent(msgspec.Struct):
 
 
 def load() -> Any:
-    """Return NIXL's Python API. Raises OrreryError if it, or its build for this CUDA, is missing."""
+    """Return NIXL's Python API. Raises OrreryError if it cannot be loaded."""
     try:
         import nixl._api
     except ImportError as error:

@@ -112,7 +112,7 @@ class _AwaitedMessage:
         self._store, self._key, self._source = store, key, source
         self._reader, self._into = reader, into
         self._free = None
-        if into.is_cuda:  # the device may still use these bytes; the other bucket longer still
+        if into.is_cuda:  # the device may still use these bytes, the other bucket longer still
             self._free = torch.cuda.Event()
             self._free.record()
 

@@ -65,7 +65,7 @@ from orrery.transport.weight_wire.plan import (
 
 BUCKET_BYTES = 1 << 28
 SETTLE_S = (
-    600.0  # for leased versions to be sent; longer than the wait for a hanging engine; scaled
+    600.0  # for leased versions to be sent; longer than the wait for a hanging engine, scaled
 )
 
 Report = Callable[[int, str, dict[str, float]], None]
