@@ -6,6 +6,7 @@
   `torch.ops.orrery.varlen_attention_forward.default`.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import torch
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def varlen_attention_forward(
 
 
 @varlen_attention_forward.register_fake
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
 
 
@@ -127,11 +128,11 @@ def varlen_attention_backward(
 
 
 @varlen_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -139,7 +140,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
 
 
-def _backward(ctx, dout, _):  # type: ignore[no-untyped-def]
+def _backward(ctx, dout, _):
     if dout is None:
         return (None,) * 9
     saved = (*ctx.saved_tensors, *ctx.options)
