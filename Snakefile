@@ -40,7 +40,7 @@ rule init:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "init"),
     params:
-        job=lambda wildcards: PIPELINE.says(wildcards.run, "init"),
+        job=lambda wildcards: PIPELINE.describe(wildcards.run, "init"),
     message:
         "{params.job}"
     shell:
@@ -56,7 +56,7 @@ rule sft:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "sft"),
     params:
-        job=lambda wildcards: PIPELINE.says(wildcards.run, "sft"),
+        job=lambda wildcards: PIPELINE.describe(wildcards.run, "sft"),
     message:
         "{params.job}"
     shell:
@@ -72,7 +72,7 @@ rule rl:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "rl"),
     params:
-        job=lambda wildcards: PIPELINE.says(wildcards.run, "rl"),
+        job=lambda wildcards: PIPELINE.describe(wildcards.run, "rl"),
     message:
         "{params.job}"
     shell:
@@ -88,7 +88,7 @@ rule evaluate:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "evaluate"),
     params:
-        job=lambda wildcards: PIPELINE.says(wildcards.run, "evaluate"),
+        job=lambda wildcards: PIPELINE.describe(wildcards.run, "evaluate"),
     message:
         "{params.job}"
     shell:
@@ -104,7 +104,7 @@ rule report:
         machine=1,
         sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "report"),
     params:
-        job=lambda wildcards: PIPELINE.says(wildcards.run, "report"),
+        job=lambda wildcards: PIPELINE.describe(wildcards.run, "report"),
     message:
         "{params.job}"
     shell:

@@ -192,7 +192,7 @@ def _pipeline(folder: Path) -> int:
     for sentence in found.broken:
         print(f"warning: {sentence}")
     for one in found.manifests:
-        found.says(one, "rl")
+        found.describe(one, "rl")
     return 0
 
 

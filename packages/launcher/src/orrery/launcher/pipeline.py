@@ -77,7 +77,7 @@ class Pipeline:
         manifest = self.manifests[run]
         return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
 
-    def says(self, run: str, stage: str) -> str:
+    def describe(self, run: str, stage: str) -> str:
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))
 
 

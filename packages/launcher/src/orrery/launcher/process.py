@@ -75,7 +75,7 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # a Slurm `SlurmTask` has another way to end at once
+    abandon = kill  # a `SlurmTask` has another way to end at once
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
