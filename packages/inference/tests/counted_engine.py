@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from orrery.inference import __main__, releases
+from orrery.inference import __main__
+from orrery.inference.patches import registry
 
-correct = releases.correct
+correct = registry.correct_server
 
 
 def scheduled(run_dir: Path) -> np.ndarray:
@@ -38,5 +39,5 @@ def correct_and_count(manifest: Any) -> None:
 
 
 if __name__ == "__main__":
-    releases.correct = correct_and_count
+    registry.correct_server = correct_and_count
     __main__.main()

@@ -11,10 +11,11 @@ from unittest import mock
 
 import torch
 
-from orrery.inference import __main__, assemble, releases
+from orrery.inference import __main__, assemble
+from orrery.inference.patches import registry
 
 BLOCK = 128
-server_arguments, correct = __main__.server_arguments, releases.correct
+server_arguments, correct = __main__.server_arguments, registry.correct_server
 
 
 def whole(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -71,5 +72,8 @@ def traced(function: Any) -> Any:
 
 
 if __name__ == "__main__":
-    __main__.server_arguments, releases.correct = quantised_arguments, correct_and_multiply_plainly
+    __main__.server_arguments, registry.correct_server = (
+        quantised_arguments,
+        correct_and_multiply_plainly,
+    )
     __main__.main()

@@ -21,10 +21,33 @@ ANSWER = b"HTTP/1.1 200 OK\r\nX-Secret: 1\r\nContent-Encoding: gzip\r\nX-Orrery-
 @asynccontextmanager
 async def serving(answer):
     """Yield the address of a front; `answer(reader, writer)` serves each of its connections."""
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with Front(TOKEN, "http://{}:{}".format(*server.sockets[0].getsockname())) as front:
-        yield await front.listen("127.0.0.1", 0)
-    server.close()
+    tasks = []
+
+    async def handle(reader, writer):
+        tasks.append(asyncio.current_task())
+        try:
+            await answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the front hung up
+        finally:
+            await close(writer)
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        async with Front(TOKEN, "http://{}:{}".format(*server.sockets[0].getsockname())) as front:
+            yield await front.listen("127.0.0.1", 0)
+        for task in tasks:
+            task.cancel()
+        for each in await asyncio.gather(*tasks, return_exceptions=True):
+            assert not isinstance(each, AssertionError), each
+    finally:
+        server.close()
+
+
+async def close(writer):
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def request_of(reader):
@@ -48,7 +71,7 @@ async def say(url, sent):
             received += piece
     except ConnectionResetError:
         pass
-    writer.close()
+    await close(writer)
     return received
 
 
@@ -157,7 +180,7 @@ def test_a_request_before_the_last_answer_ends_both():
             with suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
             await asyncio.wait_for(ended.wait(), 10)
-            writer.close()
+            await close(writer)
 
     asyncio.run(scenario())
 
@@ -169,7 +192,6 @@ def test_half_an_answer_does_not_look_like_a_whole_one(is_begun):
         if is_begun:
             writer.write(ANSWER + b"Content-Length: 10\r\n\r\n12345")
             await writer.drain()
-        writer.close()
 
     async def scenario():
         async with (

@@ -41,7 +41,7 @@ class Tiers:
             TieringOffloadingManager,
         )
 
-        from orrery.inference import kv_disk  # noqa: F401  # names the tier
+        from orrery.inference import kv_tiers  # noqa: F401  # names the tier
 
         self.folder, self.end = folder, ScheduleEndContext((), ())
         memory = memoryview(mmap.mmap(-1, CHUNKS * BLOCK)).cast("B", (CHUNKS, BLOCK))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from orrery.inference import server
-from orrery.inference.root_cause import root_cause
+from orrery.inference.server import root_cause
 from orrery.manifest.errors import RunFailed
 
 
@@ -246,7 +246,7 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     parser = SimpleNamespace(parse_args=lambda _: None)
     monkeypatch.setattr(server, "_serve", start)
     monkeypatch.setattr(server.plugin, "register", lambda: None)
-    monkeypatch.setattr(server.releases, "correct", lambda _: None)
+    monkeypatch.setattr(server.registry, "correct_server", lambda _: None)
     monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.make_arg_parser", lambda _: parser)
     monkeypatch.setattr(
         "vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args", lambda _: None

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orrery.inference import __main__, assemble, releases
+from orrery.inference import __main__, assemble
+from orrery.inference.patches import registry
 from orrery.transport.weight_wire import WireFailed
 from orrery.transport.weight_wire.receiver import WeightReceiver
 
 server_arguments, correct, take, receive = (
     __main__.server_arguments,
-    releases.correct,
+    registry.correct_server,
     WeightReceiver.receive,
     WeightReceiver._receive,
 )
@@ -69,6 +70,6 @@ if __name__ == "__main__":
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = (
         "1"  # until the rest of an engine that lost a worker is killed
     )
-    __main__.server_arguments, releases.correct = wide_arguments, correct_and_fork
+    __main__.server_arguments, registry.correct_server = wide_arguments, correct_and_fork
     WeightReceiver.receive, WeightReceiver._receive = take_or_fail, receive_and_fail
     __main__.main()

@@ -1,1 +1,1 @@
-"""Inference: vLLM engines that take weights in flight, say what weights they hold, and leave nothing behind."""
+"""vLLM engines that take new weights while requests run, and attest the weights they hold."""

@@ -6,16 +6,16 @@ import os
 from orrery.inference.adapter_start import blank_adapter
 from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
 from orrery.inference.kv_offload import offload
-from orrery.inference.releases import import_vllm
+from orrery.inference.patches.registry import import_vllm
 from orrery.inference.token import INDEX
 from orrery.runtime.role_context import role_process
 from orrery.transport.token import run_token
 
 
 def main() -> None:
-    gc.disable()  # importing torch and vLLM makes millions of objects that all stay; `serve` collects again once it is up
+    gc.disable()  # the imports make millions of permanent objects; `serve` enables it again
     with role_process("inference") as ctx:
-        run_token()  # refuses to go on without one, before the minutes that loading may take
+        run_token()  # raises if it is missing, before the minutes that loading may take
         ctx.health.doing("loading vLLM")
         manifest = ctx.manifest
         engine_environment(manifest, ctx.host)
@@ -26,11 +26,9 @@ def main() -> None:
         )
         arguments += offload(ctx)
         import_vllm(manifest)
-        from orrery.inference.server import (
-            serve,
-        )  # imports vLLM, which reads the environment as it is imported
+        from orrery.inference import server  # imports vLLM, which reads the environment
 
-        serve(ctx, arguments)
+        server.serve(ctx, arguments)
 
 
 if __name__ == "__main__":

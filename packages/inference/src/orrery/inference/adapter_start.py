@@ -1,7 +1,7 @@
-"""How an engine starts that takes adapters alone: with one that changes nothing, under the name that every request brings. Imports no vLLM.
+"""Start an engine with a blank adapter, which the first weight update fills. Imports no vLLM.
 
-Only projections that `trainer.lora.targets` names are prepared for adapters. Those of experts never are: vLLM computes their adapters with
-kernels that it has on GPUs alone.
+Only the projections in `trainer.lora.targets` take adapters. Experts never do: vLLM's kernels for
+their adapters run on GPUs only.
 """
 
 import json
@@ -19,13 +19,15 @@ PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
 }
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-rank
 
 
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
-    """A folder with an adapter of zeros, in PEFT's format, for the engines of `stage` to start with; None where they serve weights alone.
+    """Return a folder with an adapter of zeros in PEFT's format; None if the stage serves no
+    adapters.
 
-    One folder for all of them, whoever of `index` is first: its path is part of a cached block's key, and engines may share blocks.
+    All engines of a stage share one folder. Its path is part of a cached block's key, and engines
+    may share blocks.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -36,34 +38,31 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     aside = folder.with_name(f".{folder.name}.{index}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # The published factors have the scale in them, so alpha is the rank.
-    config = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.rank,
-        "target_modules": [],
-        "bias": "none",
-    }
+    # The published factors contain the scale, so alpha is the rank.
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
+    config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM wants one projection at least, whether or not it is prepared for one, and has zeros for the others.
+    # vLLM requires at least one projection, and fills the others with zeros.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
+    shapes = {
+        "A": (lora.rank, model.num_heads * model.head_dim),
+        "B": (model.hidden_size, lora.rank),
+    }
     factors = {
-        f"{name}.lora_A.weight": np.zeros(
-            (lora.rank, model.num_heads * model.head_dim), np.float32
-        ),
-        f"{name}.lora_B.weight": np.zeros((model.hidden_size, lora.rank), np.float32),
+        f"{name}.lora_{factor}.weight": np.zeros(shape, np.float32)
+        for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
     sync_tree(aside)  # a later start trusts an existing folder
     try:
         aside.rename(folder)
-    except OSError:  # another engine's is there by now
+    except OSError:  # another engine was first
         shutil.rmtree(aside)
     return folder
 
 
 def adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
-    """What `vllm serve` is told of the adapter in `folder`."""
+    """Return the flags of `vllm serve` for the adapter in `folder`."""
     lora = manifest.trainer.lora
     assert lora is not None, "manifest.support"
     room = next(rank for rank in RANKS if rank >= lora.rank)

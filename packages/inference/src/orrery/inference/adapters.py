@@ -1,14 +1,16 @@
-"""Adapters in: puts the low-rank factors that the trainer published beside the weights that the engine started with.
+"""Receive adapters: copy the published low-rank factors into the running engine.
 
-- In: the path of a version on the wire `adapters`, tensors by PEFT name. Out: `held`, name → (fingerprint, how), as `receiver` has it.
-- One adapter, there since the start (`adapter_start`), which every request names. An update writes its factors over, between two steps of
-  paused requests: those in flight go on with the new ones, and `finish_weight_update` gives their tokens the new version.
-- vLLM's own way (`/v1/load_lora_adapter` with `load_inplace`) is not for requests in flight. It marks the adapter's requests, and each step
-  that has a marked one reads the files again, those of the version that it was made under: an old request brings old factors back.
-- Cached prefixes are told apart by the requests' salts; the adapter's name and path, which vLLM adds to a block's key, stay the same.
-- A factor is read back from the buffers that are computed with ("resident"); where ranks hold slices, it is taken on its way in.
-- Always: every projection that takes an adapter gets one. A version that does not fit, or is damaged, fails the update by the tensor's
-  name, and the engine has nothing to attest.
+- In: the path of a version on the wire `adapters`, tensors by PEFT name. Out: `held`, as in
+  `receiver`.
+- The engine has one adapter from its start (`adapter_start`), which every request names. An update
+  overwrites its factors while requests are paused. Requests in flight continue with the new
+  factors.
+- vLLM's `/v1/load_lora_adapter` with `load_inplace` does not work here: each step of an old request
+  reads the old version's files again.
+- A factor is fingerprinted in the buffer that computes with it ("resident"). If ranks hold slices,
+  it is fingerprinted as it arrives.
+- Every projection that takes an adapter must get one. A damaged version fails the update with the
+  tensor's name.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from orrery.inference.patches.vllm_adapters import keep_adapters
+from orrery.inference.patches.vllm import keep_adapters
 from orrery.inference.receiver import AS_CONSUMED, RESIDENT, Backend, InitInfo, UpdateInfo, damage
 from orrery.transport.fingerprint import tensor_fingerprint
 from orrery.transport.weight_wire import read_weights
@@ -53,11 +55,8 @@ class AdapterReceiver(Backend):
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
         if not is_whole:
             return {}
-        [slot] = [
-            index
-            for index, adapter in enumerate(self.model.lora_manager.lora_index_to_id)
-            if adapter is not None
-        ]  # the one adapter's
+        slots = enumerate(self.model.lora_manager.lora_index_to_id)
+        [slot] = [index for index, adapter in slots if adapter is not None]
         for module, parts in self._adapted():
             a, b = ([self._tensors[_names(part)[factor]] for part in parts] for factor in (0, 1))
             module.set_lora(slot, *((a, b) if len(parts) > 1 else (a[0], b[0])))
@@ -72,31 +71,33 @@ class AdapterReceiver(Backend):
         self.held = {}
 
     def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
-        """(vLLM's module, names of its projections: several of a fused one)."""
+        """Yield vLLM's modules with the names of their projections; a fused module has several."""
         manager = self.model.lora_manager
         for name, module in manager.modules.items():
             yield module, manager.packed_modules.get(name) or [name]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of all factors by PEFT name: A [slots, 1, rank, in] and B [slots, 1, out, rank]."""
+        """Return all factors' buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out,
+        rank].
+        """
         found: dict[str, torch.Tensor] = {}
         for module, parts in self._adapted():
-            for part, *pair in zip(
-                parts, module.lora_a_stacked, module.lora_b_stacked, strict=True
-            ):
+            pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            for part, pair in zip(parts, pairs, strict=True):
                 found.update(zip(_names(part), pair, strict=True))
         return found
 
 
 def _names(module: str) -> tuple[str, str]:
-    """PEFT's names of a projection's two factors."""
+    """Return PEFT's names of a projection's two factors."""
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """The fingerprint of a factor, from the buffer [rows, columns] where it stands there whole."""
-    if tensor.dtype != buffer.dtype or any(
-        size > room for size, room in zip(tensor.shape, buffer.shape, strict=True)
-    ):
+    """Return a factor's fingerprint, from the buffer [rows, columns] if it holds the whole
+    factor.
+    """
+    sizes = zip(tensor.shape, buffer.shape, strict=True)
+    if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED
     return tensor_fingerprint(buffer[: tensor.shape[0], : tensor.shape[1]].contiguous()), RESIDENT

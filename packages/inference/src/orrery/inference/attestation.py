@@ -1,46 +1,52 @@
-"""Attestation, engine end: what a worker answers when asked which weights it holds.
+"""The extension of vLLM's worker: attestation of weights, and caches shared with an engine that has
+ended.
 
-- A worker extension of vLLM: its methods are called through /collective_rpc, and every worker of an engine answers.
-- `untaken` and `give_up_update` come between loading and finishing: an engine has taken a version when each of its workers has.
-- It is the one extension that vLLM takes, so what a worker does about other engines comes with it (`kv_peers`).
-- `update_parts` says what the last update spent its time on.
-- `fingerprints` is what `receiver` recorded in the last update that finished; a failed or unfinished update leaves nothing to attest.
-- `attested` is the same in one line: a mixture has tens of thousands of tensors, and names are wanted only where something differs.
+- Its methods are called through /collective_rpc. Every worker of an engine answers.
+- `untaken` and `give_up_update` run between loading and finishing. An engine has taken a version
+  only if each of its workers has.
+- `fingerprints` is what `receiver` recorded in the last update that finished. `attested` is its
+  digest: a mixture has tens of thousands of tensors.
+- `keep_no_longer` and `read_no_more` are for prefill and decode engines. Without them blocks stay
+  until their lease ends (`kv_transfer.lease_s`). NIXL's reader notices a lost producer by itself;
+  Mooncake's waits until after the lease.
 """
 
+import asyncio
 from collections import Counter
 from typing import Any
 
-from orrery.inference.kv_peers import KvPeers
+from orrery.inference.patches.vllm_kv_transfer import give_up_pulls_of
 from orrery.transport.fingerprint import digest
 
 
-class AttestingWorker(KvPeers):
+class AttestingWorker:
     """Mixed into vLLM's worker class by `--worker-extension-cls`."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Why this worker has not taken the version that the update under way brings; None where it has."""
+        """Return why this worker has not taken the version of the update under way, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
     def give_up_update(self) -> None:
-        """The update under way is over, here or in another worker without its version: nothing is held, and another may begin."""
+        """End the update under way without its version; the next may begin."""
         self.weight_transfer_engine.failure = (
             self.untaken() or "another worker of this engine has not taken it"
         )
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """HF name → [fingerprint as 16 hex digits, "resident" | "as_consumed"]; empty before the first update."""
+        """Return HF name → [16 hex digits, "resident" | "as_consumed"]; empty before the first
+        update.
+        """
         return {
             name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
         }
 
     def attested(self) -> dict[str, Any]:
-        """ "digest" of all that is held, and "how" many tensors were attested in which way."""
+        """Return the "digest" of all tensors held, and "how" many were attested in which way."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -49,15 +55,39 @@ class AttestingWorker(KvPeers):
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Seconds of the last update in this worker, by part; empty where it read files."""
+        """Return the last update's seconds in this worker by part; empty if it read files."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
-        return (
-            {}
-            if parts is None
-            else {name: round(seconds, 6) for name, seconds in parts.seconds.items()}
-        )
+        seconds = {} if parts is None else parts.seconds
+        return {name: round(each, 6) for name, each in seconds.items()}
+
+    def keep_no_longer(self, names: list[str]) -> None:
+        """On a prefill engine: free the blocks of these requests (NIXL) or transfers (Mooncake)."""
+        worker = _connector_worker()
+        if not hasattr(worker, "reqs_need_send"):
+            worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
+            return
+
+        async def expire() -> None:
+            for name in names:
+                if (kept := worker.reqs_need_send.get(name)) is not None:
+                    kept.expire_time = 0.0
+
+        asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
+
+    def read_no_more(self, kv_engine_id: str) -> None:
+        """On a decode engine: fail all reads of blocks from this engine, now and later."""
+        worker = _connector_worker()
+        if hasattr(worker, "receiver_loop"):
+            giving_up = give_up_pulls_of(worker, kv_engine_id)
+            asyncio.run_coroutine_threadsafe(giving_up, worker.receiver_loop).result()
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """No method: what an extension has, vLLM's worker must not have."""
+    """Not a method: an extension may not have an attribute that vLLM's worker has."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
+
+
+def _connector_worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker  # type: ignore[attr-defined]

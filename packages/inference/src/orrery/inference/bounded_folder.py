@@ -1,59 +1,64 @@
-"""A folder whose files take at most so many bytes: those that were used longest ago make room for new ones.
+"""A folder with a byte limit that removes the least recently used files, and the routes kept in
+one.
 
-- In: who writes says so before (`writing`), who reads says so too (`used`). Out: files that are gone.
-- Always: the files that are there take at most the bound; for room is made before a file is written, by whoever writes it, and no more of
-  it than it takes. A file whose room others have taken before it was whole goes as soon as it is.
-- A file counts in whole pages, as disks keep it; the folders that files lie in do not count.
-- Never: a promise that a file stays. Whoever reads finds it gone, and does without.
-- What an earlier process has left is found at the start, and counts as used when it was written.
-- Several processes may share a folder: each keeps its own account, of what it has written or found, so it holds the sum of their bounds.
+- The files never exceed the limit: the writer removes old files before it writes a new one. A
+  reader must expect that a file is gone.
+- A file counts in whole pages. Folders do not count.
+- Files of an earlier process count as used when they were written.
+- Each process that shares a folder counts only its own files, so the folder holds the sum of their
+  limits.
 """
 
+import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.schema import on_disk_bytes
 
+log = logging.getLogger("orrery.inference.routes")
+
+FOLDER = "ORRERY_ROUTES_FOLDER"  # an engine's routes on disk
+FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"  # its limit
+
 
 class BoundedFolder:
-    """The account of one folder. Any thread may ask."""
+    """The accounting of one folder; thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # by path: the one that was used longest ago first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
         self._num_bytes = 0
         for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
             _remove(self._enter([path], num_bytes))
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Make room for these files, of `num_bytes` each, which are written meanwhile; those that are there already are used."""
+        """Make room for files of `num_bytes` each that the caller writes inside the context."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield
         except BaseException:
             self._forget(path for path in paths if not os.path.exists(path))
             raise
-        with self._lock:  # others have taken the room before the file was there
+        with self._lock:  # another thread may have taken the room meanwhile
             lost = [path for path in paths if path not in self._sizes]
         _remove(lost)
 
     def used(self, paths: Iterable[str]) -> None:
-        """These files are the last to go; who is not in the account stays out of it."""
+        """Mark these files as just used; unknown files are ignored."""
         with self._lock:
             for path in paths:
                 if path in self._sizes:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Take these into the account, and out of it whose room they need: those are to be removed."""
+        """Count these files. Return the files to remove."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -80,9 +85,65 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, time of the last change, and bytes of every file below."""
+    """Yield the path, modification time and bytes of every file below `folder`."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
                 status = os.stat(path := os.path.join(parent, name))
                 yield path, status.st_mtime_ns, status.st_size
+
+
+def is_on_disk(key: str) -> bool:
+    """Return whether this engine has the routes of the block with this hash on disk."""
+    folder = os.environ.get(FOLDER)
+    return folder is not None and _path(Path(folder), key).is_file()
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / key[:2] / key
+
+
+class RoutesOnDisk:
+    """One file a block. One thread writes; any thread may read."""
+
+    far = False  # cheap to read again
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ[FOLDER])
+        self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
+
+    def write(self, objects: Iterable[Any]) -> None:
+        """Write objects with a `key` and a `payload`. A full disk loses routes, but never ends the
+        engine.
+        """
+        for each in objects:
+            path = _path(self._folder, each.key)
+            aside = path.with_suffix(f".{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with self._files.writing([str(path)], len(each.payload)):
+                    aside.write_bytes(each.payload)
+                    aside.rename(path)
+            except OSError as error:
+                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
+                with suppress(OSError):
+                    aside.unlink()
+
+    def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
+        """Return the routes of these blocks, of `num_bytes` each; None for a missing block."""
+        paths = [_path(self._folder, key) for key in keys]
+        self._files.used(map(str, paths))
+        found = [self._read(path) for path in paths]
+        return [
+            payload if payload is not None and len(payload) == num_bytes else None
+            for payload in found
+        ]
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
+            return None

@@ -1,8 +1,8 @@
-"""`python -m orrery.inference.kv_store`: the master of a Mooncake Store, which knows in which engine's memory each block of cache is.
+"""`python -m orrery.inference.kv_store`: run the master of a Mooncake Store.
 
-- In: nothing. Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections; engines wait for it.
-- It holds no block itself and starts empty with every attempt: nothing of an earlier attempt is ever found.
-- It listens on `ctx.host`; it ends with this process, and this process with it.
+- The master knows which engine's memory holds each cache block. It holds no block itself.
+- Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections.
+- It starts empty with every attempt, and listens on `ctx.host`. It and this process end together.
 """
 
 import socket
@@ -19,24 +19,24 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.transport import rendezvous
 
-LIBRARIES = {
-    "libibverbs.so.1": "libibverbs1",
-    "libcurl.so.4": "libcurl4",
-}  # what Mooncake leaves to the system → its Debian package
+# System libraries that Mooncake needs → their Debian packages.
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 
 def master_program() -> Path:
-    """Mooncake's master, a program inside its package. Raises OrreryError where it cannot run here."""
+    """Return the path of Mooncake's master. Raises OrreryError if it cannot run here."""
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here; type `make setup`, or choose 'tiers'"
+            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here; "
+            "type `make setup`, or choose 'tiers'"
         )
     for library, package in LIBRARIES.items():
         if not _loads(library):
             raise OrreryError(
-                f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs it also for TCP; on a host run: "
-                f"apt-get install -y {package}; in an image, build that anew from containers/"
+                f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs "
+                f"it also for TCP; on a host run: apt-get install -y {package}; in an image, "
+                "build that anew from containers/"
             )
     return program
 
@@ -63,7 +63,8 @@ def main() -> None:
             rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
             ctx.health.doing("serving")
             raise RunFailed(
-                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); read logs/{ctx.name}.log"
+                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); "
+                f"read logs/{ctx.name}.log"
             )
         finally:
             process.kill()  # it holds nothing that outlives the stage
@@ -79,17 +80,12 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Return whether the system's `library` loads, tried in a subprocess.
-
-    NIXL brings its own copy of rdma-core. A process with both copies crashes in their destructors when it exits.
+    """Return whether a subprocess can load the system's `library`. NIXL brings its own rdma-core; a
+    process with two copies crashes when it exits.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
-    return (
-        subprocess.run(
-            [sys.executable, "-S", "-c", probe, library], stderr=subprocess.DEVNULL
-        ).returncode
-        == 0
-    )
+    command = [sys.executable, "-S", "-c", probe, library]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 if __name__ == "__main__":

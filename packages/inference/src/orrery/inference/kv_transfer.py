@@ -1,12 +1,14 @@
-"""Prefill and decode apart: what vLLM is told so that one engine's cache blocks reach another. Imports no vLLM.
+"""Configure separate prefill and decode engines, which hand over cache blocks. Imports no vLLM.
 
-- In: `manifest.inference`, this engine's index. Out: `--kv-transfer-config`, variables, and what the client needs to know of an engine.
-- The first `prefill_replicas` engines produce, the others consume; `orrery.orchestrator.engines.disaggregated` drives both.
-- Blocks wait for their reader longer than any request may take (`lease_s`): NIXL's producer gives blocks away once their lease has run
-  out, and a late reader would get another request's cache without an error.
-- A cache that cannot be read (its owner is gone) fails the request, which is data for the orchestrator; nothing is decoded from it.
-- Every socket is on `host`: NIXL's side channel and UCX by their own settings, Mooncake's bootstrap by `patches.vllm_kv_transfer`.
-  Mooncake's transfer engine listens on all interfaces whatever it is told: it starts where those are ours (`refuse_open_interfaces`).
+- In: `manifest.inference`, this engine's index. Out: `--kv-transfer-config`, variables, and the
+  fields that an engine publishes.
+- The first `prefill_replicas` engines produce and the others consume.
+  `orrery.orchestrator.engines.disaggregated` drives both.
+- Blocks wait for their reader longer than any request may take (`lease_s`). After its lease NIXL
+  reuses a block, and a late reader would get another request's cache without an error.
+- A cache that cannot be read fails the request. No engine decodes without it.
+- Sockets are on `host`. Mooncake's transfer engine always listens on all interfaces, so it starts
+  only where all are ours (`refuse_open_interfaces`).
 """
 
 import os
@@ -16,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from orrery.inference.patches.vllm_routes_elsewhere import KEPT
+from orrery.inference.patches.vllm_routes_offloaded import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.runtime import network
@@ -24,24 +26,26 @@ from orrery.runtime.network import LOOPBACK_INTERFACE, interface
 from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import request_s
 
-LEASE_MARGIN_S = 300.0  # beyond what a client waits; scaled
+LEASE_MARGIN_S = 300.0  # beyond a client's timeout; scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
 def lease_s(manifest: Manifest) -> int:
-    """How long a prefill engine keeps blocks for their reader: longer than any client waits (`request_s`)."""
+    """Return the seconds for which a prefill engine keeps blocks: longer than any client waits."""
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
 def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
-    """The value of `--kv-transfer-config` of engine `index`; None where every engine serves whole requests."""
+    """Return the value of `--kv-transfer-config` of engine `index`, or None without prefill
+    engines.
+    """
     inference, transfer = manifest.inference, manifest.inference.kv_transfer
     if transfer.kind == "none":
         return None
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # of this start: an engine that is started again has other blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # a restarted engine has other blocks
     }
     if transfer.kind == "nixl":
         return config | {
@@ -55,7 +59,9 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
 
 
 def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, str]:
-    """What the libraries behind `transfer_config` read of an engine on `host`, where others ask at `port` for its blocks."""
+    """Return the libraries' variables for an engine on `host` whose blocks are asked for at
+    `port`.
+    """
     routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
         return routes | {
@@ -70,15 +76,17 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 
 def name_devices(manifest: Manifest) -> None:
-    """Have UCX, which NIXL goes by, use this run's interface and RDMA devices; what is set already, as a matter of placement, stays."""
+    """Restrict UCX, which NIXL uses, to this run's interface and RDMA devices; variables already
+    set stay.
+    """
     if manifest.inference.kv_transfer.kind == "nixl":
         network.name_ucx_devices()
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
-    """What an engine with vLLM's `KVTransferConfig` publishes beside its address, for whoever hands its cache to another engine."""
+    """Return what an engine with vLLM's `KVTransferConfig` publishes beside its address."""
     if config is None or config.kv_connector != "MooncakeConnector":
-        return {}  # NIXL's producer says all with each answer
+        return {}  # NIXL's producer sends all of it with each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -86,7 +94,9 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 
 def refuse_open_interfaces(what: str) -> None:
-    """Raise OrreryError where `what`, which listens on every interface of this machine, could be reached by others than this run."""
+    """Raise OrreryError if `what`, which listens on all interfaces, could be reached from outside
+    this run.
+    """
     ours = {LOOPBACK_INTERFACE, interface()}
     others = sorted(
         name
@@ -96,16 +106,20 @@ def refuse_open_interfaces(what: str) -> None:
     )
     if others and os.environ.get(OPEN_MOONCAKE) != "1":
         raise OrreryError(
-            f"{what}: Mooncake's transfer engine listens on every interface, and this machine has {', '.join(others)} beside the "
-            f"run's own; choose 'nixl' or 'tiers', run in a network namespace, or set {OPEN_MOONCAKE} = '1' in [environment] of the "
-            f"site file where a firewall keeps others out"
+            f"{what}: Mooncake's transfer engine listens on every interface, and this machine has "
+            f"{', '.join(others)} beside the run's own; choose 'nixl' or 'tiers', run in a network "
+            f"namespace, or set {OPEN_MOONCAKE} = '1' in [environment] of the site file where a "
+            "firewall keeps others out"
         )
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError where `field` asks Mooncake for RDMA and this machine has none: it would go by TCP, and say so in its log alone."""
+    """Raise OrreryError if `field` asks for RDMA without an RDMA device. Mooncake would silently
+    use TCP.
+    """
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
-            f"{field}.protocol 'rdma': {socket.gethostname()} has no device in {network.RDMA_DEVICES}, and Mooncake would go by TCP; "
-            f"set {field}.protocol to 'tcp', or run where every node has one"
+            f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "
+            f"{network.RDMA_DEVICES}, and Mooncake would go by TCP; set {field}.protocol to 'tcp', "
+            "or run where every node has one"
         )

@@ -1,8 +1,9 @@
-"""Slices into layers: each goes where the model's own loaders would have put it, and a layer that has all of them is processed at once.
+"""Copy received slices into vLLM's layers, and process each layer once it is complete.
 
-- `Loading` is one update of one model. vLLM's layerwise reload does what only it knows: it gives a layer's parameters storage, repacks or
-  quantises them, and copies the result to where CUDA graphs expect it. So a layer at a time is there twice, never the model.
-- Slices that lie side by side in the bucket and in the parameter, or at even distances as experts do, are copied as one.
+- `Loading` is one update of one model. vLLM's layerwise reload allocates a layer's parameters,
+  repacks or quantizes them, and copies the result to where CUDA graphs expect it. So one layer at a
+  time exists twice, never the model.
+- Adjacent slices, and slices at even distances (experts), are copied as one.
 """
 
 import math
@@ -19,20 +20,24 @@ from orrery.transport.weight_wire.plan import Slice, TensorInfo, dtype_of, inter
 
 
 class Run(NamedTuple):
-    """A copy out of a bucket, from byte `begin` on, into a parameter, from element `offset` on."""
+    """A copy from a bucket, starting at byte `begin`, into a parameter, starting at element
+    `offset`.
+    """
 
     layer: str
     parameter: str
     begin: int
     offset: int
     shape: tuple[int, ...]
-    bucket_strides: tuple[int, ...]  # these and the parameter's in elements
+    bucket_strides: tuple[int, ...]  # in elements
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def in_words(self) -> "Run":
-        """The same copy by words of eight bytes: a GPU copies rows that lie apart element by element. Itself where words do not fit."""
+        """The same copy in words of 8 bytes if they fit, else self. A GPU copies separate rows
+        element by element.
+        """
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -41,27 +46,20 @@ class Run(NamedTuple):
             *self.bucket_strides[:-1],
             *self.strides[:-1],
         )
-        if (
-            len(self.shape) == 1
-            or self.bucket_strides[-1] != 1
-            or self.strides[-1] != 1
-            or any(number % size for number in numbers)
-        ):
+        is_by_rows = len(self.shape) > 1 and self.bucket_strides[-1] == self.strides[-1] == 1
+        if not is_by_rows or any(number % size for number in numbers):
             return self
         bucket_strides, strides = (
             (*(stride // size for stride in every[:-1]), 1)
             for every in (self.bucket_strides, self.strides)
         )
         shape = (*self.shape[:-1], self.shape[-1] // size)
-        return Run(
-            self.layer,
-            self.parameter,
-            self.begin,
-            self.offset // size,
-            shape,
-            bucket_strides,
-            strides,
-            WORD,
+        return self._replace(
+            offset=self.offset // size,
+            shape=shape,
+            bucket_strides=bucket_strides,
+            strides=strides,
+            dtype=WORD,
         )
 
 
@@ -69,7 +67,7 @@ WORD = torch.int64
 
 
 def runs(slices: list[Slice], needs: Needs, tensors: dict[str, TensorInfo]) -> list[Run]:
-    """The copies that these slices of one bucket take."""
+    """Return the copies that these slices of one bucket need."""
     found: list[Run] = []
     for name, box, begin in slices:
         for destination in needs.destinations[name]:
@@ -90,10 +88,8 @@ def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: t
         for (start, _), (first, _), stride in zip(box, to.box, to.strides, strict=True)
     )
     dense = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    if any(
-        size > 1 and stride != each
-        for size, stride, each in zip(shape, to.strides, dense, strict=True)
-    ):
+    dims = zip(shape, to.strides, dense, strict=True)
+    if any(size > 1 and stride != each for size, stride, each in dims):
         return Run(to.layer, to.parameter, begin, offset, shape, dense, to.strides, dtype)
     return Run(to.layer, to.parameter, begin, offset, (math.prod(shape),), (1,), (1,), dtype)
 
@@ -101,27 +97,21 @@ def _run(to: Destination, shape: tuple[int, ...], box: Any, begin: int, dtype: t
 def _follows(last: Run, run: Run) -> bool:
     dense = last.strides == run.strides == (1,) and len(last.shape) == len(run.shape) == 1
     same = (last.layer, last.parameter, last.dtype) == (run.layer, run.parameter, run.dtype)
-    return (
-        dense
-        and same
-        and last.offset + last.shape[0] == run.offset
-        and last.begin + last.shape[0] * last.dtype.itemsize == run.begin
-    )
+    end, end_byte = last.offset + last.shape[0], last.begin + last.shape[0] * last.dtype.itemsize
+    return dense and same and (end, end_byte) == (run.offset, run.begin)
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Runs alike that follow one another at even distances, in the bucket and in the parameter, as one: the experts of a layer."""
+    """Merge equal runs at even distances in bucket and parameter, such as the experts of a
+    layer.
+    """
     series: list[list[Run]] = []
-    latest: dict[tuple[Any, ...], list[Run]] = {}  # by what runs of a series have in common
+    latest: dict[tuple[Any, ...], list[Run]] = {}  # by the fields that a series shares
     for run in found:
         alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
         before = latest.get(alike)
         step = (0, 0) if before is None else _step(before[-1], run)
-        if (
-            before is not None
-            and min(step) > 0
-            and (len(before) == 1 or _step(*before[-2:]) == step)
-        ):
+        if before and min(step) > 0 and (len(before) == 1 or _step(*before[-2:]) == step):
             before.append(run)
         else:
             latest[alike] = [run]
@@ -143,10 +133,10 @@ def _whole(series: list[Run]) -> Run:
 
 
 class Loading:
-    """One update."""
+    """One update of one model."""
 
     def __init__(self, model: torch.nn.Module, needs: Needs) -> None:
-        """`initialize_layerwise_reload` has been called on the model."""
+        """Call `initialize_layerwise_reload` on the model before."""
         self._layers = dict(model.named_modules())
         self._needs = needs
         self._missing: dict[str, int] = defaultdict(int)  # elements, by layer
@@ -157,33 +147,27 @@ class Loading:
 
     @torch.no_grad()
     def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
-        """Copy out of `bucket` (u8). A layer that is complete by it is processed."""
+        """Copy from `bucket` (u8), and process each layer that becomes complete."""
         for run in copies:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:
                 self._begin(run.layer, layer)
             into = getattr(layer, run.parameter).data
             self._missing[run.layer] -= math.prod(run.shape)
-            fits = (
-                into.dtype == run.dtype
-                and into.is_contiguous()
-                and into.nbytes % WORD.itemsize == 0
-            )
+            is_dense = into.dtype == run.dtype and into.is_contiguous()
+            fits = is_dense and into.nbytes % WORD.itemsize == 0
             if fits and (words := run.in_words) is not run:
                 run, into = words, into.view(-1).view(WORD)
-            size = 1 + sum(
-                (number - 1) * stride
-                for number, stride in zip(run.shape, run.bucket_strides, strict=True)
-            )
-            of = in_bucket(bucket, run.begin, (size,), run.dtype).as_strided(
-                run.shape, run.bucket_strides
-            )
-            into.as_strided(run.shape, run.strides, run.offset).copy_(of)
+            dims = zip(run.shape, run.bucket_strides, strict=True)
+            size = 1 + sum((number - 1) * stride for number, stride in dims)
+            source = in_bucket(bucket, run.begin, (size,), run.dtype)
+            source = source.as_strided(run.shape, run.bucket_strides)
+            into.as_strided(run.shape, run.strides, run.offset).copy_(source)
             if not self._missing[run.layer]:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
     def check(self) -> None:
-        """Raises ValueError naming a layer that lacks something."""
+        """Raise ValueError with the name of an incomplete layer."""
         for path, missing in sorted(self._missing.items()):
             if missing:
                 raise ValueError(f"layer {path!r} lacks {missing} elements")
@@ -192,6 +176,5 @@ class Loading:
         self._begun.add(path)
         materialize_layer(layer, layerwise.get_layerwise_info(layer))
         for each in self._needs.fillings.get(path, ()):
-            getattr(layer, each.parameter).data.as_strided(
-                each.shape, each.strides, each.offset
-            ).fill_(each.value)
+            parameter = getattr(layer, each.parameter).data
+            parameter.as_strided(each.shape, each.strides, each.offset).fill_(each.value)

@@ -1,12 +1,12 @@
-"""Which part of each published tensor this engine rank needs, and where it goes: learnt from vLLM's own loaders.
+"""Find the slices of published tensors that this engine rank needs, by running vLLM's own loaders.
 
-The model's `load_weights` runs once over tensors without storage, into parameters without storage; what it copies from where to where is
-written down, and nothing moves. So every parallel form (tensor, expert, data), every fusion (qkv, gate and up, stacked experts) and
-every model that vLLM can load is understood alike, and by the code that loads checkpoints too. vLLM's own `sharded_rdt`
-learns slices the same way, but needs Ray; `nccl_m2n` gives whole tensors to every rank where parameters are fused.
+The model's `load_weights` runs once over tensors without storage, into parameters without storage.
+Its copies are recorded; no data moves. This covers every parallelism, fusion and model that vLLM
+can load. (vLLM's own `sharded_rdt` learns slices alike, but needs Ray; `nccl_m2n` sends whole
+tensors where parameters are fused.)
 
-- A published tensor must reach parameters as boxes: a loader that calculates with it, or picks single rows, is refused by name.
-- What a loader fills with a constant (padding of a vocabulary) is part of the plan.
+- Slices are boxes. A loader that calculates, or picks single rows, is refused by name.
+- Constants that a loader fills in, such as a vocabulary's padding, are recorded too.
 - The model is left as it was.
 """
 
@@ -31,7 +31,9 @@ from orrery.transport.weight_wire.plan import Box, TensorInfo, dtype_of
 
 @dataclass(frozen=True)
 class Destination:
-    """`box` of tensor `name` goes to `parameter` of `layer`: element (i, j, …) of the box to `offset + Σ i · strides`, in elements."""
+    """`box` of tensor `name` goes to `parameter` of `layer`: element (i, j, …) of the box to
+    `offset + Σ i · strides`, in elements.
+    """
 
     name: str
     box: Box
@@ -59,25 +61,29 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """What `model` takes of `tensors`. Raises ValueError naming a tensor or layer that cannot be understood, or gets only a part."""
+    """Return what `model` takes of `tensors`. Raises ValueError naming a tensor or layer that gets
+    only a part, or whose loader is not understood.
+    """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
         with recorder:
             model.load_weights((each.name, recorder.source(each)) for each in tensors)
         for path, layer in model.named_modules():
-            copied = recorder.num_copied.get(path, 0)
-            if 0 < copied < get_layer_size(layer) and not isinstance(
-                layer, VocabParallelEmbedding
-            ):  # its padding is never loaded
+            copied, total = recorder.num_copied.get(path, 0), get_layer_size(layer)
+            is_padded = isinstance(layer, VocabParallelEmbedding)  # padding is never loaded
+            if 0 < copied < total and not is_padded:
                 raise ValueError(
-                    f"layer {path!r} would get {copied} of {get_layer_size(layer)} elements from what the trainer publishes"
+                    f"layer {path!r} would get {copied} of {total} elements from what the trainer "
+                    "publishes"
                 )
     return recorder.needs
 
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Parameters as they were before vLLM processed them, on the meta device; gives (layer, parameter) by storage. Puts all back."""
+    """Put parameters on the meta device as they were before processing. Yield (layer, parameter) by
+    storage.
+    """
     try:
         for layer in model.modules():
             info = layerwise.get_layerwise_info(layer)
@@ -85,10 +91,8 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
-                # An earlier reload has wrapped the loaders of these very tensors, in what defers loading.
-                if layerwise._get_weight_loader(tensor) is not (
-                    loader := layerwise._get_original_loader(tensor)
-                ):
+                loader = layerwise._get_original_loader(tensor)
+                if layerwise._get_weight_loader(tensor) is not loader:  # wrapped by a reload
                     tensor.weight_loader = loader
         yield {
             _storage(tensor): (path, name)
@@ -101,7 +105,9 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload`, or what stands here for it, where nothing has been loaded since."""
+    """Undo `initialize_layerwise_reload` or `_without_storage`, if nothing has been loaded
+    since.
+    """
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
@@ -115,9 +121,8 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        self._sources: dict[
-            int, tuple[TensorInfo, torch.Tensor]
-        ] = {}  # the tensor too, so that no storage is used again
+        # By storage. Keeping the tensor keeps its storage from being reused.
+        self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
         empty = torch.empty(tensor.shape, dtype=dtype_of(tensor), device="meta")
@@ -132,7 +137,8 @@ class _Recorder(TorchDispatchMode):
                 source = self._sources.get(_storage(of))
                 if source is None:
                     raise ValueError(
-                        f"{owner[1]!r} of layer {owner[0]!r}: its loader calculates with what it loads, so no slice can be asked for"
+                        f"{owner[1]!r} of layer {owner[0]!r}: its loader calculates with what it "
+                        "loads, so no slice can be asked for"
                     )
                 self._copy(source[0], of, into, *owner)
                 return into
@@ -141,13 +147,8 @@ class _Recorder(TorchDispatchMode):
             if owner is not None:
                 value = float(args[1]) if len(args) > 1 else 0.0
                 region = args[0]
-                filling = Filling(
-                    owner[1],
-                    region.storage_offset(),
-                    tuple(region.shape),
-                    tuple(region.stride()),
-                    value,
-                )
+                shape, strides = tuple(region.shape), tuple(region.stride())
+                filling = Filling(owner[1], region.storage_offset(), shape, strides, value)
                 self.needs.fillings.setdefault(owner[0], []).append(filling)
                 return region
         return func(*args, **(kwargs or {}))
@@ -159,7 +160,8 @@ class _Recorder(TorchDispatchMode):
             of, into = torch.broadcast_tensors(of, into) if of.numel() == into.numel() else (of, of)
         if of is into:
             raise ValueError(
-                f"{parameter!r} of layer {layer!r}: one element of {tensor.name!r} goes to several places, which no slice does"
+                f"{parameter!r} of layer {layer!r}: one element of {tensor.name!r} goes to several "
+                "places, which no slice does"
             )
         box, strides = as_box(tuple(tensor.shape), of, into, tensor.name)
         self.needs.destinations.setdefault(tensor.name, []).append(
@@ -171,9 +173,8 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """The box of a dense tensor of `shape` that its view `of` is, and the strides of `into` along the tensor's dimensions.
-
-    Raises ValueError where the view is not a box.
+    """Return the box that the view `of` is in a dense tensor of `shape`, and `into`'s strides along
+    the tensor's dimensions. Raises ValueError if the view is no box.
     """
     full: list[int] = []
     stride = 1
@@ -185,25 +186,23 @@ def as_box(
         starts.append(rest // each if size else 0)
         rest -= starts[-1] * each
     sizes, strides = [1] * len(shape), [0] * len(shape)
-    dims = [
-        (n, s, t) for n, s, t in zip(of.shape, of.stride(), into.stride(), strict=True) if n != 1
-    ]
+    views = zip(of.shape, of.stride(), into.stride(), strict=True)
+    dims = [(n, s, t) for n, s, t in views if n != 1]
     while dims:
         n, s, t = dims.pop()
-        dim = next(
-            (d for d, each in enumerate(full) if each == s and sizes[d] == 1 and shape[d] > 1), None
-        )
+        free = (d for d, each in enumerate(full) if each == s and sizes[d] == 1 and shape[d] > 1)
+        dim = next(free, None)
         if dim is None or (starts[dim] + n > shape[dim] and (starts[dim] or n % shape[dim])):
             raise ValueError(
-                f"tensor {name!r}: its loader takes elements of it that are no box, so no slice can be asked for"
+                f"tensor {name!r}: its loader takes elements of it that are no box, so no slice "
+                "can be asked for"
             )
-        if starts[dim] + n > shape[dim]:  # several of the tensor's dimensions seen as one
+        if starts[dim] + n > shape[dim]:  # a view that merges dimensions
             dims.append((n // shape[dim], s * shape[dim], t * shape[dim]))
             n = shape[dim]
         sizes[dim], strides[dim] = n, t
-    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), tuple(
-        strides
-    )
+    box = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return box, tuple(strides)
 
 
 def _storage(tensor: torch.Tensor) -> int:

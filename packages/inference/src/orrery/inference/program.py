@@ -1,4 +1,4 @@
-"""Another project's server as the child of a role: the wait until it answers, with its owner, a deadline and a name."""
+"""Start another project's server as a child process, and wait until it answers."""
 
 import subprocess
 import time
@@ -19,19 +19,23 @@ def await_start(
     what: str,
     answers: Callable[[], bool],
 ) -> None:
-    """Return once `answers()`. Raises RunFailed where `program` ends first, or did not `what` (an infinitive) in time."""
+    """Return once `answers()`. Raises RunFailed if `program` ends first or does not `what` (an
+    infinitive) in time.
+    """
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s
     with ctx.health.waiting(f"{program} to {what}", deadline_s=deadline_s):
         while True:
             if process.poll() is not None:
                 raise RunFailed(
-                    f"{ctx.role}: {program} did not start (exit code {process.returncode}); read logs/{ctx.name}.log"
+                    f"{ctx.role}: {program} did not start (exit code {process.returncode}); "
+                    f"read logs/{ctx.name}.log"
                 )
             if answers():
                 return
             if time.monotonic() > end:
                 raise RunFailed(
-                    f"{ctx.role}: {program} did not {what} within {deadline_s:g} s; read logs/{ctx.name}.log"
+                    f"{ctx.role}: {program} did not {what} within {deadline_s:g} s; "
+                    f"read logs/{ctx.name}.log"
                 )
             time.sleep(POLL_S)

@@ -1,16 +1,16 @@
-"""Weights in: reads what the trainer published, loads it into the running model, and records which weights those were.
+"""Receive weights: load a published version into the running model and record which weights came.
 
-- In: the path of a published version (`orrery.transport.weight_wire`), whichever wire it is of. Out: `held`, name → (fingerprint, how).
-- From `files` come whole tensors; on a direct wire this rank receives the slices that it needs (`needs`), and puts them in place as they
-  come (`loading`).
-- Each tensor is fingerprinted as the model consumes it. After processing, tensors that the engine keeps as they came (embedding, norms, an
-  untied output head) are fingerprinted again from the model itself ("resident"); those that it repacks can only be "as_consumed".
-- Always: every tensor that the model was first loaded with must come again, and every element of every layer must be filled.
-- A damaged file fails the update with the tensor's name. The engine process lives on, but `held` is empty until a whole update has gone
-  through.
-- No failure leaves the worker's call: workers are asked for theirs afterwards (`attestation`), and one that has all gives it up with the
-  one that has not. vLLM stops reading at the first worker of an engine that raises, and takes the others' answers for those to its next
-  call. Versions: 0.32 (seen).
+- In: the path of a published version, on any wire. Out: `held`, name → (fingerprint, how).
+- `files` brings whole tensors. On a direct wire this rank receives its slices (`needs`) and copies
+  them as they arrive (`loading`).
+- Each tensor is fingerprinted as it arrives ("as_consumed"). A tensor that the engine does not
+  repack (embedding, norms, untied head) is fingerprinted again in the model ("resident").
+- Every tensor of the first load must come again, and every element of every layer must be filled.
+- A damaged file fails the update with the tensor's name. `held` stays empty until a whole update
+  succeeds.
+- Workers never raise. The client then asks each worker for its error (`attestation`); if any
+  failed, all discard the update. vLLM 0.32 stops reading at the first worker that raises, and
+  returns the others' results for the next call.
 """
 
 import abc
@@ -62,20 +62,20 @@ from orrery.transport.weight_wire.receiver import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# Modules whose parameter stays as it was loaded (ParallelLMHead is a VocabParallelEmbedding).
-KEPT_AS_THEY_CAME = (RMSNorm, VocabParallelEmbedding)
+# Modules that vLLM does not repack (ParallelLMHead is a VocabParallelEmbedding).
+UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How many ranks this engine has, over all of its data-parallel parts; of what is published its path says all."""
+    """The number of ranks of this engine over all data-parallel ranks."""
 
     num_ranks: int | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the published version is, which it is, and what this engine is called among the others."""
+    """The published version's path and number, and this engine's name."""
 
     path: str
     version: int
@@ -83,7 +83,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Consumed(NamedTuple):
-    """What a tensor looked like on its way in; `shape` is None where this rank has a part of it only."""
+    """A tensor as it arrived; `shape` is None if this rank has only a part."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -91,19 +91,21 @@ class Consumed(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor stands in the processed model as it came."""
+    """The parameter of the processed model that holds a tensor unchanged."""
 
     module: torch.nn.Module
     parameter: str
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """What our weight-transfer backends of vLLM have in common: how an update ends in one worker of an engine that may have several."""
+    """The base of our weight-transfer backends: how an update ends in one of an engine's
+    workers.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     held: dict[str, tuple[int, str]]
-    failure: str | None = None  # why the update under way, or the last one, is not this worker's
+    failure: str | None = None  # of the current or last update
 
     def start_weight_update(self) -> None:
         self.held, self.failure = {}, None
@@ -117,26 +119,26 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours:
-                with contextlib.suppress(
-                    OSError
-                ):  # else they wait for this worker as long as they wait for anybody
+                with contextlib.suppress(OSError):  # the other ranks need not wait for this one
                     abandon_transfer(Path(update_info.path))
 
     def finish_weight_update(self) -> None:
-        """Also where it failed, here or in another worker: then the weights are nobody's version, and `held` stays empty."""
+        """Finish an update. After a failure here or in another worker `held` stays empty."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
     def _start(self) -> None:
-        """Make the model ready to be loaded again."""
+        """Prepare the model for loading."""
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Take a version in. Raises whatever keeps it from coming in whole."""
+        """Receive a version. Raises if it does not arrive whole."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Leave a model that can compute; gives what is held of a version that `is_whole`, else nothing."""
+        """Leave a model that can compute. Return what is held if the version `is_whole`, else
+        {}.
+        """
 
 
 class Receiver(Backend):
@@ -147,9 +149,7 @@ class Receiver(Backend):
         self.parts = PartTimer()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor, found once
-        self._fingerprints: dict[
-            tuple[torch.Size, torch.dtype], SliceFingerprints
-        ] = {}  # of whole tensors that stand in the model
+        self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
         self._num_ranks = init_info.num_ranks
         self._target: WeightReceiver | None = None
 
@@ -168,8 +168,7 @@ class Receiver(Backend):
             self.model.load_weights(self._fingerprinted(update))
             self._check_complete(update)
         else:
-            # No `torch.device` around it: dynamo follows vLLM's parameter class into endless recursion beside any such mode, in the
-            # function that rounds a layer to FP8. What makes tensors here says where.
+            # No `torch.device` context: under it dynamo recurses endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update, taking)
 
@@ -177,33 +176,27 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            finalize_layerwise_reload(
-                self.model, self.model_config
-            )  # gives half-loaded layers storage again
+            # This also gives half-loaded layers storage again.
+            finalize_layerwise_reload(self.model, self.model_config)
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)
         elif is_tied and has_stale_head(self.model):
-            self.failure = "the output head is tied to the embedding and has a weight of its own, which no update reaches"
+            self.failure = (
+                "the output head is tied to the embedding and has a weight of its own, which no "
+                "update reaches"
+            )
             return {}
         if not is_whole:
             return {}
-        resident = {
-            name: self._resident(name, consumed) for name, consumed in self._consumed.items()
-        }
-        kept = {
-            name: self._fingerprint(tensor)
-            for name, tensor in resident.items()
-            if tensor is not None
-        }
-        found = (
-            dict(zip(kept, torch.cat([*kept.values()]).tolist(), strict=True)) if kept else {}
-        )  # the device is waited for once
-        held = {
-            name: (found[name] & MASK, RESIDENT)
-            if name in found
-            else (consumed.fingerprint, AS_CONSUMED)
-            for name, consumed in self._consumed.items()
-        }
+        held = {name: (each.fingerprint, AS_CONSUMED) for name, each in self._consumed.items()}
+        resident: dict[str, torch.Tensor] = {}
+        for name, consumed in self._consumed.items():
+            if (tensor := self._resident(name, consumed)) is not None:
+                resident[name] = self._fingerprint(tensor)
+        if resident:
+            values = torch.cat([*resident.values()]).tolist()  # waits for the device once
+            for name, value in zip(resident, values, strict=True):
+                held[name] = (value & MASK, RESIDENT)
         self.parts.add("finish_s", begin)
         return held
 
@@ -213,13 +206,12 @@ class Receiver(Backend):
             self._target.drop()
 
     def _take(self, update: UpdateInfo, taking: Transfer) -> None:
-        """Receive this rank's slices of a version on a direct wire, and put them in place as they come."""
+        """Receive this rank's slices on a direct wire, and copy them as they arrive."""
         if self._target is None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._target = WeightReceiver(
-                update.engine, rank, self._num_ranks or parallel.world_size_across_dp, self.device
-            )
+            num_ranks = self._num_ranks or parallel.world_size_across_dp
+            self._target = WeightReceiver(update.engine, rank, num_ranks, self.device)
         target = self._target
         begin = time.perf_counter()
         target.join(Path(update.path).parent, self._learn)
@@ -233,7 +225,7 @@ class Receiver(Backend):
         try:
             loading.check()
         except ValueError:
-            target.fail()  # as a take does that ends in its midst
+            target.fail()  # as if the transfer had broken off
             raise
         begin = time.perf_counter()
         self._consumed = {
@@ -246,7 +238,8 @@ class Receiver(Backend):
         names = {tensor.name for tensor in tensors}
         if missing := sorted(self._expected_names() - names):
             raise ValueError(
-                f"tensor {missing[0]!r} is missing from what the trainer publishes ({len(missing)} in all)"
+                f"tensor {missing[0]!r} is missing from what the trainer publishes "
+                f"({len(missing)} in all)"
             )
         put_back(self.model)
         self._needs: Needs = learn(self.model, tensors)
@@ -255,66 +248,54 @@ class Receiver(Backend):
         self._came_as: dict[str, tuple[torch.Size | None, torch.dtype]] = {}
         for tensor in tensors:
             whole = tuple((0, size) for size in tensor.shape)
-            is_whole = all(
-                each.box == whole for each in self._needs.destinations.get(tensor.name, ())
-            )
-            self._came_as[tensor.name] = (
-                torch.Size(tensor.shape) if is_whole else None,
-                dtype_of(tensor),
-            )
+            destinations = self._needs.destinations.get(tensor.name, ())
+            is_whole = all(each.box == whole for each in destinations)
+            shape = torch.Size(tensor.shape) if is_whole else None
+            self._came_as[tensor.name] = (shape, dtype_of(tensor))
         return {
             name: tuple(dict.fromkeys(each.box for each in found))
             for name, found in self._needs.destinations.items()
         }
 
     def _runs_of(self, one: Round) -> list[Run]:
-        """Worked out once for a group's round."""
+        """Return a round's copies, computed once for a process group."""
         assert self._target is not None
         known = self._runs.get(one.number)
         if known is None or known[0] is not one:
-            known = self._runs[one.number] = (
-                one,
-                runs(one.slices, self._needs, self._target.tensors),
-            )
+            copies = runs(one.slices, self._needs, self._target.tensors)
+            known = self._runs[one.number] = (one, copies)
         return known[1]
 
     def _fingerprinted(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        what = f"weights version {update.version}"
         try:
             for name, tensor in read_weights(update.path):
                 if name in self._consumed:
-                    raise ValueError(
-                        f"weights version {update.version}: tensor {name!r} comes twice"
-                    )
+                    raise ValueError(f"{what}: tensor {name!r} comes twice")
                 here = tensor.to(self.device)
-                self._consumed[name] = Consumed(
-                    tensor_fingerprint(here), tensor.shape, tensor.dtype
-                )
+                fingerprint = tensor_fingerprint(here)
+                self._consumed[name] = Consumed(fingerprint, tensor.shape, tensor.dtype)
                 yield name, here
         except SafetensorError as error:
-            raise ValueError(
-                f"weights version {update.version}: {damage(Path(update.path)) or error}"
-            ) from error
+            raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
 
     def _check_complete(self, update: UpdateInfo) -> None:
-        """Raise ValueError naming what was not filled."""
+        """Raise ValueError with the name of an unfilled tensor or layer."""
         for name in sorted(self._expected_names() - self._consumed.keys()):
             raise ValueError(f"weights version {update.version}: tensor {name!r} is missing")
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # A layer whose every element has come is processed and reset at once; one that still waits lacks something.
-            # (Not so an embedding, whose rows after the vocabulary are never loaded; it has one tensor, and its loader checks the shape.)
-            if (
-                info.can_load()
-                and 0 < info.load_numel < total
-                and not isinstance(layer, VocabParallelEmbedding)
-            ):
+            # A complete layer is processed and reset at once. An embedding's padding never comes.
+            is_begun = info.can_load() and 0 < info.load_numel < total
+            if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
-                    f"weights version {update.version}: layer {path!r} got {info.load_numel} of {total} elements"
+                    f"weights version {update.version}: layer {path!r} got {info.load_numel} of "
+                    f"{total} elements"
                 )
 
     def _expected_names(self) -> set[str]:
-        """Names in the checkpoint that the engine started from; a tied output head may be spelt out there and is not needed."""
+        """Return the tensor names of the first checkpoint, without a tied output head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -326,7 +307,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """The tensor in the processed model where it stands there as it came; None where only the way in tells."""
+        """Return the tensor in the processed model, or None if it was repacked or sliced."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -337,20 +318,19 @@ class Receiver(Backend):
             return None
         if isinstance(place.module, VocabParallelEmbedding):
             parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
-        return (
-            parameter.detach() if parameter.shape == consumed.shape else None
-        )  # else a tensor-parallel slice
+        is_whole = parameter.shape == consumed.shape  # not a tensor-parallel slice
+        return parameter.detach() if is_whole else None
 
     def _place(self, name: str) -> Place | None:
         module_path, _, attribute = name.rpartition(".")
         try:
             module = self.model.get_submodule(module_path)
-        except AttributeError:  # fused under another name (q_proj in qkv_proj): repacked
+        except AttributeError:  # fused under another name (q_proj in qkv_proj)
             return None
-        return Place(module, attribute) if isinstance(module, KEPT_AS_THEY_CAME) else None
+        return Place(module, attribute) if isinstance(module, UNCHANGED) else None
 
     def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
-        """i64 [1] on the tensor's device."""
+        """Return i64 [1] on the tensor's device."""
         key = tensor.shape, tensor.dtype
         if key not in self._fingerprints:
             shape = tuple(tensor.shape)
@@ -360,10 +340,8 @@ class Receiver(Backend):
 
 
 def damage(folder: Path) -> str | None:
-    """Which tensor of a published version does not fit in its file (safetensors only says that the file is too short), or None.
-
-    A safetensors file is a header length (u64), a JSON header of byte ranges, then the bytes. Names only: vLLM takes paths out of error
-    answers.
+    """Return which tensor of a published version is cut off in its file, or None. vLLM removes
+    paths from error answers, so the sentence has file names only.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

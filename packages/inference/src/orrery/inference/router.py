@@ -2,13 +2,14 @@
 
 - In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router knows every
   engine.
-- Only the front (`front`) listens on `ctx.host`. The router is on loopback and takes only
-  `generate`.
-- The router only spreads /inference/v1/generate; control calls go to each engine itself (`orrery.orchestrator.engines.client`).
-- Its Prometheus page is on loopback too, without a key: counts and durations of requests, and the engines' addresses.
-- It retries nothing and breaks no circuit: a failed request is the caller's data. It is told of engines that go and come back
-  (`orrery.orchestrator.engines.client`), and reaches them without the site's proxy.
-- It is a child that the kernel kills with this process; if it ends by itself, so does this process, with a sentence.
+- Only the front listens on `ctx.host`. The router is on loopback and accepts only `generate`. It
+  spreads /inference/v1/generate; control calls go directly to each engine.
+- Its Prometheus page is on loopback without a key. It shows request counts, durations and engine
+  addresses.
+- It retries nothing and breaks no circuit: a failed request is the caller's data. The orchestrator
+  adds and removes engines.
+- The kernel kills it with this process. If it ends by itself, so does this process, with a
+  sentence.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 import uvloop
@@ -38,7 +40,7 @@ from orrery.transport.engine_api import request_s
 from orrery.transport.token import Purpose, authorization, run_token
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
-CLIENT_FIRST_S = 60.0  # beyond what a client waits: the router's end of a request is an HTTP 500, the client's says which time is over
+CLIENT_FIRST_S = 60.0  # clients time out first, with a better error than the router's HTTP 500
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
@@ -47,25 +49,23 @@ PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """The command line of `vllm-router`. Raises OrreryError where the manifest has no router."""
+    """Return the command line of `vllm-router`. Raises OrreryError if the manifest has no
+    router.
+    """
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Beyond this the router answers 429; admission is the orchestrator's, with one turn of slack for requests that are just ending.
+    # Beyond this the router answers 429. Twice the limit, because ending requests may overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
-    thresholds = {
+    options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
         "--balance-rel-threshold": router.balance_rel_threshold,
     }
+    thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]
     return [
         *("--worker-urls", *engine_urls),
         *("--policy", router.policy),
-        *(
-            word
-            for flag, value in thresholds.items()
-            if value is not None
-            for word in (flag, str(value))
-        ),
+        *(word for pair in thresholds for word in pair),
         *("--host", host, "--port", str(port)),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
         *("--max-concurrent-requests", str(most)),
@@ -87,47 +87,34 @@ async def _serve(ctx: RoleContext, token: str) -> None:
     deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # asyncio waits for its threads at the end
+        if is_left.is_set():  # asyncio waits for its threads when it ends
             raise asyncio.CancelledError
 
     try:
-        engines = await asyncio.to_thread(
-            rendezvous.await_endpoints,
-            ctx,
-            "inference",
-            ctx.manifest.inference.num_replicas,
-            deadline_s,
-            end_early,
-        )
+        wanted = ("inference", ctx.manifest.inference.num_replicas, deadline_s, end_early)
+        engines = await asyncio.to_thread(rendezvous.await_endpoints, ctx, *wanted)
     finally:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # vllm-router cannot choose and report a port
+    port, metrics_port = free_ports(2)  # vllm-router reports no port that it chose
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
+        arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
+        # --log-level does not reach the router's core, which logs every request by default.
+        level = (log_level() or "warning").replace("warning", "warn")
         process = subprocess.Popen(
-            [
-                *PROGRAM,
-                url + AUTHORIZED if token else "",
-                *router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port),
-            ],
+            [*PROGRAM, url + AUTHORIZED if token else "", *arguments],
             preexec_fn=die_with_parent,
-            # --log-level is only for the router's Python; its core would log every request
-            env={"RUST_LOG": (log_level() or "warning").replace("warning", "warn")} | os.environ,
+            env={"RUST_LOG": level} | os.environ,
         )
         try:
             key = authorization(token, Purpose.GENERATE)
-            await asyncio.to_thread(
-                await_start,
-                ctx,
-                process,
-                "vllm-router",
-                "answer /health",
-                lambda: _is_healthy(inner, key),
-            )
+            is_healthy = partial(_is_healthy, inner, key)
+            start = ("vllm-router", "answer /health", is_healthy)
+            await asyncio.to_thread(await_start, ctx, process, *start)
             rendezvous.publish(ctx, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
             ctx.health.doing("serving")
             while (code := process.poll()) is None:
@@ -140,11 +127,10 @@ async def _serve(ctx: RoleContext, token: str) -> None:
 
 
 def _is_healthy(url: str, key: Mapping[str, str]) -> bool:
-    """Whether the router answers, and knows every engine as ready."""
+    """Return whether the router answers and every engine is ready."""
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/health", headers=dict(key)), timeout=2
-        ) as answer:
+        request = urllib.request.Request(f"{url}/health", headers=dict(key))
+        with urllib.request.urlopen(request, timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -1,8 +1,8 @@
-"""Run vllm-router with a URL that validates keys: `python -m orrery.inference.router_program URL
-…`.
+"""`python -m orrery.inference.router_program URL …`: run vllm-router with a URL that validates
+keys.
 
-vllm-router 0.1.17 checks the key of every call if it has such a URL, but its command line has no
-option for it. With an empty URL it accepts every call.
+vllm-router 0.1.17 asks the URL about the key of every call, but its command line has no option for
+it. With an empty URL it accepts every call.
 """
 
 import sys

@@ -1,16 +1,19 @@
-"""One vLLM server in this process: start, say where it listens, end with everything it started.
+"""Run one vLLM server in this process: start it, publish its address, and end all that it started.
 
-- In: vLLM's own arguments. Out: the rendezvous endpoint, published once /health answers and the weight receiver is set up.
-- Engine cores (one a data-parallel rank) and their workers (one a further GPU) are processes below this one; they die with it (`plugin`),
-  and it ends within WATCH_S of an engine core's death, with a sentence. A worker's death is its engine core's.
-- SIGTERM ends both; whatever is not gone after STOP_S is killed. What the engine kept on disk goes too; after a failure it stays, for its
-  next start.
-- Composed from the pieces of vLLM's `run_server`, to hold the engine client between "engine is up" and "serving".
+- In: vLLM's own arguments. Out: the rendezvous endpoint, once /health answers and the weight
+  receiver is set up.
+- Engine cores (one a data-parallel rank) and their workers (one a further GPU) are child processes.
+  They die with this process (`plugin`). It ends within WATCH_S of an engine core's death, with a
+  sentence. An engine core dies with its workers.
+- SIGTERM ends all of them. After STOP_S the rest is killed. Files on disk are removed then; after a
+  failure they stay for the next start.
+- It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
 
 import asyncio
 import gc
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -28,11 +31,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.protocol import EngineClient
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from orrery.inference import plugin, releases
+from orrery.inference import plugin
 from orrery.inference.kv_offload import disk_folder, forget
 from orrery.inference.kv_transfer import handover
-from orrery.inference.patches import vllm_shared_memory
-from orrery.inference.root_cause import root_cause
+from orrery.inference.patches import registry, vllm_processes
 from orrery.manifest.errors import RunFailed
 from orrery.runtime import scratch
 from orrery.runtime.health import beating_loop
@@ -41,34 +43,42 @@ from orrery.runtime.timing import scaled
 from orrery.transport import rendezvous
 
 WATCH_S = 0.25
-STOP_S = 2.0  # after SIGTERM, until what is left is killed
-HANG_UP_S = 0.3  # for answers on their way out, once the engine has stopped
+STOP_S = 2.0  # from SIGTERM to SIGKILL
+HANG_UP_S = 0.3  # to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
+
+POINTER = "root cause"  # vLLM's "See root cause above." names no cause
+HANDLED = "During handling of the above exception, another exception occurred:"
+END_BYTES = 1 << 18  # holds the stacks of an engine core and eight workers, written twice
+PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
+EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
+CONSEQUENCE = re.compile(  # caused by the end of another process
+    r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
+    r"|: cancelled$"
+    r"|Connection (?:closed|reset) by peer|remote process exit"
+)
 
 
 def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
     left = Left.by(ctx)
-    left.remove()  # of a start that was killed
+    left.remove()  # of an earlier start
     log = ctx.run_dir / "logs" / f"{ctx.name}.log"
-    log_begin = log.stat().st_size if log.exists() else 0  # earlier starts have written to it too
+    log_begin = log.stat().st_size if log.exists() else 0  # after earlier starts
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
-    releases.correct(ctx.manifest)
-    from vllm.entrypoints.launchers.api_server import (
-        entry,
-    )  # after the corrections, because it binds their names
+    registry.correct_server(ctx.manifest)
+    from vllm.entrypoints.launchers.api_server import entry  # binds names that patches replace
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # For the sockets and rendezvous files that vLLM makes under TMPDIR and leaves there. Directly under the system's: a socket's path may
-    # have 107 characters.
+    # vLLM leaves sockets and rendezvous files in TMPDIR; a socket's path has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
         uvloop.run(_serve(ctx, entry, args, left))
-    except RuntimeError as error:  # vLLM's word for an engine core that died while starting
+    except RuntimeError as error:  # an engine core died while it started
         cause = root_cause(error, log, log_begin)
         raise RunFailed(
             f"inference {ctx.index}: vLLM did not start ({cause}); read logs/{ctx.name}.log"
@@ -81,26 +91,26 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Left:
-    """What an engine that is killed leaves on its node, by names that are this role's alone."""
+    """What a killed engine leaves on its node, under names that only this role uses."""
 
-    scratch: Path  # the system's folder
-    start: str  # what names of folders there begin with, one a start
-    shared: str  # what names in shared memory have in them
-    disk: Path  # blocks of cache, which the next start finds again: they go at an orderly end alone
-    pid: int  # of the server: a fork that inherits its handlers removes nothing
+    scratch: Path  # the system's folder for temporary files
+    start: str  # prefix of this role's folders there
+    shared: str  # part of this role's names in shared memory
+    disk: Path  # cache blocks; the next start uses them, so only an orderly end removes them
+    pid: int  # of the server: forks inherit its handlers and must remove nothing
 
     @staticmethod
     def by(ctx: RoleContext) -> "Left":
-        """Call it before TMPDIR is another."""
+        """Call it before TMPDIR changes."""
         tempfile.tempdir = None
-        names = (
-            scratch.start_prefix(ctx.run_dir, ctx.index),
-            scratch.role_memory_prefix(ctx.run_dir, ctx.name),
-        )
-        return Left(Path(tempfile.gettempdir()), *names, disk_folder(ctx), os.getpid())
+        start = scratch.start_prefix(ctx.run_dir, ctx.index)
+        shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
+        return Left(Path(tempfile.gettempdir()), start, shared, disk_folder(ctx), os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """With the blocks on disk where the engine has `ended` in order, last: they may be many, and the launcher does not wait long."""
+        """Remove all of it, with the blocks on disk if the engine has `ended` in order. Blocks go
+        last: they may be many, and the launcher does not wait long.
+        """
         if os.getpid() != self.pid:
             return
         scratch.remove_folders(self.start, self.scratch)
@@ -110,7 +120,7 @@ class Left:
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
-    """SIGTERM before vLLM's own handler is in place: nothing is in flight, so nothing needs winding down."""
+    """Handle SIGTERM before vLLM's own handler is installed: no request is in flight."""
     _exit_now(left)
 
 
@@ -122,23 +132,19 @@ def _exit_now(left: Left) -> None:
 
 async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
-    args.port = socket.getsockname()[1]  # where 0 was asked for, the one that the kernel chose
-    os.register_at_fork(
-        after_in_child=socket.close
-    )  # an engine core that is a fork would hold the port, and vLLM ask about it at the end
+    args.port = socket.getsockname()[1]  # chosen by the kernel if 0 was asked for
+    os.register_at_fork(after_in_child=socket.close)  # a forked engine core must not hold the port
     ctx.health.doing("starting the engine")
-    gc.freeze()  # what was imported stays: vLLM collects several times, here and in the engine core, our fork
-    async with (
-        entry.build_async_engine_client(args) as engine,
-        beating_loop(ctx.health),
-    ):  # before, vLLM waits for its core in the loop
+    gc.freeze()  # vLLM collects several times, here and in the forked engine core
+    # The heartbeat comes second: building the client blocks the loop.
+    async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
         request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
         setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
         await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if engine.errored:  # vLLM never answers a call whose core has died
+        if engine.errored:  # vLLM never answers a call to a dead core
             setting_up.cancel()
             raise _died(ctx)
         setting_up.result()
@@ -165,16 +171,15 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
 
 
 def _died(ctx: RoleContext) -> RunFailed:
-    """Report at once that the engine core died: callers fail before the server has ended."""
+    """Report the engine core's death at once, before callers see failures."""
     died = RunFailed(f"inference {ctx.index}: the engine core died; read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
     return died
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """An event that is set when vLLM's SIGTERM handler begins to stop the engine: afterwards a dead engine core is no failure.
-
-    From then on the end is also certain: a timer kills what hangs.
+    """Return an event that is set when vLLM's SIGTERM handler begins to stop the engine. A dead
+    engine core is then no failure, and a timer kills processes that hang.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -182,9 +187,8 @@ def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     def announced(*args: object, **kwargs: object) -> None:
         if not stopping.is_set():
             stopping.set()
-            threading.Thread(
-                target=_end_by_force, args=(left,), name="end-by-force", daemon=True
-            ).start()
+            options: dict[str, Any] = {"name": "end-by-force", "daemon": True}
+            threading.Thread(target=_end_by_force, args=(left,), **options).start()
         shutdown(*args, **kwargs)
 
     engine.shutdown = announced  # type: ignore[method-assign]
@@ -205,7 +209,7 @@ def _kill_children() -> None:
 
 
 async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None:
-    """Return when the engine core has died of itself."""
+    """Return when the engine core has died unasked."""
     while stopping.is_set() or not engine.errored:
         await asyncio.sleep(WATCH_S)
 
@@ -218,12 +222,13 @@ async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
     while not await _healthy(host, port):
         if time.monotonic() > end:
             raise RunFailed(
-                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s of the engine being up"
+                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s of the "
+                "engine being up"
             )
         await asyncio.sleep(0.02)
-    vllm_shared_memory.without_name(left.shared)
+    vllm_processes.unlink_host_tiers(left.shared)
     gc.collect()
-    gc.freeze()  # what start-up made stays; later collections need not look at it again
+    gc.freeze()  # later collections skip the objects of the start
     gc.enable()
     rendezvous.publish(ctx, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
     ctx.health.doing("serving")
@@ -241,3 +246,38 @@ async def _healthy(host: str, port: int) -> bool:
         return False
     finally:
         writer.close()
+
+
+def root_cause(error: Exception, log: Path, begin: int) -> str:
+    """Return the cause of a failed start from `log` after byte `begin`, or `error` itself if it is
+    no pointer.
+
+    vLLM's server says only that a child process failed. An exception is a line with a name, or a
+    name and `: text`: after vLLM's process prefix any dotted name that follows an indented line,
+    else a name in Error or Exception. First come causes logged as ERROR, then exceptions being
+    handled, then consequences of another process's end.
+    """
+    if POINTER not in str(error):
+        return str(error)
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - END_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return str(error)
+    said: list[tuple[int, bool, str]] = []  # (rank, not logged as ERROR, exception)
+    in_stack: dict[str, bool] = {}  # by process
+    for line in lines:
+        prefix = PREFIX.match(line)
+        process, text = (prefix[1], line[prefix.end() :]) if prefix else ("", line)
+        found = EXCEPTION.fullmatch(text.rstrip())
+        is_named = found is not None and found[1].endswith(("Error", "Exception"))
+        ends_stack = found is not None and "." in found[1] and process and in_stack.get(process)
+        if found and (is_named or ends_stack):
+            rank = 2 if CONSEQUENCE.search(found[0]) else 0
+            said.append((rank, not (prefix and prefix[2]), found[0]))
+        elif text == HANDLED and said:
+            said[-1] = max(1, said[-1][0]), *said[-1][1:]
+        in_stack[process] = text.startswith(" ")
+    causes = [one for one in said if POINTER not in one[2]]
+    return min(causes, key=lambda one: one[:2])[2] if causes else str(error)

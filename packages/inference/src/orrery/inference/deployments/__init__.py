@@ -1,10 +1,13 @@
-"""Deployments: what a Kubernetes cluster with another router is given to serve a run's engines. Renders; applies nothing, imports no vLLM.
+"""Render a run's engines for a Kubernetes cluster with another router. Applies nothing, imports no
+vLLM.
 
-- In: a manifest, and where it is served (`Place`): images and the volume with the weights, which no manifest says. Out: documents by file.
-- An engine's flags are those of the launcher's command (`assemble.server_arguments`), its variables those of vLLM's settings; addresses a
-  pod learns when it starts. What a run corrects in the API server before vLLM starts (`releases.correct`) is not there.
-- One component or Deployment an engine, not replicas of one: engines differ by seed, and by their part where prefill is apart.
-- The router's policy becomes what the other router calls it.
+- In: a manifest and a `Place`: images, and the volume with the weights. Out: documents by file
+  name.
+- Flags come from `assemble.server_arguments`, variables from vLLM's settings. A pod learns its
+  address when it starts. The patches of `registry.correct_server` are missing there.
+- Each engine is a component or Deployment, not a replica: engines differ by seed and by part
+  (prefill, decode).
+- The router's policy is translated to the other router's name.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""`python -m orrery.inference.deployments KIND MANIFEST --image … --claim … --to FOLDER`: write the documents, print their paths."""
+"""Write a deployment's documents and print their paths.
+
+`python -m orrery.inference.deployments KIND MANIFEST --image … --claim … --to FOLDER`
+"""
 
 import argparse
 import sys
@@ -14,7 +17,7 @@ from orrery.manifest.publish import write_atomic
 
 
 class _Spelled(yaml.SafeDumper):
-    """Without references: what stands twice is written twice."""
+    """A dumper without YAML references."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

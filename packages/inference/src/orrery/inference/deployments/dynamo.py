@@ -1,7 +1,9 @@
-"""NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend, which routes, and one worker an engine.
+"""NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend, which routes, and one
+worker an engine.
 
-- A worker is `python3 -m dynamo.vllm`, which takes vLLM's engine flags and has no server of its own: flags of the server are left out.
-- Routers that look at caches learn of them by events that engines publish inside the graph's network.
+- A worker is `python3 -m dynamo.vllm`. It takes vLLM's engine flags; it has no server, so server
+  flags are left out.
+- Routers that use caches receive the engines' events inside the graph's network.
 - Dynamo names sessions by the header X-Dynamo-Session-ID.
 """
 
@@ -20,11 +22,12 @@ from orrery.inference.deployments.engine import (
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-MOST_COMPONENTS = 25  # of a graph
-# Flags of vLLM's API server among ours, with the number of values each has: Dynamo's frontend stands in its place.
+MOST_COMPONENTS = 25  # in a graph
+# Flags of vLLM's API server → the number of their values. Dynamo's frontend replaces it.
 SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
-    "--enable-prompt-tokens-details": 0, "--disable-uvicorn-access-log": 0, "--disable-fastapi-docs": 0,
+    "--enable-prompt-tokens-details": 0, "--disable-uvicorn-access-log": 0,
+    "--disable-fastapi-docs": 0,
 }  # fmt: skip
 EVENTS = {
     "publisher": "zmq",
@@ -32,20 +35,18 @@ EVENTS = {
     "endpoint": "tcp://*:20080",
     "enable_kv_cache_events": True,
 }
-MODES = {
-    "round_robin": "round-robin",
-    "power_of_two": "least-loaded",
-}  # all other policies look at caches
+MODES = {"round_robin": "round-robin", "power_of_two": "least-loaded"}  # others use caches
 TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """`graph.yaml`. Raises OrreryError for what a graph cannot have."""
+    """Return `graph.yaml`. Raises OrreryError if a graph cannot serve the manifest."""
     made = engines(manifest, place, behind_proxy=False)
     if len(made) + 1 > MOST_COMPONENTS:
         raise OrreryError(
-            f"inference.num_replicas {len(made)}: a DynamoGraphDeployment has at most {MOST_COMPONENTS} components, one of them the "
-            f"frontend; set it to at most {MOST_COMPONENTS - 1}"
+            f"inference.num_replicas {len(made)}: a DynamoGraphDeployment has at most "
+            f"{MOST_COMPONENTS} components, one of them the frontend; set it to at most "
+            f"{MOST_COMPONENTS - 1}"
         )
     graph = {
         "apiVersion": "nvidia.com/v1beta1",
@@ -74,9 +75,7 @@ def _frontend(manifest: Manifest, place: Place) -> dict[str, Any]:
         "name": "main",
         "image": place.image,
         "env": [{"name": name, "value": value} for name, value in environment.items()],
-        "volumeMounts": [
-            WEIGHTS_MOUNT
-        ],  # it reads the model's configuration and tokenizer by the path that workers name
+        "volumeMounts": [WEIGHTS_MOUNT],  # for the model's configuration and tokenizer
     }
     pod = {"containers": [container], "volumes": [weights_volume(place)]}
     return {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": {"spec": pod}}
@@ -88,19 +87,16 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
         arguments += ["--kv-events-config", json.dumps(EVENTS)]
     if engine.part != "whole":
         arguments += ["--disaggregation-mode", engine.part]
+    # The operator adds probes, ports and shared memory.
+    kept = {key: value for key, value in engine.container.items() if not key.endswith("Probe")}
+    kept.pop("ports")
+    mounts = [each for each in engine.container["volumeMounts"] if each["name"] != "shm"]
     container = {
-        # The operator probes what it starts, and mounts shared memory.
-        **{
-            key: value
-            for key, value in engine.container.items()
-            if not key.endswith("Probe") and key != "ports"
-        },
+        **kept,
         "name": "main",
         "command": ["python3", "-m", "dynamo.vllm"],
         "args": arguments,
-        "volumeMounts": [
-            each for each in engine.container["volumeMounts"] if each["name"] != "shm"
-        ],
+        "volumeMounts": mounts,
     }
     volumes = [each for each in engine.volumes if each["name"] != "shm"]
     return {
@@ -115,7 +111,7 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
 
 
 def without_server_flags(arguments: list[str]) -> list[str]:
-    """vLLM's engine flags of a server's command line."""
+    """Return only the engine flags of a server's command line."""
     kept, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)

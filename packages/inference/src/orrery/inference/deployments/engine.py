@@ -1,4 +1,6 @@
-"""One engine as a container: command line, variables, devices, volumes; the same for every router."""
+"""One engine as a container: command line, variables, devices, volumes; the same for every
+router.
+"""
 
 import json
 from dataclasses import dataclass
@@ -14,14 +16,11 @@ from orrery.manifest.schema import Manifest
 from orrery.manifest.support import check_supported
 from orrery.runtime.token import TOKEN_FILE
 
-WEIGHTS, TIERS, TOKEN_FOLDER = (
-    Path("/policy"),
-    Path("/tiers"),
-    Path("/run/orrery"),
-)  # where the pod has them
+# Paths in the pod.
+WEIGHTS, TIERS, TOKEN_FOLDER = Path("/policy"), Path("/tiers"), Path("/run/orrery")
 PORT, BEHIND_PROXY_PORT = 8000, 8200
 SIDE_PORT = {"nixl": 5600, "mooncake": 8998, "none": 0}
-ADDRESS = "$(VLLM_HOST_IP)"  # Kubernetes puts the pod's own address in
+ADDRESS = "$(VLLM_HOST_IP)"  # Kubernetes inserts the pod's address
 TOKEN_KEY = "token"
 WEIGHTS_MOUNT: dict[str, Any] = {"name": "weights", "mountPath": str(WEIGHTS), "readOnly": True}
 TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), "readOnly": True}
@@ -29,8 +28,10 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 
 @dataclass(frozen=True)
 class Place:
-    """What a cluster knows: the image with vLLM and this package (for Dynamo, with Dynamo too), the claim of the volume whose root is the
-    folder of the weights, and for llm-d the image of its routing proxy, which stands before engines that decode."""
+    """A cluster's images and weights. `image` has vLLM and this package, and Dynamo for Dynamo.
+    `claim` is the volume whose root is the folder of the weights. `proxy_image` is llm-d's
+    routing proxy.
+    """
 
     image: str
     claim: str
@@ -46,44 +47,47 @@ class Engine:
 
 
 def name_of(manifest: Manifest) -> str:
-    """The run's name as Kubernetes takes it. Raises OrreryError where it does not."""
+    """Return the run's name for Kubernetes. Raises OrreryError if it is too long."""
     name = manifest.name.replace("_", "-").strip("-")
     if len(name) > 40:
         raise OrreryError(
-            f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; shorten the run's name"
+            f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; "
+            "shorten the run's name"
         )
     return name
 
 
 def labels(manifest: Manifest) -> dict[str, str]:
-    # "id-", for some ids alone would be numbers to YAML.
+    # "id-", because YAML would read some ids as numbers.
     return {"app": name_of(manifest), "orrery-manifest": f"id-{id12(manifest)}"}
 
 
 def check_servable(manifest: Manifest) -> None:
-    """Raises OrreryError for what such a deployment cannot have, and for what no run can start with."""
+    """Raise OrreryError if such a deployment, or any run, cannot serve the manifest."""
     if manifest.inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher starts, and nobody does here; "
-            "set it to 'tiers' or 'none'"
+            "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher "
+            "starts, and nobody does here; set it to 'tiers' or 'none'"
         )
     if manifest.transport.weights == "adapters":
         raise OrreryError(
-            "transport.weights 'adapters': engines that wait for an adapter begin with one of the run's own making; set it to 'files', "
-            "and serve the merged weights"
+            "transport.weights 'adapters': engines that wait for an adapter begin with one of the "
+            "run's own making; set it to 'files', and serve the merged weights"
         )
     check_supported(manifest)
 
 
 def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:
-    """Every engine of the run. `behind_proxy`: those that decode have a proxy in their pod, which has the port that callers know."""
+    """Return every engine of the run. With `behind_proxy` a decode engine has a proxy in its pod,
+    on the port that callers use.
+    """
     check_servable(manifest)
     made = []
     for index in range(manifest.inference.num_replicas):
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
-        # A proxy reaches its engine at the pod's loopback, others at the pod's address: the pod's network is its own.
+        # The proxy reaches its engine on the pod's loopback, other callers on the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         tiers = offload_config(manifest, TIERS)
         arguments = _of_any_start(server_arguments(manifest, WEIGHTS, index, host, port))
@@ -126,7 +130,7 @@ def weights_volume(place: Place) -> dict[str, Any]:
 
 
 def _of_any_start(arguments: list[str]) -> list[str]:
-    """Without the name that the launcher gives an engine's cache for one start: a pod that is started again has other blocks."""
+    """Remove the `engine_id`, which the launcher makes for one start; a pod may start again."""
     if "--kv-transfer-config" not in arguments:
         return arguments
     at = arguments.index("--kv-transfer-config") + 1
@@ -151,9 +155,6 @@ def _environment(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _resources(manifest: Manifest) -> dict[str, Any]:
     devices = manifest.inference.devices_per_replica
-    amount = (
-        {"cpu": str(devices)}
-        if manifest.hardware.accelerator == "cpu"
-        else {"nvidia.com/gpu": str(devices)}
-    )
+    is_cpu = manifest.hardware.accelerator == "cpu"
+    amount = {"cpu" if is_cpu else "nvidia.com/gpu": str(devices)}
     return {"limits": amount, "requests": amount}

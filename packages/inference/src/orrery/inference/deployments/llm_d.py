@@ -1,9 +1,10 @@
-"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`, whose endpoint picker finds engines by their labels.
+"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`, whose endpoint
+picker finds engines by label.
 
-- Engines are vLLM servers; whoever knows a pod's address can drive it, with the token.
-- Requests to /inference/v1/generate are understood by the picker (`vllmhttp-parser`); X-Session-ID, which rollouts carry, is the
-  header that its session filter goes by.
-- Where prefill is apart, a decoding pod has llm-d's routing proxy before its engine, which takes each request to the engine that prefills.
+- Engines are vLLM servers. With the token any client that knows a pod's address can use it.
+- The picker's `vllmhttp-parser` reads /inference/v1/generate. Its session filter uses X-Session-ID.
+- With separate prefill a decode pod has llm-d's routing proxy before its engine. It sends each
+  request to the prefill engine first.
 """
 
 from typing import Any
@@ -22,16 +23,18 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 ROLE = "llm-d.ai/role"
-CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # what the routing proxy calls them
+CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # the routing proxy's names
 PICKER_FILE = "picker.yaml"
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """`engines.yaml` and `router.values.yaml`. Raises OrreryError where something is missing."""
+    """Return `engines.yaml` and `router.values.yaml`. Raises OrreryError if the proxy image is
+    missing.
+    """
     if manifest.inference.prefill_replicas and not place.proxy_image:
         raise OrreryError(
-            f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have llm-d's routing proxy before their "
-            f"engine; name its image with --proxy-image"
+            f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have "
+            "llm-d's routing proxy before their engine; name its image with --proxy-image"
         )
     return {
         "engines.yaml": [
@@ -54,7 +57,7 @@ def _deployment(manifest: Manifest, place: Place, engine: Engine) -> dict[str, A
         "metadata": {"name": f"{name_of(manifest)}-engine-{engine.index}", "labels": own},
         "spec": {
             "replicas": 1,
-            "strategy": {"type": "Recreate"},  # a second engine would find no GPU beside the first
+            "strategy": {"type": "Recreate"},  # no GPU is free for a second engine
             "selector": {"matchLabels": own},
             "template": {"metadata": {"labels": template}, "spec": pod},
         },
@@ -83,14 +86,12 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return {
         "router": {
             "epp": {
-                "replicas": 1,  # what it knows of requests in flight and of sessions is its own
+                "replicas": 1,  # it shares no state
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },
-            "inferencePool": {
-                "create": True,
-                "failureMode": "FailClose",
-            },  # an engine that was not picked may hold an older policy
+            # FailClose: an engine that was not picked may hold an older policy.
+            "inferencePool": {"create": True, "failureMode": "FailClose"},
             "modelServers": {
                 "type": "vllm",
                 "protocol": "http",
@@ -102,7 +103,9 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def picker(manifest: Manifest) -> dict[str, Any]:
-    """The endpoint picker's configuration. llm-d has no turns to take: round robin becomes the shortest queue, too."""
+    """Return the endpoint picker's configuration. llm-d has no round robin, so it becomes the
+    shortest queue.
+    """
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0
     plugins: list[dict[str, Any]] = [
         {"type": "vllmhttp-parser"},

@@ -1,1 +1,1 @@
-"""Corrections to upstreams: one file each, applied by explicit calls, every one with the condition for its removal."""
+"""Patches of upstream libraries. `registry` lists them all and applies them."""

@@ -1,31 +1,7 @@
-"""Corrections to vLLM 0.32, all but 5 and 7 on CPU. None touches vLLM's files; each is one call, made where the comment says.
+"""Patches of vLLM's start, reloads, sampling and adapters. `registry` says why each exists.
 
-1. `forget_moe_kernels`. Upstream: `UnquantizedFusedMoEMethod._setup_kernel` calls the experts' `process_weights_after_loading` (on CPU: the
-   prepack into the grouped-GEMM layout) only while `moe_kernel is None`, so a layerwise reload leaves CPU experts computing with the old
-   packed weights against new routers: log-probs are silently wrong. Versions: 0.32 (seen). Remove when `_setup_kernel`
-   prepacks on weight updates too (the skip came with vllm-project/vllm#40390, for ROCm): `test_inference_router.py` (its model is a
-   mixture) passes without the call.
-2. `repack_tied_heads`. Upstream: a tied output head shares the embedding's parameter, so a layerwise reload loads nothing into the head
-   itself and never processes it again; on CPU the head multiplies with its own prepacked copy, which stays that of the first load.
-   Log-probs are silently those of old head × new body. Versions: 0.32 (seen; no upstream issue found). Remove when a
-   reload processes tied heads: `test_inference_engine.py` passes without the call.
-3. `fork_engine_core`. Upstream: `CpuPlatform.check_and_update_config` sets VLLM_WORKER_MULTIPROC_METHOD to "spawn", which makes the
-   engine core import torch and vLLM a second time (half of what start-up then takes). Nothing on CPU is lost in a fork: no device context,
-   no OpenMP team before the fork at OMP_NUM_THREADS=1. Versions: 0.32. Remove when the platform respects a value that is set already.
-4. `inspect_models_here`. Upstream: the model registry looks at a model class in a subprocess, "to avoid initialising CUDA in the parent",
-   and caches the answer in the home directory; on a fresh machine that is one more import of torch and vLLM. On CPU there is
-   nothing to initialise. Versions: 0.32. Remove when the registry skips the subprocess on CPU.
-5. `import_without_compiler`. Upstream: `vllm.env_override` imports torch's compiler to add names to a list of its lowerings, a fifth of
-   what start-up takes, also where nothing is ever compiled; it goes on without where there is no compiler. Versions: 0.32.
-   Remove when it waits until the compiler is imported, as it does for its other corrections of it.
-6. `draw_again_after_a_part`. Upstream: a request with a seed whose prompt is prefilled in parts draws a token after each part, and
-   `GPUModelRunner._bookkeeping_sync` takes the draw back by its generator's offset; a generator on CPU has none ("CPU Generator does
-   not use offset"), and the engine core ends. Versions: 0.32 (seen). Remove when it puts the generator's state back:
-   `test_inference_engine.py` passes without.
-7. `say_nothing_of_unloaded`. Upstream: after a layerwise reload vLLM warns "Failed to load weights" of each layer that no tensor came for,
-   also where none is to come: of rotary angles, which are computed, and of a tied output head, whose weight is the embedding's. The
-   receiver knows that all tensors came. Versions: 0.32 (seen). Remove when vLLM leaves such layers out:
-   `test_inference_engine.py` passes without.
+Where `registry` does not apply a patch, the code that needs it calls it: before or after a reload,
+or after warm-up.
 """
 
 import contextlib
@@ -40,7 +16,9 @@ import torch
 
 
 def import_without_compiler() -> None:
-    """Import vLLM, before anything else does, in a process that compiles nothing; torch's compiler stays there for whoever asks."""
+    """Import vLLM first in a process that compiles nothing. Later imports still get torch's
+    compiler.
+    """
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an import of it is an ImportError
@@ -51,7 +29,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Before each layerwise reload on CPU: have every MoE layer set its kernel up afresh from the new weights."""
+    """Before each reload on CPU: have every MoE layer pack the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -59,7 +37,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """After each layerwise reload on CPU of a model with tied embeddings: have the output head pack the new weights."""
+    """After each reload on CPU with tied embeddings: have the output head pack the new weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -69,9 +47,8 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """Drop vLLM's warnings of layers without parameters, and of an output head that `is_tied`.
-
-    Use it while a reload is being finished.
+    """While a reload is finished: drop warnings of layers without parameters, and of a tied
+    head.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -91,9 +68,8 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether an output head does not share the embedding's parameter.
-
-    An update of tied weights would not reach such a head.
+    """Return whether an output head does not share the embedding's parameter. Updates of tied
+    weights would not reach it.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -101,15 +77,15 @@ def has_stale_head(model: torch.nn.Module) -> bool:
     )
 
     modules = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    heads, embeddings = (
-        [each for each in modules if isinstance(each, ParallelLMHead) is is_head]
-        for is_head in (True, False)
-    )
+    heads = [each for each in modules if isinstance(each, ParallelLMHead)]
+    embeddings = [each for each in modules if not isinstance(each, ParallelLMHead)]
     return any(all(head.weight is not each.weight for each in embeddings) for head in heads)
 
 
 def fork_engine_core() -> None:
-    """Before the engine client is built."""
+    """Apply before the engine client is built. With OMP_NUM_THREADS=1 a fork loses nothing on
+    CPU.
+    """
     import vllm.v1.engine.utils as engine_utils
 
     def forking() -> BaseContext:
@@ -119,7 +95,7 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Before the model config is made."""
+    """Apply before the model config is made."""
     import vllm.model_executor.models.registry as registry
 
     def call(inspect: Callable[[], Any]) -> Any:
@@ -129,7 +105,7 @@ def inspect_models_here() -> None:
 
 
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Set an attribute that must exist: a vLLM that has moved it needs this file read again."""
+    """Set an existing attribute. Raises RuntimeError if vLLM has moved it."""
     if not hasattr(module, name):
         raise RuntimeError(
             f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py"
@@ -138,7 +114,9 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Before the engine core is forked: a seeded request draws its first token as if its prompt had been prefilled at once."""
+    """Apply before the engine core is forked: chunked prefill does not change a seeded request's
+    draws.
+    """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -146,13 +124,10 @@ def draw_again_after_a_part() -> None:
         return
 
     def of_parts(self: Any) -> dict[int, torch.Generator]:
-        """Generators by row, of requests whose prompt is not done yet."""
+        """Return the generators, by row, of requests with unfinished prompts."""
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        return {
-            row: self.input_batch.generators[row]
-            for row in rows
-            if row in self.input_batch.generators
-        }
+        generators = self.input_batch.generators
+        return {row: generators[row] for row in rows if row in generators}
 
     def sample_and_put_back(self: Any, *args: Any, **options: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in of_parts(self).values()]
@@ -173,3 +148,28 @@ def draw_again_after_a_part() -> None:
     sample_and_put_back.orrery = True  # type: ignore[attr-defined]
     CPUModelRunner._sample = sample_and_put_back  # type: ignore[method-assign]
     CPUModelRunner._bookkeeping_sync = bookkeep_without  # type: ignore[method-assign]
+
+
+def keep_adapters(manager: Any) -> None:
+    """After warm-up: keep `manager` from removing all adapters."""
+    if not hasattr(manager, "remove_all_adapters"):
+        raise RuntimeError(
+            "vLLM's LoRAModelManager has no remove_all_adapters any more; "
+            "see orrery/inference/patches/vllm.py"
+        )
+    manager.remove_all_adapters = _nothing
+
+
+def keep_kernels_of_experts() -> None:
+    """Apply before a model is built: experts get kernels without adapters."""
+    import vllm.model_executor.layers.fused_moe.layer as layer
+
+    config = layer.FusedMoEConfig
+
+    def without_adapters(*args: Any, **kwargs: Any) -> Any:
+        return config(*args, **kwargs | {"is_lora_enabled": False})
+
+    layer.FusedMoEConfig = without_adapters
+
+
+def _nothing() -> None: ...

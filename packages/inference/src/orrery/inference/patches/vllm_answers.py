@@ -1,10 +1,8 @@
-"""Correction to vLLM 0.32: an answer of /inference/v1/generate is written as bytes, not by way of models of each token.
+"""Patch of vLLM: encode an answer of /inference/v1/generate once, without a model for each token.
 
-Upstream: `ServingTokens` makes two pydantic models of every token's log-prob, dumps them into dictionaries, and `json.dumps` writes those,
-with half a megabyte of routes scanned character by character; all of it when a request ends. Requests that end together wait for one
-another, and the engine for those that would follow. Here the same answer, less what repeats (a token's own entry among its top log-probs),
-is encoded once. Requests that ask for more than sampled log-probs go vLLM's way. Versions: 0.32
-(read; `test_inference_engine.py`, `test_inference_routes.py`). Remove when vLLM writes these answers without models of each token.
+Requests that end together otherwise wait for one another, and the engine waits for their
+successors. The answer omits a token's own entry among its top log-probs. Requests for more
+log-probs than those of sampled tokens go vLLM's way.
 """
 
 import asyncio
@@ -16,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LEAST = -9999.0  # as vLLM writes a log-prob that JSON cannot
+LEAST = -9999.0  # vLLM's value for -inf, which JSON lacks
 
 
 def write_answers() -> None:
-    """Apply the correction in the API server's process, before the server is made."""
+    """Apply in the API server's process, before the server is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving
@@ -29,7 +27,7 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An answer that is bytes already; of this class because the endpoint asks."""
+        """An encoded answer; the endpoint checks for this base class."""
 
         _body: bytes = PrivateAttr(b"")
 
@@ -63,26 +61,23 @@ def write_answers() -> None:
 
 
 def is_plain(request: Any) -> bool:
-    """Whether the request asks for tokens, and of log-probs for those of sampled tokens at most."""
+    """Return whether the request asks only for tokens and their own log-probs."""
     sampling = request.sampling_params
     asks = (
         sampling.logprobs or 0,
         sampling.prompt_logprobs is not None,
         getattr(request, "output_mode", "tokens") != "tokens",
     )
-    rare = [
-        getattr(request, name, None) for name in ("return_token_ids", "_response_mm_placeholders")
-    ]
-    return (
-        not any(asks) and not any(rare) and not getattr(sampling, "prompt_logprob_token_ids", None)
-    )
+    names = ("return_token_ids", "_response_mm_placeholders")
+    rare = [getattr(request, name, None) for name in names]
+    rare.append(getattr(sampling, "prompt_logprob_token_ids", None))
+    return not any(asks) and not any(rare)
 
 
 def written(last: Any, request_id: str, model: str | None = None) -> bytes:
-    """The answer that `last`, a request's whole output, comes to, as vLLM's models would have it."""
-    num_prompt = len(last.prompt_token_ids) + len(
-        getattr(last, "encoder_prompt_token_ids", None) or ()
-    )
+    """Return the JSON that vLLM's models would give for `last`, a request's whole output."""
+    encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
+    num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in last.outputs)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -97,10 +92,8 @@ def written(last: Any, request_id: str, model: str | None = None) -> bytes:
         "choices": [_choice(output) for output in last.outputs],
         "usage": usage,
     }
-    transfer = {
-        name: getattr(last, name, None) for name in ("kv_transfer_params", "ec_transfer_params")
-    }
-    return msgspec.json.encode(answer | transfer)
+    names = ("kv_transfer_params", "ec_transfer_params")
+    return msgspec.json.encode(answer | {name: getattr(last, name, None) for name in names})
 
 
 def _choice(output: Any) -> dict[str, Any]:
@@ -130,7 +123,7 @@ def _choice(output: Any) -> dict[str, Any]:
 
 
 def _file_in_base64(array: np.ndarray) -> bytes:
-    """The array as a .npy file, in base64."""
+    """Return the array as a .npy file in base64."""
     import pybase64  # vLLM has it
 
     file = io.BytesIO()

@@ -1,22 +1,4 @@
-"""Corrections to vLLM's KV connectors (0.32). None touches vLLM's files; each is one call, made where the comment says.
-
-1. `pause_beside_unread_blocks`. Upstream: a pause with mode "keep" completes when the engine has no work, and finished requests whose
-   blocks another engine has yet to read count as work (`Scheduler.has_finished_requests`); with the reader paused too, the pause lasts
-   until the blocks' lease runs out. Unread blocks neither run on the device nor change with the weights, and are read beside the engine.
-   Versions: 0.32 (seen). Remove when a "keep" pause returns at once with unread
-   blocks: `test_inference_prefill_decode.py` passes without.
-2. `bootstrap_on_one_address`. Upstream: `MooncakeConnectorWorker` starts its bootstrap server on 0.0.0.0. Versions: 0.32 (seen).
-   Remove when it takes VLLM_HOST_IP.
-3. `device_index_on_cpu`. Upstream: `MooncakeConnectorWorker.__init__` asks `torch.accelerator` for the current device, which raises on a
-   machine without one. Versions: 0.32 (seen). Remove when it asks the platform.
-4. `nixl_that_waits`. Upstream: NIXL's progress thread never sleeps (`orrery.transport.weight_wire.nixl`); vLLM loads NIXL in the engine core
-   alone, so it is corrected there. Versions: 0.32 (seen). Remove with that correction.
-5. `pulls_that_end_with_their_engine`. Upstream: `MooncakeConnectorWorker` waits for the answer of a producer for a minute longer than
-   VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, also of one that is dead; so long the request hangs, and holds its blocks when it is aborted. Nobody
-   may end the wait before the producer has ended, which writes into those blocks: `give_up_pulls_of` is for who knows that it has.
-   Versions: 0.32 (seen). Remove when a producer's death fails its pulls:
-   `test_inference_prefill_decode.py` passes without.
-"""
+"""Patches of vLLM's KV connectors. `registry` says why each exists."""
 
 import asyncio
 import os
@@ -27,7 +9,9 @@ from orrery.transport.weight_wire.nixl import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:
-    """In each process that may be an engine core, before it serves."""
+    """Apply in each process that may be an engine core, before it serves. Unread blocks neither run
+    nor change with the weights.
+    """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -45,7 +29,7 @@ def pause_beside_unread_blocks() -> None:
 
 
 def bootstrap_on_one_address() -> None:
-    """In each process that may be a worker with MooncakeConnector, before it is made."""
+    """Apply in each process that may be a Mooncake worker, before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
         mooncake_connector as connector,
     )
@@ -61,7 +45,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """In each process that may be a worker with MooncakeConnector, before it is made."""
+    """Apply in each process that may be a Mooncake worker, before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -81,9 +65,7 @@ def pulls_that_end_with_their_engine() -> None:
             task.cancel()
         await asyncio.wait({receiving})
         if receiving.cancelled():
-            left = [
-                name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0
-            ]  # the others have all of their blocks
+            left = [name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0]
             self._handle_failed_recv(pull_metas, left, f"engine {engine_id} has ended")
 
     receive_kv_from_single_worker.orrery = True  # type: ignore[attr-defined]
@@ -91,19 +73,20 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """In the loop of a `MooncakeConnectorWorker` that receives: fail its pulls from this engine, now and from now on."""
+    """Fail the worker's reads from this engine, now and later. Call it in the worker's receiver
+    loop, and only once the engine has ended: until then it may write into the blocks.
+    """
     _end_of(worker, engine_id).set()
 
 
 def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
-    ends: dict[str, asyncio.Event] = vars(worker).setdefault(
-        "orrery_ends", defaultdict(asyncio.Event)
-    )
+    events: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+    ends: dict[str, asyncio.Event] = vars(worker).setdefault("orrery_ends", events)
     return ends[engine_id]
 
 
 def device_index_on_cpu() -> None:
-    """On CPU, in each process that may be a worker with MooncakeConnector, before it is made."""
+    """Apply on CPU in each process that may be a Mooncake worker, before it is made."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -111,7 +94,7 @@ def device_index_on_cpu() -> None:
 
 
 def nixl_that_waits() -> None:
-    """On CPU, in each process that may be a worker with NixlConnector, before vLLM loads NIXL."""
+    """Apply on CPU in each process that may be a NIXL worker, before vLLM loads NIXL."""
     import torch
     from vllm.distributed import nixl_utils
 
@@ -120,7 +103,7 @@ def nixl_that_waits() -> None:
     original = nixl_utils._load_nixl_attr
 
     def load(name: str) -> Any:
-        value = original(name)  # None where NIXL is not installed, of which vLLM tells
+        value = original(name)  # None without NIXL
         if value is not None:
             wait_for_progress()
         return value

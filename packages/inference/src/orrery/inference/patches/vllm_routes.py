@@ -1,14 +1,10 @@
-"""Routed experts from vLLM 0.32 on CPU. Nothing of vLLM's files is touched; `routes_on_cpu` is one call before the engine is made.
+"""Patch of vLLM: return routed experts on CPU.
 
-- Upstream: `--enable-return-routed-experts` is served by Model Runner V2 alone ("AuxOutput Connector requires Model Runner V2"), and that
-  runner needs Triton, which has no CPU build. The connector itself (`vllm.distributed.aux_output_connector`) is plain Python: the
-  scheduler's half works with any runner, and the worker's half wants three calls a step. `RoutedCPUModelRunner` makes them from Model
-  Runner V1.
-- Because the rows go through vLLM's own store, which is keyed by the hashes of cache blocks, a prefix-cache hit has all its rows.
-- A step on CPU is synchronous, has no speculation and no pipeline: every scheduled token is accepted, and its output is taken before the
-  next step begins.
-- Versions: 0.32. Remove when `_verify_aux_output_compatibility` lets a CPU engine start: `test_inference_routes.py` passes without the
-  call.
+vLLM's connector (`vllm.distributed.aux_output_connector`) is plain Python. Its scheduler half works
+with any runner, and its worker half needs three calls a step. `RoutedCPUModelRunner` makes them
+from Model Runner V1. Rows go through vLLM's own store, keyed by block hashes, so a prefix-cache hit
+has all its rows. A CPU step is synchronous, without speculation or pipeline: every scheduled token
+is accepted.
 """
 
 from contextlib import contextmanager
@@ -18,7 +14,7 @@ import numpy as np
 
 
 def routes_on_cpu() -> None:
-    """Have engines that this process starts, as forks, return routes on Model Runner V1."""
+    """Apply before the engine is made: engines forked by this process return routes."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -34,7 +30,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """For the time of the check: a platform that brings its own runner, which is what vLLM asks about."""
+    """Make the platform claim its own runner during the check."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -45,19 +41,18 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """What the connector reads of a step: V2's `InputBatch` has these arrays, V1 keeps them in its runner."""
+    """The arrays of V2's `InputBatch` that the connector reads, taken from V1's runner."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
         num = len(self.req_ids)
         self.query_start_loc_np: np.ndarray = runner.query_start_loc.np[: num + 1].copy()
-        self.num_computed_tokens_np: np.ndarray = runner.input_batch.num_computed_tokens_cpu[
-            :num
-        ].copy()
+        computed: np.ndarray = runner.input_batch.num_computed_tokens_cpu
+        self.num_computed_tokens_np = computed[:num].copy()
 
 
 def _routed(runner: type) -> type:
-    """Model Runner V1, driving the connector."""
+    """Return the subclass of Model Runner V1 that drives the connector."""
 
     class RoutedCPUModelRunner(runner):
         routes: Any = None  # AuxOutputWorkerConnector
@@ -69,9 +64,8 @@ def _routed(runner: type) -> type:
             if self.vllm_config.aux_output_config.enabled and not is_profiling:
                 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
-                self.routes = get_aux_output_connector(
-                    self.model, self.vllm_config, self.kv_cache_config
-                )
+                config = (self.vllm_config, self.kv_cache_config)
+                self.routes = get_aux_output_connector(self.model, *config)
 
         def execute_model(self, scheduler_output: Any, *rest: Any, **options: Any) -> Any:
             if self.routes is not None:
@@ -84,9 +78,8 @@ def _routed(runner: type) -> type:
                 pending = self.routes.prepare_output(_Batch(self))
             output = super().sample_tokens(grammar_output)
             if pending is not None:
-                sampled = np.array(
-                    [len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32
-                )
+                lengths = [len(tokens) for tokens in output.sampled_token_ids]
+                sampled = np.array(lengths, dtype=np.int32)
                 pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
                 output.aux_output_connector_output = pending.process_output()
             return output

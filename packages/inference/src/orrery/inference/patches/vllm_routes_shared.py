@@ -1,13 +1,12 @@
-"""Routed experts in a Mooncake Store, beside the caches that engines share there (vLLM 0.32).
+"""Patch of vLLM: routed experts in a Mooncake Store, beside the cache blocks that engines share
+there.
 
-- Upstream's store shares blocks of cache; their routes stay with the engine that computed them.
-- `share`: routes of a block go into the store as well, under the block's hash. Whoever loads a cache that another engine computed reads
-  its routes there, once, and keeps them as its own (`patches.vllm_routes_elsewhere`).
-- No cache without its routes: caches and routes are written by different threads and leave the store one by one, so a lookup of caches
-  ends where routes are neither in this engine nor in the store. The worker that looks caches up is the one that has the routes.
-- Of two engines that compute the same block at once the store keeps what comes first: should weights change in between, a block's routes
-  may be one version newer or older than its cache, as tokens of one rollout are.
-- Versions: 0.32 (seen). Remove where upstream's connector shares routes: `test_inference_kv_offload.py` passes without.
+- A block's routes go into the store under its hash. An engine that loads another's block reads its
+  routes once and keeps them (`vllm_routes_offloaded`).
+- Blocks and routes are written by different threads and evicted separately. So a lookup of blocks
+  ends where routes are neither here nor in the store.
+- If two engines compute a block at once, the store keeps the first. Around an update its routes may
+  be one version off its cache, as within one rollout.
 """
 
 import logging
@@ -18,17 +17,17 @@ from typing import Any
 
 log = logging.getLogger("orrery.inference.routes")
 
-SHARED = "ORRERY_ROUTES_SHARED"  # set where routes go into the store that caches go into
-WAITING_BATCHES = 1024  # that may wait for the store; a step makes one
+SHARED = "ORRERY_ROUTES_SHARED"  # set if routes go into the shared store
+WAITING_BATCHES = 1024  # a step makes one
 
-_clients: list[Any] = []  # of the Mooncake Store, which vLLM's worker makes: here, the newest last
+_clients: list[Any] = []  # the worker's clients of the Mooncake Store, the newest last
 
 
 def share(num_known_here: Callable[[list[str]], int]) -> None:
-    """In each process that may be a worker, before it is made.
+    """Apply in each process that may be a worker, before it is made.
 
-    Args:
-        num_known_here: says of hashes of blocks, in hexadecimal, how many from the first have routes in this process.
+    `num_known_here` returns how many of these block hashes (hexadecimal), from the first, have
+    routes in this process.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 
@@ -47,9 +46,8 @@ def share(num_known_here: Callable[[list[str]], int]) -> None:
         known += _num_shared(keys[known:])
         if known == len(keys):
             return found
-        return look_up(
-            self, known * self.hash_block_size + 1, block_hashes
-        )  # one more: the last is always computed
+        # One more, because the last token is always computed.
+        return look_up(self, known * self.hash_block_size + 1, block_hashes)
 
     and_lend_the_store.orrery = True  # type: ignore[attr-defined]
     worker.MooncakeStoreWorker.__init__ = and_lend_the_store  # type: ignore[method-assign]
@@ -57,7 +55,7 @@ def share(num_known_here: Callable[[list[str]], int]) -> None:
 
 
 class SharedRoutes:
-    """Routes of blocks in the store: written beside the engine's work, and given up where the store does not keep up."""
+    """Routes in the store. A thread writes them; a store that is too slow loses routes."""
 
     far = True
 
@@ -66,26 +64,24 @@ class SharedRoutes:
         threading.Thread(target=self._write_all, name="orrery-shared-routes", daemon=True).start()
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Put routes away; `objects` have a `key` and a `payload`."""
+        """Write objects with a `key` and a `payload`."""
         keys, payloads = zip(*((each.key, each.payload) for each in objects), strict=True)
         try:
             self._batches.put_nowait(([*map(_name, keys)], [*payloads]))
         except queue.Full:
             log.warning(
-                "routes of %d blocks are not shared, for the store does not keep up; their caches are used here alone",
+                "routes of %d blocks are not shared, for the store does not keep up; "
+                "their caches are used here alone",
                 len(keys),
             )
 
     def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
-        """The routes of these blocks, of `num_bytes` each; None where they have left the store."""
+        """Return the routes of these blocks, of `num_bytes` each; None for a missing block."""
         try:
             found = _clients[-1].get_batch([*map(_name, keys)])
-        except Exception as error:  # whatever a store that others have a part in may be up to
-            log.warning(
-                "routes of %d blocks cannot be read from the store, and are missing: %s",
-                len(keys),
-                error,
-            )
+        except Exception as error:  # a store that other engines share may fail in any way
+            what = "routes of %d blocks cannot be read from the store, and are missing: %s"
+            log.warning(what, len(keys), error)
             return [None] * len(keys)
         return [
             payload if payload is not None and len(payload) == num_bytes else None
@@ -108,7 +104,7 @@ class SharedRoutes:
 
 
 def _num_shared(keys: list[str]) -> int:
-    """How many of these blocks, from the first, have routes in the store."""
+    """Return how many of these blocks, from the first, have routes in the store."""
     if not keys:
         return 0
     try:

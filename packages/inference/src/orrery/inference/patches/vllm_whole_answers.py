@@ -1,17 +1,12 @@
-"""Correction to vLLM 0.32: an engine core tells of a request that is answered whole every CHUNK tokens, not every token.
+"""Patch of vLLM: the engine core reports a FINAL_ONLY request every CHUNK tokens, not every token.
 
-Upstream: after each step the engine core sends every running request's token, log-prob (four arrays) and route to the API server, which
-takes them apart again, a request at a time. With hundreds of requests that takes longer than a step of a fast GPU, on either side
-(`benchmarks/inference/answer_cost.py`). Requests with `output_kind` FINAL_ONLY,
-which all of ours are, are answered once, at their end; nobody reads what is sent before. vLLM's `--stream-interval` acts in the API server,
-after that price is paid. Versions: 0.32 (read; `test_inference_whole_answers.py`, and the engine's own tests). Remove when vLLM has
-an interval for the engine core.
-
-- The first output of a request goes at once (time to first token, the prompt's routes); so does the last, with all that was held.
-- Before any call that is not a request (pause, weights, abort) all that is held goes out. So what was sampled by old weights is at the API
-  server before the update ends, which versions of tokens rely on.
-- An answer that is aborted may lack its last tokens, since the API server writes it before it tells the engine core.
-- Outputs that carry more than tokens, log-probs and routes are passed on as they are, in order.
+- A request's first output goes at once (time to first token, the prompt's routes). So does the
+  last.
+- Before any call that is not a request (pause, weights, abort) all held outputs go out. So tokens
+  of old weights reach the API server before an update ends, and their versions are exact.
+- An aborted answer may lack its last tokens: the API server writes it before it tells the engine
+  core.
+- Outputs with more than tokens, log-probs and routes pass unchanged and in order.
 """
 
 from collections.abc import Callable
@@ -25,17 +20,19 @@ import numpy as np
 
 CHUNK = 32
 MERGED = ("new_token_ids", "new_logprobs", "events", "routed_experts")
-LAST = ("request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "trace_headers", "num_nans_in_logits",
-        "spec_decode_metrics")  # fmt: skip
+LAST = (
+    "request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params",
+    "trace_headers", "num_nans_in_logits", "spec_decode_metrics",
+)  # fmt: skip
 
 
 def hold_outputs() -> None:
-    """Apply the correction in an engine core's process, before the core is made."""
+    """Apply in an engine core's process, before the core is made."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
-    # A data-parallel core's own method calls this one.
+    # A data-parallel core's method calls this one.
     EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
 
 
@@ -69,17 +66,17 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """Outputs of requests that are not over: the client that made the request, and what has not been sent of it."""
+    """The held outputs of running requests, by request id, with each request's client."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
-        """Of these outputs of a step, and of what is held, what goes out now. `requests` are those that run, by id."""
+        """Return the outputs to send now; `requests` are the running ones by id."""
         found: list[Any] = []
         if not outputs:
             return found
         others, none = _others(outputs[0].__struct_fields__)
-        for output in outputs:  # hundreds, while the device computes the next step: what is done here is as little as can be
+        for output in outputs:  # hundreds a step: keep this loop cheap
             name, is_last = output.request_id, output.finish_reason is not None
             before = self.parts.get(name)
             if others(output) != none:
@@ -89,9 +86,8 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    output.routed_experts = (
-                        output.routed_experts.copy()
-                    )  # else it keeps those of all its step
+                    # The view would keep the whole step's array.
+                    output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
                     found.append(merged(parts))
@@ -105,7 +101,7 @@ class Held:
         return found
 
     def all(self) -> dict[int, list[Any]]:
-        """What is held, by client. Nothing is held then, and every request begins anew: some may be over before they are heard of again."""
+        """Return all held outputs by client, and hold nothing."""
         found: dict[int, list[Any]] = {}
         for client, parts in self.parts.values():
             if parts:
@@ -115,7 +111,7 @@ class Held:
 
 
 def merged(parts: list[Any]) -> Any:
-    """One output that says what these say one after the other."""
+    """Return one output for consecutive ones."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -132,9 +128,8 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """vLLM's LogprobsLists: tokens and log-probs, a row a position, and ranks; its fourth field is of batches only.
-
-    Rows are as wide as the request of a step that asks for most; a request's own columns come first.
+    """Concatenate vLLM's LogprobsLists: tokens and log-probs [positions, columns], and ranks. A
+    step's widest request sets the columns; a request's own come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
@@ -146,7 +141,7 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
-    """What reads an output's other fields than tokens, log-probs and routes, and what it reads where there are but those."""
+    """Return a getter of an output's rarer fields, and its result if all are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 
@@ -155,7 +150,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # A stop string is looked for in the API server, which would meet it pieces too late.
+    # The API server looks for stop strings, and would find them too late.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from inference_servers import REPOSITORY
 
-from orrery.inference import releases
 from orrery.inference.assemble import server_arguments
+from orrery.inference.patches import registry
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -23,7 +23,7 @@ TREE = Path(find_spec("vllm").submodule_search_locations[0])
 
 # What patches (and the worker extension) replace or rely on, beyond what they import: file, then class and attribute.
 CORRECTED = {
-    "attestation.py": [
+    "../attestation.py": [
         ("v1/worker/gpu_worker.py", "Worker.weight_transfer_engine"),
         ("v1/worker/gpu_worker.py", "Worker.finish_weight_update"),
     ],
@@ -48,7 +48,7 @@ CORRECTED = {
         ("v1/engine/core.py", "EngineCoreProc.output_queue"),
         ("v1/engine/__init__.py", "EngineCoreOutput.new_logprobs"),
     ],
-    "vllm_shared_memory.py": [
+    "vllm_processes.py (memory)": [
         (
             "distributed/device_communicators/cpu_communicator.py",
             "_CPUSHMDistributed.make_group_name",
@@ -67,7 +67,7 @@ CORRECTED = {
             "PullReqMeta.pull_tasks_count",
         ),
     ],
-    "../kv_peers.py": [
+    "../attestation.py (caches)": [
         (
             "distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py",
             "NixlBaseConnectorWorker._reqs_to_send",
@@ -89,7 +89,7 @@ CORRECTED = {
             "SendBlockMeta.expire_time",
         ),
     ],
-    "../kv_disk.py": [
+    "../kv_tiers.py": [
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager.file_mapper"),
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._pool"),
         ("v1/kv_offload/tiering/fs/manager.py", "FileSystemTierManager._block_size"),
@@ -97,14 +97,14 @@ CORRECTED = {
         ("v1/kv_offload/file_mapper.py", "FileMapper.base_path"),
         ("v1/kv_offload/file_mapper.py", "FileMapper.rank"),
     ],
-    "vllm_data_parallel.py": [
+    "vllm_processes.py": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
         ("v1/engine/core_client.py", "DPLBAsyncMPClient.call_utility_async"),
         ("distributed/utils.py", "TCPStore"),
         ("distributed/utils.py", "rendezvous"),
     ],
-    "vllm_adapters.py": [
+    "vllm.py (adapters)": [
         ("lora/model_manager.py", "LoRAModelManager.remove_all_adapters"),
         ("lora/model_manager.py", "LoRAModelManager.lora_index_to_id"),
         ("lora/model_manager.py", "LoRAModelManager.modules"),
@@ -113,7 +113,7 @@ CORRECTED = {
         ("model_executor/layers/fused_moe/layer.py", "FusedMoEConfig"),
         ("model_executor/layers/fused_moe/config.py", "FusedMoEConfig.is_lora_enabled"),
     ],
-    "vllm_routes_elsewhere.py": [
+    "vllm_routes_offloaded.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "BlockObjectStore"),
         ("distributed/aux_output_connector/worker.py", "routed_experts_keys"),
@@ -247,6 +247,18 @@ def test_every_attribute_that_a_correction_replaces_is_there():
     assert not missing
 
 
+def test_the_registry_lists_every_patch_and_each_has_a_function_and_a_test():
+    listed = {patch.name for patch in registry.PATCHES}
+    source = Path(registry.__file__).read_text()
+    assert set(re.findall(r'_apply\(\s*"([\w.]+)"', source)) <= listed
+    for patch in registry.PATCHES:
+        module, _, function = patch.name.partition(".")
+        assert function in set(defined(parsed(INFERENCE / "patches" / f"{module}.py").body))
+        assert (REPOSITORY / registry.TESTS / patch.test).is_file()
+    modules = {file.stem for file in (INFERENCE / "patches").glob("vllm*.py")}
+    assert modules == {name.partition(".")[0] for name in listed}
+
+
 @pytest.mark.parametrize(
     ("file", "name"), [("receiver.py", "Receiver"), ("adapters.py", "AdapterReceiver")]
 )
@@ -295,16 +307,16 @@ def manifests():
 
 
 def test_an_engine_where_vllm_is_not_installed_says_so_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(releases, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(
         OrreryError,
         match=r"^inference: vLLM is not installed here; install locks/inference\.cuda\.txt",
     ):
-        releases.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
+        registry.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
 
 
 def test_a_command_line_is_written_where_vllm_is_not_installed(monkeypatch):
-    monkeypatch.setattr(releases, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     assert "--model" in server_arguments(
         load(REPOSITORY / "manifests/reverse_text_moe_replay.json"), Path("w"), 0, "h", 1
     )

@@ -1,0 +1,158 @@
+"""vLLM's tiers of cache blocks: a disk tier with a byte limit, and all tiers on CPU.
+
+vLLM's `fs` tier has neither a capacity nor eviction. It loads other tiers by name: a configuration
+names `Tiers` in `spec_module_path`. A block counts as used when it is written or loaded. The
+writing thread makes room, never the scheduler's. If a file is removed between its lookup and its
+load, vLLM computes the missing blocks.
+
+vLLM refuses its native offloading on CPU, so `_stand_in` replaces device copies by memory copies. A
+CPU run then tests what a GPU run does. Only `v1/kv_offload/cpu` is affected.
+
+Versions: 0.32. Remove when vLLM's tier has a limit, and when vLLM offloads on CPU.
+"""
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu import spec as cpu_spec
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from orrery.inference.bounded_folder import BoundedFolder
+from orrery.inference.kv_offload import DISK_TIER
+
+
+class BoundedFiles(FileSystemTierManager):
+    """The `fs` tier, limited to `max_bytes`."""
+
+    def __init__(self, *, max_bytes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._files = BoundedFolder(
+            Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"), max_bytes
+        )
+        self._enqueue = self._pool.enqueue_store
+        self._pool.enqueue_store = self._enqueue_stores  # type: ignore[method-assign]
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._files.used(map(self.file_mapper.get_file_name, job_metadata.keys))
+        super().submit_load(job_metadata)
+
+    def _enqueue_stores(self, job_id: int, n_tasks: int, tasks: Iterable[Any]) -> None:
+        self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
+
+    def _store(self, task: Any) -> None:
+        """Run a task, a `functools.partial` whose first argument is the paths that it writes."""
+        with self._files.writing(task.args[0], self._block_size):
+            task()
+
+
+class Tiers(TieringOffloadingSpec):
+    """`TieringOffloadingSpec` with the bounded disk tier of this module."""
+
+
+SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
+
+
+class _Event:
+    """A stream event. A CPU copy ends before it returns, so a recorded event has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at_s = 0.0
+
+    def record(self, *_: Any) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "_Event") -> float:
+        return max(1e-6, 1000 * (later.at_s - self.at_s))
+
+
+class _Stream:
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+
+class _Platform:
+    """The CPU platform with the device methods that the two modules call."""
+
+    Stream = _Stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current_platform, name)
+
+    def current_stream(self) -> _Stream:
+        return _Stream()
+
+    def stream(self, _: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def is_rocm(self) -> bool:
+        return False
+
+    def is_xpu(self) -> bool:
+        return False
+
+
+class _Torch:
+    """torch with a CPU event."""
+
+    Event = _Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _OnDevice(torch.Tensor):
+    """A cache tensor that passes vLLM's assertion that it is on a device."""
+
+    is_xpu = True  # type: ignore[assignment]
+
+
+def _copy(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
+    """Copy `sizes[i]` bytes from address `sources[i]` to `destinations[i]`."""
+    columns = (sources.tolist(), destinations.tolist(), sizes.tolist())
+    for source, destination, size in zip(*columns, strict=True):
+        ctypes.memmove(destination, source, size)
+
+
+def _stand_in() -> None:
+    """Patch vLLM's two modules, once a process."""
+    handler = gpu_worker.SingleDirectionOffloadingHandler
+    original = handler.__init__
+
+    def on_device(self: Any, *args: Any, gpu_tensors: list[torch.Tensor], **options: Any) -> None:
+        tensors = [tensor.as_subclass(_OnDevice) for tensor in gpu_tensors]
+        original(self, *args, gpu_tensors=tensors, **options)
+
+    gpu_worker.current_platform = cpu_spec.current_platform = _Platform()
+    gpu_worker.torch = _Torch()
+    gpu_worker._select_swap_blocks_fn = lambda *_, **__: _copy
+    handler.__init__ = on_device
+
+
+if current_platform.is_cpu() and not isinstance(gpu_worker.current_platform, _Platform):
+    _stand_in()
+
+
+class CpuTiers(Tiers):
+    """`Tiers` of an engine on CPU."""

@@ -1,0 +1,104 @@
+"""Patches of what vLLM's processes share: calls to data-parallel ranks, stores, shared memory.
+`registry` says why each exists.
+"""
+
+import asyncio
+import errno
+import socket
+import sys
+from contextlib import suppress
+from multiprocessing import shared_memory
+from typing import Any
+
+from orrery.runtime.scratch import SHARED_MEMORY
+
+RANDOM_CHARACTERS = 16
+
+
+def answer_for_every_rank() -> None:
+    """Apply before the engine client is built: /collective_rpc returns every worker's result, in
+    rank order.
+    """
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    async def collective_rpc_async(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        call = ("collective_rpc", method, timeout, args, kwargs)
+        ranks = await asyncio.gather(
+            *(self._call_utility_async(*call, engine=engine) for engine in self.core_engines)
+        )
+        return [result for rank in ranks for result in rank]
+
+    DPLBAsyncMPClient.collective_rpc_async = collective_rpc_async  # type: ignore[method-assign]
+
+
+def meet_at_one_address() -> None:
+    """Apply in every process of an engine: stores of vLLM and torch listen only at their host."""
+    import vllm.distributed.utils as vllm_stores
+
+    vllm_stores.TCPStore = _store  # type: ignore[attr-defined,assignment,misc]
+    sys.modules["torch.distributed.rendezvous"].TCPStore = _store  # type: ignore[attr-defined]
+
+
+def _store(
+    host_name: str,
+    port: int,
+    world_size: int | None = None,
+    is_master: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a TCPStore whose server listens at `host_name` only. Raises torch's DistNetworkError
+    if the port is taken.
+    """
+    from torch.distributed import DistNetworkError, TCPStore
+
+    if is_master and options.get("master_listen_fd") is None:
+        try:
+            listener = socket.create_server((host_name, port))
+        except OSError as error:  # vLLM reads the message, and tries another port
+            name = errno.errorcode.get(error.errno, "")
+            raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
+        port = listener.getsockname()[1]
+        options["master_listen_fd"] = listener.detach()
+    return TCPStore(host_name, port, world_size, is_master, **options)
+
+
+def name_shared_memory(name: str) -> None:
+    """Apply in each process before it makes shared memory, whose names then contain `name`."""
+    # The standard library's limit is for FreeBSD; Linux allows 255 characters.
+    shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(name) + 1 + RANDOM_CHARACTERS  # type: ignore[attr-defined]
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _name_reductions(name)
+
+
+def unlink_host_tiers(name: str) -> None:
+    """Replace each host tier with `name` in its own by an empty file, once all processes have
+    opened it. The memory goes with the last of them, and vLLM removes the file.
+    """
+    for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
+        with suppress(FileNotFoundError):  # the engine may be ending
+            path.unlink()
+            path.touch()
+
+
+def _name_reductions(name: str) -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import (
+        CpuCommunicator,
+        _CPUSHMDistributed,
+    )
+
+    upstream = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: CpuCommunicator) -> str:
+        return f"{name}{upstream(communicator)}"
+
+    if upstream.__module__ != __name__:
+        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
