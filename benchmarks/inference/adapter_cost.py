@@ -1,11 +1,17 @@
-"""What an adapter beside the weights takes from an engine: tokens/s of one that serves it, as a share of one that serves weights alone.
+"""What an adapter beside the weights takes from an engine: tokens/s of one that serves it, as a
+share of one that serves weights alone.
 
-- The weights are dummies and the adapter is the one of the start, of zeros: engines compute with it all the same, the shape is what costs.
-- On a GPU one engine after the other has it to itself; on a CPU both are there and rounds alternate. A round is all requests, from the
-  first that is sent to the last that is there. The figure is the median of the ratios of rounds of the same number.
+- The weights are dummies and the adapter is the one of the start, of zeros: engines compute with it
+  all the same, the shape is what costs.
+- On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
+  alternate. A round is all requests, from the
+  first that is sent to the last that is there. The figure is the median of the ratios of rounds of
+  the same number.
 
-    python benchmarks/inference/adapter_cost.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
-    python benchmarks/inference/adapter_cost.py --run smollm2_smoke --tokens 32 --requests 8 --record adapter_cost_cpu
+    python benchmarks/inference/adapter_cost.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512
+    out, 512 at once
+    python benchmarks/inference/adapter_cost.py --run smollm2_smoke --tokens 32 --requests 8
+    --record adapter_cost_cpu
 """
 
 import argparse
@@ -92,7 +98,8 @@ async def rounds(
         for adapter, client in clients.items():
             rates[adapter].append(await one_round(args, client, vocab_size, number))
             print(
-                f"{'with the adapter' if adapter else 'weights alone'}, round {number}: {rates[adapter][-1]:.0f} tokens/s",
+                f"{'with the adapter' if adapter else 'weights alone'}, round {number}: "
+                f"{rates[adapter][-1]:.0f} tokens/s",
                 flush=True,
             )
     for client in clients.values():
@@ -130,7 +137,10 @@ def main() -> None:
     )
     record(
         Path(__file__).with_name(f"{args.record}.json"),
-        figure="output tokens/s of an engine that serves an adapter, as a share of one that serves weights alone",
+        figure=(
+            "output tokens/s of an engine that serves an adapter, as a share of one that "
+            "serves weights alone"
+        ),
         value=statistics.median(
             b / a for a, b in zip(measured[False], measured[True], strict=True)
         ),

@@ -1,15 +1,22 @@
-"""Adaptive admission against every fixed limit, on one real engine whose cache holds a part of what may be in flight.
+"""Adaptive admission against every fixed limit, on one real engine whose cache holds a part of what
+may be in flight.
 
-- Rollouts are single requests: a prompt of their own random tokens, and as many sampled ones as a log-normal draw says (end tokens are
-  ignored, so lengths are exact and the same for all variants). As many are in flight as the variant's limit lets; `Admission` and its looks
+- Rollouts are single requests: a prompt of their own random tokens, and as many sampled ones as a
+  log-normal draw says (end tokens are
+  ignored, so lengths are exact and the same for all variants). As many are in flight as the
+  variant's limit lets; `Admission` and its looks
   at the engine are the orchestrator's own.
-- Each variant warms up with `--warm-up` rollouts and is measured over the next `--rollouts`: tokens sampled a second and preemptions a
+- Each variant warms up with `--warm-up` rollouts and is measured over the next `--rollouts`: tokens
+  sampled a second and preemptions a
   rollout, both of the engine's own count.
-- `--per cpu` divides by the seconds that the engine's processes computed instead of the clock's: on a machine that others use too, an
+- `--per cpu` divides by the seconds that the engine's processes computed instead of the clock's: on
+  a machine that others use too, an
   engine on one core is slowed by them, and its processor time is not.
 
-    python benchmarks/inference/admission.py --per cpu                                  # CPU, about 15 minutes
-    python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 --prompt 512 --median 700 --longest 4096 \
+    python benchmarks/inference/admission.py --per cpu                                  # CPU, about
+    15 minutes
+    python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 --prompt 512
+    --median 700 --longest 4096 \
       --fixed 16 32 48 64 96 128 192 --rollouts 1500 --warm-up 500 --record admission_h200
       # one GPU, vLLM 0.32, no network
 """
@@ -66,7 +73,8 @@ def manifest(args: argparse.Namespace) -> Manifest:
         * (4 if inference["dtype"] == "float32" else 2)
     )
     inference |= {
-        **ALONE, "max_num_sequences": 2 * most, "max_model_len_tokens": context, "kv_cache_bytes": args.kv_tokens * token_bytes,
+        **ALONE, "max_num_sequences": 2 * most, "max_model_len_tokens": context,
+        "kv_cache_bytes": args.kv_tokens * token_bytes,
     }  # fmt: skip
     content["orchestrator"]["admission"] = {
         "kind": "adaptive",
@@ -132,7 +140,9 @@ async def play(
             loads = await poll_engines(ctx, fleet, admission)
             load = loads[0]
             looks.append(
-                {"time_s": time.perf_counter(), "limit": admission.limit, "num_in_flight": admission.taken, "kv_usage": load.kv_usage,
+                {"time_s": time.perf_counter(), "limit": admission.limit,
+                 "num_in_flight": admission.taken,
+                 "kv_usage": load.kv_usage,
                  "running": load.running, "waiting": load.waiting, "ended": ended}
             )  # fmt: skip
             changed.set()
@@ -206,8 +216,10 @@ async def measure(
                     {"variant": name, "round": number, "load_average": os.getloadavg()[0], **row}
                 )
                 print(
-                    f"round {number} {name:10s} {row['tokens_per_s']:7.0f} tokens/s, {row['tokens_per_engine_cpu_s']:5.0f} per CPU s, "
-                    f"{row['preemptions_per_rollout']:.2f} preemptions a rollout, cache {row['kv_usage_mean']:.0%}, "
+                    f"round {number} {name:10s} {row['tokens_per_s']:7.0f} tokens/s, "
+                    f"{row['tokens_per_engine_cpu_s']:5.0f} per CPU s, "
+                    f"{row['preemptions_per_rollout']:.2f} preemptions a rollout, cache "
+                    f"{row['kv_usage_mean']:.0%}, "
                     f"limit {row['limit_p5_p50_p95']}, {row['seconds']:.0f} s",
                     flush=True,
                 )
@@ -223,7 +235,9 @@ def means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
-    """Throughput and preemptions by limit, and how the adaptive limit found its place; no picture where matplotlib is not installed."""
+    """Throughput and preemptions by limit, and how the adaptive limit found its place; no picture
+    where matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -237,7 +251,8 @@ def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
     fixed = [variant for variant in rates if variant.startswith("fixed")]
     at = [int(variant.split()[1]) for variant in fixed]
     for axes, values, label in (
-        (left, rates, UNITS[key].replace("/", " / ")), (middle, preemptions, "preemptions a rollout"),
+        (left, rates, UNITS[key].replace("/", " / ")),
+        (middle, preemptions, "preemptions a rollout"),
     ):  # fmt: skip
         axes.plot(
             at, [values[variant] for variant in fixed], "o-", color="#8a8f98", label="fixed limit"
@@ -337,11 +352,13 @@ def main() -> None:
     preemptions = means(rows, "preemptions_per_rollout")
     overload = f"fixed {max(args.fixed)}"
     print(
-        f"{overload}: {rates[overload] / rates[best]:.3f} of {best}, {preemptions[overload]:.2f} preemptions a rollout"
+        f"{overload}: {rates[overload] / rates[best]:.3f} of {best}, {preemptions[overload]:.2f} "
+        "preemptions a rollout"
     )
     if args.dry_run:
         print(
-            f"adaptive: {rates['adaptive'] / rates[best]:.3f} of {best} (goal {GOAL}), {preemptions['adaptive']:.2f} preemptions a rollout"
+            f"adaptive: {rates['adaptive'] / rates[best]:.3f} of {best} (goal {GOAL}), "
+            f"{preemptions['adaptive']:.2f} preemptions a rollout"
         )
         return
     chosen = {name: value for name, value in vars(args).items() if name != "dry_run"}

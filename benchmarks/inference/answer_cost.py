@@ -1,9 +1,13 @@
-"""What an answer costs an engine's processes beside the network: processor time a sampled token, in vLLM's way and in ours.
+"""What an answer costs an engine's processes beside the network: processor time a sampled token, in
+vLLM's way and in ours.
 
-- A tiny network, so that what is computed a token is little; the API server computes nothing of it at all.
-- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`: `patches/vllm_whole_answers.py` and
+- A tiny network, so that what is computed a token is little; the API server computes nothing of it
+  at all.
+- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`:
+  `patches/vllm_whole_answers.py` and
   `patches/vllm_answers.py`. The same requests, sampled log-probs included; rounds alternate.
-- Processor time is not the clock's: other programs on the machine make it longer, but not by much. The figure is the API server's.
+- Processor time is not the clock's: other programs on the machine make it longer, but not by much.
+  The figure is the API server's.
 
     python benchmarks/inference/answer_cost.py       # on a CPU, a minute
 """
@@ -38,7 +42,9 @@ def serve(way: str) -> None:
 
 
 def spent_s(server: psutil.Process) -> dict[str, float]:
-    """Processor seconds until now of the API server, and of its engine core (beside which Python's tracker of resources does nothing)."""
+    """Processor seconds until now of the API server, and of its engine core (beside which Python's
+    tracker of resources does nothing).
+    """
     found = {"api_server": [server], "engine_core": server.children()}
     times = {name: [process.cpu_times() for process in each] for name, each in found.items()}
     return {name: sum(one.user + one.system for one in each) for name, each in times.items()}
@@ -96,14 +102,18 @@ def main() -> None:
     }
     record(
         HERE / f"{args.record}.json",
-        figure=f"processor time of the API server a sampled token, answers with log-probs{' and routes' if args.routes else ''}",
+        figure=(
+            "processor time of the API server a sampled token, answers with "
+            f"log-probs{' and routes' if args.routes else ''}"
+        ),
         value=medians[OURS]["api_server"],
         unit="us/token",
         goal=None,
         better="lower",
         details={**vars(args), "load_average_before": load_before, "measured": rounds},
         rows=[
-            {"variant": way, "value": each["api_server"], "unit": "us/token", "better": "lower", "goal": None,
+            {"variant": way, "value": each["api_server"], "unit": "us/token", "better": "lower",
+             "goal": None,
              "engine_core": each["engine_core"], "tokens_per_s": each["tokens_per_s"]}
             for way, each in medians.items()
         ],

@@ -1,15 +1,22 @@
-"""What the loss of an engine costs: seconds from `kill -9` until it serves again, and what is generated meanwhile.
+"""What the loss of an engine costs: seconds from `kill -9` until it serves again, and what is
+generated meanwhile.
 
-- The whole RL stage as a person starts it: launcher, two engines behind vllm-router, orchestrator, trainer; an untrained model.
-- One of the engines is killed while it generates, once the run is warm, `--kills` times in turn; each time the run goes on with the other.
-- Of each loss: until the orchestrator has fenced it, until the launcher has started it again, until it has the current version, attested,
-  and requests. Tokens are those of batches that were cut in that time, beside those of an equal time before the first kill. The pause is
+- The whole RL stage as a person starts it: launcher, two engines behind vllm-router, orchestrator,
+  trainer; an untrained model.
+- One of the engines is killed while it generates, once the run is warm, `--kills` times in turn;
+  each time the run goes on with the other.
+- Of each loss: until the orchestrator has fenced it, until the launcher has started it again, until
+  it has the current version, attested,
+  and requests. Tokens are those of batches that were cut in that time, beside those of an equal
+  time before the first kill. The pause is
   the longest that an update meant for an engine meanwhile.
 
     python benchmarks/inference/engine_loss.py                # on a quiet machine; about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
-    python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode    # one engine of each part: nobody goes on meanwhile
-    benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py --manifest asynchrony_h200_4 --wire nccl    # on a host with four GPUs
+    python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode    # one
+    engine of each part: nobody goes on meanwhile
+    benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py --manifest asynchrony_h200_4
+    --wire nccl    # on a host with four GPUs
 """
 
 import argparse
@@ -38,11 +45,14 @@ LIMIT_S = 600.0
 
 
 def manifest(base: str, kills: int, wire: str) -> Manifest:
-    """`base`, which has two engines or more, without an end, a warm start, or evaluations to speak of."""
+    """`base`, which has two engines or more, without an end, a warm start, or evaluations to speak
+    of.
+    """
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
     if content["inference"]["num_replicas"] < 2:
         raise SystemExit(
-            f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one with two or more"
+            f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one "
+            "with two or more"
         )
     content["name"] = NAME
     content["inference"]["max_restarts"] = kills

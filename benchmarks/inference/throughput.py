@@ -1,19 +1,28 @@
-"""What our engine and its surroundings cost: tokens/s through client, router, log-probs and routes, against plain vLLM in the same run.
+"""What our engine and its surroundings cost: tokens/s through client, router, log-probs and routes,
+against plain vLLM in the same run.
 
-- Plain vLLM: `vllm serve` with the engine's flags that are vLLM's own, none of our code loaded, and a client that posts requests and
+- Plain vLLM: `vllm serve` with the engine's flags that are vLLM's own, none of our code loaded, and
+  a client that posts requests and
   counts tokens. Once without log-probs and once with those of the sampled tokens.
-- Our engine, asked by the same client with log-probs; and through all: `orrery.orchestrator.rollout.run_episode` for every request, by
+- Our engine, asked by the same client with log-probs; and through all:
+  `orrery.orchestrator.rollout.run_episode` for every request, by
   vllm-router, each rollout with its column of routes in place at its end.
-- The figure is through all, as a share of plain vLLM with log-probs: the median of the ratios of rounds of the same number. Both engines
-  return routes where the model has experts. `--only-routes` measures what routes cost our engine instead.
-- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to itself; on a CPU all are there and rounds
+- The figure is through all, as a share of plain vLLM with log-probs: the median of the ratios of
+  rounds of the same number. Both engines
+  return routes where the model has experts. `--only-routes` measures what routes cost our engine
+  instead.
+- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to
+  itself; on a CPU all are there and rounds
   alternate. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
-- A round holds so many requests in flight all the time: each answer is followed by a new request (`steady`). Answers end one by one, as
+- A round holds so many requests in flight all the time: each answer is followed by a new request
+  (`steady`). Answers end one by one, as
   in a run. The time before the clock starts also compiles what vLLM compiles at its first requests.
 
-    python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512 out, 512 at once
+    python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512
+    out, 512 at once
     python benchmarks/inference/throughput.py --only-routes --record routes_cost
-    python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32 --record throughput_cpu
+    python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32
+    --record throughput_cpu
 """
 
 import argparse
@@ -73,7 +82,8 @@ SERVERS: dict[str, dict[str, Sequence[str]]] = {
     OURS: {"inference": SERVE, "router": ROUTER},
     BARE: {"inference": SERVE, "router": ROUTER},
 }
-# By engine, its variants: the sampling parameters that a plain client adds; None for rollouts through all.
+# By engine, its variants: the sampling parameters that a plain client adds; None for rollouts
+# through all.
 WHOLE: dict[str, dict[str, dict[str, int] | None]] = {
     PLAIN: {f"{PLAIN}, no log-probs": {}, f"{PLAIN}, log-probs": LOG_PROBS},
     OURS: {f"{OURS}, log-probs": LOG_PROBS, THROUGH_ALL: None},
@@ -86,7 +96,9 @@ Rows = dict[str, list[float]]  # tokens/s of each round, by variant
 
 
 def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> Manifest:
-    """The checked-in run with one engine, behind a router if `is_routed`, room for all requests at once, and routes or none."""
+    """The checked-in run with one engine, behind a router if `is_routed`, room for all requests at
+    once, and routes or none.
+    """
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     moe, model = content["model"]["moe"], content["model"]
     cpu = content["hardware"]["accelerator"] == "cpu"
@@ -95,8 +107,11 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
         2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * (4 if cpu else 2)
     )
     content["inference"] |= {
-        **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length, "enforce_eager": cpu,
-        "kv_cache_bytes": token_bytes * args.requests * length, "max_batched_tokens": 1024 if cpu else 8192, "kv_block_tokens": 32,
+        **ALONE, "max_num_sequences": args.requests, "max_model_len_tokens": length,
+        "enforce_eager": cpu,
+        "kv_cache_bytes": token_bytes * args.requests * length,
+        "max_batched_tokens": 1024 if cpu else 8192,
+        "kv_block_tokens": 32,
     }  # fmt: skip
     if is_routed:
         policy = {
@@ -128,7 +143,9 @@ def serve_dummies() -> None:
 
 
 def serve_plain() -> None:
-    """This process as `vllm serve` of dummies, without any of our code: the engine's flags but OF_OURS, and no plug-in."""
+    """This process as `vllm serve` of dummies, without any of our code: the engine's flags but
+    OF_OURS, and no plug-in.
+    """
     with role_process("inference") as ctx:
         host, [port] = ctx.host, free_ports(1, ctx.host)
         words = server_arguments(
@@ -188,7 +205,8 @@ Ask = Callable[
 async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
     """Tokens/s with `requests` in flight all the time, each of `tokens` tokens.
 
-    First each lane asks for another length, so that from then on answers end one by one. The clock runs from the last of these until as
+    First each lane asks for another length, so that from then on answers end one by one. The clock
+    runs from the last of these until as
     many more answers are there as there are lanes.
     """
     numbers, over, is_open = itertools.count(), asyncio.Event(), args.requests
@@ -222,7 +240,9 @@ async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
 async def asking(
     url: str, salt: int, **more: Any
 ) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
-    """A plain client: what posts a prompt and counts the tokens of its answer, with `more` sampling parameters."""
+    """A plain client: what posts a prompt and counts the tokens of its answer, with `more` sampling
+    parameters.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def post(prompt: np.ndarray, max_tokens: int) -> int:
@@ -269,7 +289,9 @@ async def directly(
 
 
 class Prompts:
-    """Task and chat format of one round: problem i is its prompt i, and every answer is as good as any."""
+    """Task and chat format of one round: problem i is its prompt i, and every answer is as good as
+    any.
+    """
 
     stop_token_ids = ()
 
@@ -293,7 +315,9 @@ class Prompts:
 
 
 class Published:
-    """The fleet with version 0 on every token: dummies were never published, and a rollout wants to know by whom it was sampled."""
+    """The fleet with version 0 on every token: dummies were never published, and a rollout wants to
+    know by whom it was sampled.
+    """
 
     def __init__(self, fleet: Any):
         self.fleet = fleet
@@ -339,7 +363,9 @@ async def rounds(
     stages: dict[str, RoleContext],
     seen: Callable[[Rows], None],
 ) -> None:
-    """Rounds of these engines' variants in turn; `seen` is called after each number with the rows so far."""
+    """Rounds of these engines' variants in turn; `seen` is called after each number with the rows
+    so far.
+    """
     rows: Rows = {}
     async with AsyncExitStack() as stack:
         fleets = {
@@ -372,7 +398,9 @@ async def rounds(
 
 @contextmanager
 def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
-    """A run directory whose weights nobody wrote, with its `servers` (commands by role, as `roles` takes them)."""
+    """A run directory whose weights nobody wrote, with its `servers` (commands by role, as `roles`
+    takes them).
+    """
     with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
         run_dir = Path(folder)
         (run_dir / "manifest.json").write_bytes(canonical_json(spec))
@@ -440,7 +468,10 @@ def main() -> None:
             if (share := ratio(rows, OURS, BARE)) is not None:
                 record(
                     path,
-                    figure="tokens/s that routes take from an engine, as a share of those of one that returns log-probs alone",
+                    figure=(
+                        "tokens/s that routes take from an engine, as a share of those of one "
+                        "that returns log-probs alone"
+                    ),
                     value=1 - share,
                     unit="share",
                     goal=None if on_cpu else ROUTES_GOAL,
@@ -451,7 +482,10 @@ def main() -> None:
         elif (share := ratio(rows, THROUGH_ALL, f"{PLAIN}, log-probs")) is not None:
             record(
                 path,
-                figure="output tokens/s through client, router, log-probs and routes, as a share of plain vLLM's with log-probs",
+                figure=(
+                    "output tokens/s through client, router, log-probs and routes, as a share "
+                    "of plain vLLM's with log-probs"
+                ),
                 value=share,
                 unit="share",
                 goal=None if on_cpu else GOAL,

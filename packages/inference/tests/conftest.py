@@ -1,4 +1,6 @@
-"""Makes `inference_servers` importable (with `--import-mode=importlib` a test's own folder is not on the path), and what files share."""
+"""Makes `inference_servers` importable (with `--import-mode=importlib` a test's own folder is not
+on the path), and what files share.
+"""
 
 import os
 import sys

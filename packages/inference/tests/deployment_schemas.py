@@ -1,13 +1,20 @@
-"""What clusters accept, as JSON schemas: the fields, enumerations, patterns and limits of three APIs, closed to any other field.
+"""What clusters accept, as JSON schemas: the fields, enumerations, patterns and limits of three
+APIs, closed to any other field.
 
-Read from the sources that define them; a field that is not here may exist there, but none of ours may be one that does not.
+Read from the sources that define them; a field that is not here may exist there, but none of ours
+may be one that does not.
 
-- DynamoGraphDeployment, nvidia.com/v1beta1: github.com/ai-dynamo/dynamo deploy/operator/api/v1beta1/{dynamographdeployment_types,
-  dynamocomponentdeployment_types,common}.go (commits 0fddc01b, 006b6e10, 02911c80); its pod templates are Kubernetes' core/v1.
-- EndpointPickerConfig, llm-d.ai/v1alpha1: github.com/llm-d/llm-d-router apix/config/v1alpha1/endpointpickerconfig_types.go (04433592);
+- DynamoGraphDeployment, nvidia.com/v1beta1: github.com/ai-dynamo/dynamo
+  deploy/operator/api/v1beta1/{dynamographdeployment_types,
+  dynamocomponentdeployment_types,common}.go (commits 0fddc01b, 006b6e10, 02911c80); its pod
+  templates are Kubernetes' core/v1.
+- EndpointPickerConfig, llm-d.ai/v1alpha1: github.com/llm-d/llm-d-router
+  apix/config/v1alpha1/endpointpickerconfig_types.go (04433592);
   parameters of plugins from the READMEs beside them.
-- Values of the chart llm-d-router-standalone: github.com/llm-d/llm-d-router config/charts/{routerlib/values.yaml,README.md} (17a368a5,
-  0810a1da); failureMode as the CRD InferencePool has it (kubernetes-sigs/gateway-api-inference-extension, 0050467797).
+- Values of the chart llm-d-router-standalone: github.com/llm-d/llm-d-router
+  config/charts/{routerlib/values.yaml,README.md} (17a368a5,
+  0810a1da); failureMode as the CRD InferencePool has it
+  (kubernetes-sigs/gateway-api-inference-extension, 0050467797).
 """
 
 from typing import Any
@@ -47,7 +54,8 @@ def one_of(*values: str) -> dict[str, Any]:
     return {"enum": list(values)}
 
 
-# Kubernetes, core/v1 and apps/v1 -------------------------------------------------------------------------------------
+# Kubernetes, core/v1 and apps/v1
+# -------------------------------------------------------------------------------------
 
 VARIABLE = record(
     "name",
@@ -115,7 +123,8 @@ DEPLOYMENT = record(
     ),
 )
 
-# Dynamo ---------------------------------------------------------------------------------------------------------------
+# Dynamo -------------------------------------------------------------------------------------------
+# --------------------
 
 COMPONENT = record(
     "name podTemplate",
@@ -140,7 +149,8 @@ GRAPH = record(
 )
 ROUTER_MODES = ("round-robin", "random", "kv", "direct", "least-loaded", "device-aware-weighted")
 
-# llm-d ----------------------------------------------------------------------------------------------------------------
+# llm-d --------------------------------------------------------------------------------------------
+# --------------------
 
 SESSION = record(
     "strategy sessionIdConfig",

@@ -1,4 +1,5 @@
-"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads of a test; a wire that damages what it
+"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads
+of a test; a wire that damages what it
 carries; what the trainer computes."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,9 @@ BUCKET_BYTES = 1 << 14  # so that there are many rounds
 def direct_trainer(
     folder: Path, kind: str = "nccl"
 ) -> Iterator[Callable[[int, torch.nn.Module], Published]]:
-    """Gives what publishes a version: the weights of a module. At the end it waits for whoever has claimed one."""
+    """Gives what publishes a version: the weights of a module. At the end it waits for whoever has
+    claimed one.
+    """
     folder.mkdir(mode=0o700)
     source = WeightSender(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
 
@@ -52,7 +55,8 @@ def direct_trainer(
 
 @contextmanager
 def damaged_on_its_way(tensor: str) -> Iterator[None]:
-    """Every take of a `direct_trainer` carries one value of `tensor` with its lowest bit turned over: after it was fingerprinted and put
+    """Every take of a `direct_trainer` carries one value of `tensor` with its lowest bit turned
+    over: after it was fingerprinted and put
     into the bucket, before it is sent."""
     send_all = _SendLoop._send
 
@@ -79,7 +83,9 @@ def damaged_on_its_way(tensor: str) -> Iterator[None]:
 
 
 def end_half_way(claimed: Published, engine: str) -> None:
-    """Take part as `engine`, of one rank that needs everything, and end with the first slices in its hands."""
+    """Take part as `engine`, of one rank that needs everything, and end with the first slices in
+    its hands.
+    """
 
     def whole(tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
         return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}

@@ -1,8 +1,11 @@
 """An engine that holds its weights in FP8 by blocks, on a CPU of any kind: `python -m fp8_engine`.
 
-vLLM's own products for a CPU want one with AMX, and DeepGEMM's a GPU; here they are plain ones of the blocks times their scales. All
-else is the engine's own: how vLLM quantises what an update brings, layer by layer, and puts it where the old weights stand. The function
-that does so is traced as on a GPU, where an engine on a CPU traces nothing, by a backend that needs no compiler.
+vLLM's own products for a CPU want one with AMX, and DeepGEMM's a GPU; here they are plain ones of
+the blocks times their scales. All
+else is the engine's own: how vLLM quantises what an update brings, layer by layer, and puts it
+where the old weights stand. The function
+that does so is traced as on a GPU, where an engine on a CPU traces nothing, by a backend that needs
+no compiler.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Real servers for the tests: run directories with tiny random models, and role processes as the launcher starts them."""
+"""Real servers for the tests: run directories with tiny random models, and role processes as the
+launcher starts them.
+"""
 
 import asyncio
 import itertools
@@ -62,7 +64,9 @@ def make_run(
     inference: dict[str, object] | None = None,
     routed_experts: bool = False,
 ) -> Path:
-    """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference` are fields of the manifest's part."""
+    """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference`
+    are fields of the manifest's part.
+    """
     from orrery.models.weights import save
 
     manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
@@ -196,7 +200,9 @@ def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[by
 
 
 def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
-    """What the async `scenario` makes of an `EnginePool` with these arguments, in an event loop of its own."""
+    """What the async `scenario` makes of an `EnginePool` with these arguments, in an event loop of
+    its own.
+    """
 
     async def main():  # type: ignore[no-untyped-def]
         async with EnginePool(*arguments, **options) as fleet:
@@ -206,9 +212,11 @@ def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
 
 
 async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
-    """Tasks of `requests`, each of which makes a long request's coroutine of its id's last part, that were seen to run all at once.
+    """Tasks of `requests`, each of which makes a long request's coroutine of its id's last part,
+    that were seen to run all at once.
 
-    They are sent again where one has ended by the time a busy machine's engines answer that they run.
+    They are sent again where one has ended by the time a busy machine's engines answer that they
+    run.
     """
     end = time.monotonic() + 60
     for attempt in itertools.count():
@@ -256,7 +264,9 @@ def listening(process: "subprocess.Popen[bytes]") -> set[str]:
 
 
 def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
-    """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as soon as they are made."""
+    """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as
+    soon as they are made.
+    """
     paths = {
         Path(each.path)
         for member in members

@@ -1,4 +1,6 @@
-"""One real vLLM on CPU that serves an adapter, behind a router: exchanged under requests in flight, attested, equal to the merged model."""
+"""One real vLLM on CPU that serves an adapter, behind a router: exchanged under requests in flight,
+attested, equal to the merged model.
+"""
 
 import asyncio
 import json
@@ -28,11 +30,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.engine]
 torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
-TOLERANCE = 1e-4  # fp32 in both; the engine adds the factors' product to the output, the merged model has it in the weight
+# fp32 in both; the engine adds the factors' product to the output, the merged model has it in the
+# weight
+TOLERANCE = 1e-4
 RANK = 4
 
 
-# All kinds of projections: of attention, with a bias; of a dense layer; of shared experts, beside experts without adapters.
+# All kinds of projections: of attention, with a bias; of a dense layer; of shared experts, beside
+# experts without adapters.
 GLM = MIXTURE | {
     "family": "glm4_moe",
     "num_layers": 3,

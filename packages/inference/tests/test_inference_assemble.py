@@ -260,9 +260,10 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
     with pytest.raises(OrreryError) as caught:
         refuse_open_interfaces("the store")
     assert str(caught.value) == (
-        f"the store: Mooncake's transfer engine listens on every interface, and this machine has {refused} beside the run's own; choose "
-        f"'nixl' or 'tiers', run in a network namespace, or set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file "
-        f"where a firewall keeps others out"
+        "the store: Mooncake's transfer engine listens on every interface, and this machine has "
+        f"{refused} beside the run's own; choose 'nixl' or 'tiers', run in a network namespace, or "
+        "set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file where a "
+        "firewall keeps others out"
     )
 
 
@@ -274,7 +275,8 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
         refuse_missing_rdma("here", "tcp")
         with pytest.raises(
             OrreryError,
-            match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; set here\.protocol to 'tcp'",
+            match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; "
+            r"set here\.protocol to 'tcp'",
         ):
             refuse_missing_rdma("here", "rdma")
     (folder / "mlx5_0").mkdir()
@@ -314,7 +316,8 @@ def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(
     monkeypatch.setattr(kv_store, "_loads", lambda library: library != missing)
     with pytest.raises(
         OrreryError,
-        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; in an image, ",
+        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; "
+        r"in an image, ",
     ):
         kv_store.master_program()
 
@@ -343,14 +346,16 @@ def test_looking_for_mooncakes_libraries_loads_none_of_them_into_this_process():
     """A process with NIXL's and the system's copy of rdma-core dies by a signal."""
     program = (
         "from orrery.inference.kv_store import LIBRARIES, _loads\n"
-        "print([_loads(each) for each in LIBRARIES], *(each for each in LIBRARIES if each in open('/proc/self/maps').read()))"
+        "print([_loads(each) for each in LIBRARIES],"
+        " *(each for each in LIBRARIES if each in open('/proc/self/maps').read()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     if "False" in done.stdout:
         pytest.skip(
-            f"NOT TESTED: Mooncake's libraries {', '.join(kv_store.LIBRARIES)} are not all on this machine; type `make setup`"
+            f"NOT TESTED: Mooncake's libraries {', '.join(kv_store.LIBRARIES)} are not all on "
+            "this machine; type `make setup`"
         )
     assert done.stdout.split("]")[1].split() == []
 
@@ -391,7 +396,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from orrery.inference.token import RequireToken
 client = TestClient(RequireToken(PlainTextResponse("in")))
-print(*(client.post("/pause", headers={"Authorization": given}).status_code for given in ("", "Bearer ", "Bearer None")))
+keys = ({"Authorization": given} for given in ("", "Bearer ", "Bearer None"))
+print(*(client.post("/pause", headers=key).status_code for key in keys))
 """
     environment = os.environ | {
         "ORRERY_LAUNCHER_PID": "0",

@@ -41,7 +41,7 @@ def test_a_file_counts_in_whole_pages(tmp_path):
     assert names(tmp_path) == ["b", "c"]
 
 
-def test_files_of_an_earlier_process_are_found_the_oldest_first_to_go_and_no_more_of_them_than_the_bound(
+def test_files_of_an_earlier_process_are_found_and_the_oldest_beyond_the_bound_go(
     tmp_path,
 ):
     for age, name in enumerate("cabd"):

@@ -1,4 +1,6 @@
-"""What is rendered for Dynamo and llm-d: closed schemas of their APIs accept it, and vLLM's own parsers the engines' flags."""
+"""What is rendered for Dynamo and llm-d: closed schemas of their APIs accept it, and vLLM's own
+parsers the engines' flags.
+"""
 
 import itertools
 import json

@@ -1,4 +1,6 @@
-"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once, driven through `EnginePool`."""
+"""One real vLLM on CPU with a tiny dense model, tied embeddings as in the demo; started once,
+driven through `EnginePool`.
+"""
 
 import asyncio
 import os
@@ -57,7 +59,8 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
 torch.set_num_threads(1)
 
 PROMPT = [3, 4, 5, 6, 7, 8]
-# fp32 in both; the engine packs weights and orders sums differently. Runs of the same weights differ by about 1e-5 at these large random
+# fp32 in both; the engine packs weights and orders sums differently. Runs of the same weights
+# differ by about 1e-5 at these large random
 # logits.
 TOLERANCE = 1e-4
 
@@ -112,9 +115,7 @@ async def sample(
     )
 
 
-def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_carry_the_start_version(
-    server, policies
-):
+def test_the_first_weights_give_our_logprobs_and_carry_the_start_version(server, policies):
     generation = drive(server[1], lambda fleet: sample(fleet, "first"))
     assert generation.token_ids.dtype == np.int32 and generation.logprobs.dtype == np.float32
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 24
@@ -126,9 +127,7 @@ def test_the_first_weights_give_our_logprobs_at_the_sampling_temperature_and_car
     )
 
 
-def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_computes_another_policy_is_named(
-    server, policies
-):
+def test_a_canary_proves_an_engine_and_names_one_that_computes_another_policy(server, policies):
     canary = Canary(tuple(range(3, 43)), 1e-3)
 
     def known(module):
@@ -150,7 +149,8 @@ def test_an_engine_proves_itself_on_a_prompt_that_it_has_cached_and_one_that_com
         published, _ = (
             policies.publish()
         )  # arrives and is attested, and what the trainer computes is something else
-        says = rf"engine 0: with version {published.version} its log-probs of the canary are [\d.]+ from"
+        says = rf"engine 0: with version {published.version} its log-probs of the canary are [\d.]+"
+        says += " from"
         with pytest.raises(WeightsDiffer, match=says):
             await fleet.update(structs.replace(published, canary=known(policies.start())))
         assert fleet.is_proving
@@ -202,7 +202,7 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
     assert np.abs(our_logprobs(module, PROMPT, after, 0.7) - after.logprobs).max() <= TOLERANCE
 
 
-def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_sampled_before_a_whole_take(
+def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_before_any_token(
     server, policies, tmp_path, kind
 ):
     policies.newest += 1
@@ -226,7 +226,10 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_samp
                 damaged_on_its_way(tensor),
                 pytest.raises(
                     WeightsDiffer,
-                    match=rf"engine 0: tensor '{tensor}' \(attested {how}\) differs from .* version {version};",
+                    match=(
+                        rf"engine 0: tensor '{tensor}' \(attested {how}\) differs from .* "
+                        rf"version {version};"
+                    ),
                 ),
             ):
                 await fleet.update(published)
@@ -254,7 +257,9 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_and_no_token_is_samp
 def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_without_it(
     server, policies, tmp_path
 ):
-    """The other is here in this process, and ends with the first slices in its hands; both engines are half-way then."""
+    """The other is here in this process, and ends with the first slices in its hands; both engines
+    are half-way then.
+    """
     policies.newest += 1
     version, module = policies.newest, make_module(policies.manifest, seed=301)
 
@@ -484,7 +489,8 @@ def test_servers_listen_on_loopback_only(server):
     assert listening(server[0]) == {"127.0.0.1"}
 
 
-# The tests below end servers; the shared one goes first, then one is started whose parts are killed.
+# The tests below end servers; the shared one goes first, then one is started whose parts are
+# killed.
 
 
 def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves_no_shared_memory(
@@ -493,7 +499,8 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     process, url = server
     members = family(process)
     assert len(members) == 2  # the server and its engine core: no worker process
-    # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie by then: a traceback in the log.
+    # Who else holds the port is asked by vLLM at the end for its command line, and may be a zombie
+    # by then: a traceback in the log.
     held = {
         connection.laddr.port
         for connection in members[1].net_connections("inet")
@@ -523,7 +530,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     assert not [path.name for path in mapped if path.exists()]
 
 
-def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_server_takes_the_engine_core_along(
+def test_a_killed_engine_core_ends_the_server_and_a_killed_server_the_engine_core(
     run_dir, tmp_path
 ):
     first = start_role("orrery.inference", run_dir, 1)
@@ -560,7 +567,9 @@ def test_a_killed_engine_core_ends_the_server_with_a_sentence_and_a_killed_serve
 
 
 def another_interface() -> tuple[str, str]:
-    """Name and IPv4 address of an interface beside loopback; loopback itself on a machine without one."""
+    """Name and IPv4 address of an interface beside loopback; loopback itself on a machine without
+    one.
+    """
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     every = {
         name: one.address

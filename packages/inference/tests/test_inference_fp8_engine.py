@@ -1,4 +1,6 @@
-"""One real vLLM on CPU whose weights are FP8 in blocks of 128 × 128, made anew by vLLM from what each update brings."""
+"""One real vLLM on CPU whose weights are FP8 in blocks of 128 × 128, made anew by vLLM from what
+each update brings.
+"""
 
 import asyncio
 
@@ -72,7 +74,9 @@ def error(module, generation):
 
 @pytest.mark.parametrize("kind", ["files", "nccl"])
 def test_an_update_is_rounded_as_the_first_weights_are(server, run_dir, publisher, tmp_path, kind):
-    """There and back: the weights that the engine started with sample the same tokens again, to the last bit of their log-probs."""
+    """There and back: the weights that the engine started with sample the same tokens again, to the
+    last bit of their log-probs.
+    """
     manifest, first_version = load(run_dir / "manifest.json"), 1 + 2 * ["files", "nccl"].index(kind)
 
     async def scenario(fleet, publish):

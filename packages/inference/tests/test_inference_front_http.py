@@ -1,4 +1,4 @@
-"""The front's proxy before a stand-in for vllm-router: what it forwards, what it refuses, and how."""
+"""The front's proxy before a stand-in for vllm-router."""
 
 import asyncio
 import logging

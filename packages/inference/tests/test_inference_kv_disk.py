@@ -20,8 +20,10 @@ def spec():
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
     )
     config = SimpleNamespace(
-        model=SimpleNamespace(name="m", dtype="float32"), cache=SimpleNamespace(tokens_per_hash=32), parallel=parallel,
-        groups=[SimpleNamespace(tokens_per_block=32, layer_names=["0"])], canonical_layout=False, replicated_layout=False,
+        model=SimpleNamespace(name="m", dtype="float32"),
+        cache=SimpleNamespace(tokens_per_hash=32), parallel=parallel,
+        groups=[SimpleNamespace(tokens_per_block=32, layer_names=["0"])],
+        canonical_layout=False, replicated_layout=False,
     )  # fmt: skip
     return SimpleNamespace(
         config=config,
@@ -74,7 +76,9 @@ class Tiers:
         self.manager.on_schedule_end(self.end)
 
     def look(self, key, context, before_load=lambda: None):
-        """The final word of a lookup, as a scheduler asks for it: step after step, until it is a hit or a miss."""
+        """The final word of a lookup, as a scheduler asks for it: step after step, until it is a
+        hit or a miss.
+        """
         from vllm.v1.kv_offload.base import LookupResult
 
         limit_s = time.monotonic() + WITHIN_S

@@ -1,4 +1,6 @@
-"""Blocks of cache that leave the device: host and disk tiers of one engine, and a Mooncake Store of two."""
+"""Blocks of cache that leave the device: host and disk tiers of one engine, and a Mooncake Store of
+two.
+"""
 
 import asyncio
 import json
@@ -56,7 +58,9 @@ async def forget(engine):
 
 
 async def until_found(engine, salt, name, **options):
-    """Ask until blocks come from behind the device (they leave it beside the work); the last answer, with the tokens that were found."""
+    """Ask until blocks come from behind the device (they leave it beside the work); the last
+    answer, with the tokens that were found.
+    """
     for attempt in range(40):
         await forget(engine)
         answer = await ask(engine, f"{name}-{attempt}", salt, **options)
@@ -73,7 +77,9 @@ def same(one, other):
 
 
 def routes_of(generation):
-    """Expert choices of every token that was an input, all of them known; none where they were not asked for."""
+    """Expert choices of every token that was an input, all of them known; none where they were not
+    asked for.
+    """
     num_tokens = sum(part.num_rows for part in generation.routes)
     routes = column(num_tokens, generation.routes, RouteShape(num_layers=2, top_k=2, num_experts=4))
     assert (routes < 4).all()
@@ -81,7 +87,9 @@ def routes_of(generation):
 
 
 async def look_behind(url):
-    """Fresh; found in host memory; under a newer salt; found after more has been computed than the device holds."""
+    """Fresh; found in host memory; under a newer salt; found after more has been computed than the
+    device holds.
+    """
     async with EngineClient(url) as engine:
         fresh = await ask(engine, "fresh", "3", routes_from=0)
         found = await until_found(engine, "3", "again", routes_from=0)
@@ -91,7 +99,7 @@ async def look_behind(url):
         return fresh, found, newer, await ask(engine, "evicted", "3", routes_from=0)
 
 
-def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_disk_under_their_salt_alone(
+def test_blocks_and_routes_come_back_from_host_memory_and_after_a_crash_from_disk(
     tmp_path,
 ):
     run_dir = make_run(
@@ -116,7 +124,7 @@ def test_blocks_come_back_with_routes_from_host_memory_and_after_a_crash_from_di
         return await_published(run_dir, "inference", 0, processes[-1])
 
     def host_tiers():
-        """By the process that has it: names in shared memory, and the bytes that stand under them."""
+        """Return names in shared memory and their bytes."""
         paths = scratch.SHARED_MEMORY.glob(
             f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.0')}*"
         )
@@ -199,7 +207,9 @@ def test_the_disk_holds_its_bound_while_blocks_come_back_and_what_is_oldest_is_c
         return await_published(run_dir, "inference", 0, processes[-1])
 
     async def fill(url):
-        """Three times what the disk holds; then blocks that are in neither device nor host memory any more, and those of the beginning."""
+        """Three times what the disk holds; then blocks that are in neither device nor host memory
+        any more, and those of the beginning.
+        """
         async with EngineClient(url) as engine:
             fresh = [
                 await ask(engine, f"fresh-{salt}", f"{salt}", routes_from=0) for salt in range(20)
@@ -318,7 +328,7 @@ def test_folders_of_a_run_go_with_its_last_engines(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of_from_another_process(
+def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows(
     tmp_path,
 ):
     on_device = {"kv_cache_bytes": DEVICE_BLOCKS << 14}  # a worker has half of the heads
@@ -346,7 +356,9 @@ def test_blocks_of_two_workers_come_back_with_routes_that_the_scheduler_knows_of
 
 
 async def share(urls, take_routes_away):
-    """What the first engine computed, the second finds; nobody finds it under another salt, nor a cache whose routes are gone."""
+    """What the first engine computed, the second finds; nobody finds it under another salt, nor a
+    cache whose routes are gone.
+    """
     async with EngineClient(urls[0]) as one, EngineClient(urls[1]) as other:
         fresh = await ask(one, "fresh", "3", routes_from=0)
         found = await until_found(other, "3", "found", routes_from=0)

@@ -1,4 +1,6 @@
-"""Copies out of a bucket into layers: few of them, and the same elements in the same places as a copy a slice would put there."""
+"""Copies out of a bucket into layers: few of them, and the same elements in the same places as a
+copy a slice would put there.
+"""
 
 import logging
 
@@ -18,7 +20,9 @@ from orrery.transport.weight_wire.plan import Slice, TensorInfo, shape_of
 
 
 def experts(number, rows, columns):
-    """(needs, tensors): gate, up and down of each expert, as vLLM stacks them in `w13` and `w2` of one layer."""
+    """(needs, tensors): gate, up and down of each expert, as vLLM stacks them in `w13` and `w2` of
+    one layer.
+    """
     needs, tensors = Needs(), {}
     for expert in range(number):
         for place, name in enumerate(("gate", "up")):
@@ -38,7 +42,9 @@ def experts(number, rows, columns):
 
 
 def packed(tensors, boxes=None):
-    """Slices of whole tensors, or of `boxes`, one after the other at multiples of 16 bytes; and a bucket full of numbers."""
+    """Slices of whole tensors, or of `boxes`, one after the other at multiples of 16 bytes; and a
+    bucket full of numbers.
+    """
     slices, offset = [], 0
     for name, tensor in tensors.items():
         for box in (boxes or {}).get(name, [tuple((0, size) for size in tensor.shape)]):

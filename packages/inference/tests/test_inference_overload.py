@@ -1,5 +1,8 @@
-"""One real engine with a small cache, asked for more than it holds: what it preempts, and how much it computes for what it samples, with
-as many rollouts in flight as the manifest says, and with as many as the orchestrator's admission finds that fit."""
+"""One real engine with a small cache, asked for more than it holds: what it preempts, and how much
+it computes for what it samples, with
+as many rollouts in flight as the manifest says, and with as many as the orchestrator's admission
+finds that fit.
+"""
 
 import asyncio
 from contextlib import closing
@@ -26,25 +29,33 @@ LENGTHS = (
 OVERLOAD = 112
 BEST_FIXED = 40  # of 16, 24, 32, 40, 48 and 112, by `tokens_for_work`
 WARM_UP = 60  # rollouts that have ended
-STEP_TOKENS = 50  # what a step costs beside its tokens, in tokens: so this engine's times are for 16 and for 112 in flight
+# what a step costs beside its tokens, in tokens: so this engine's times are for 16 and for 112 in
+# flight
+STEP_TOKENS = 50
 FLOOR = 4
 POLL_S = 0.05  # these rollouts take seconds, where a run's take minutes
 
 
 @dataclass
 class Played:
-    """What became of all rollouts: sampled tokens, ends, preemptions, and the limit at each look while there was something to admit."""
+    """What became of all rollouts: sampled tokens, ends, preemptions, and the limit at each look
+    while there was something to admit.
+    """
 
     lengths: list[int]
     reasons: set[str]
     preemptions: int
     limits: list[int]
-    tokens_for_work: float  # sampled ones, over computed ones and steps in tokens, between the warm-up and the last start: throughput
+    # sampled ones, over computed ones and steps in tokens, between the warm-up and the last start:
+    # throughput
+    tokens_for_work: float
     # without a clock, which a busy machine hardly changes
 
 
 async def play(ctx, fleet, name, admission, counts):
-    """One rollout a length, as many in flight as there are permits. `counts` are those of `counted_engine`."""
+    """One rollout a length, as many in flight as there are permits. `counts` are those of
+    `counted_engine`.
+    """
     before = (await fleet.metrics())[0].preemptions_total
     chance, limits, changed = np.random.default_rng(2), [], asyncio.Event()
     prompts = chance.integers(3, DENSE["vocab_size"], (len(LENGTHS), PROMPT_TOKENS), dtype=np.int32)
@@ -101,7 +112,7 @@ async def play(ctx, fleet, name, admission, counts):
     )
 
 
-def test_admission_that_follows_the_engine_preempts_less_than_an_overload_and_makes_nearly_what_the_best_fixed_limit_does(
+def test_adaptive_admission_preempts_less_and_is_nearly_as_fast_as_the_best_limit(
     tmp_path,
 ):
     inference = {
@@ -139,7 +150,9 @@ def test_admission_that_follows_the_engine_preempts_less_than_an_overload_and_ma
     assert (
         2 * followed.preemptions <= overloaded.preemptions
     )  # a third in general; more on a machine that stalls for seconds
-    # Half of all looks, not each: a busy machine may sleep through whole rollouts, after which one look sees young ones alone.
+    # Half of all looks, not each: a busy machine may sleep through whole rollouts, after which one
+    # look sees young ones alone.
     assert FLOOR < np.median(followed.limits) < OVERLOAD / 2
-    # 0.97 to 1.00; where other programs take both cores, whoever starts rollouts is late now and then: a tenth less, of either.
+    # 0.97 to 1.00; where other programs take both cores, whoever starts rollouts is late now and
+    # then: a tenth less, of either.
     assert followed.tokens_for_work >= 0.85 * fitting.tokens_for_work

@@ -1,4 +1,6 @@
-"""Prefill and decode apart over NIXL and over Mooncake: two real engines, of which the second serves whole requests too, as the referee."""
+"""Prefill and decode apart over NIXL and over Mooncake: two real engines, of which the second
+serves whole requests too, as the referee.
+"""
 
 import asyncio
 import json
@@ -59,7 +61,7 @@ def run_dir(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(run_dir):
-    """Both server processes, their addresses, and what the first, which prefills, says of itself."""
+    """Yield both server processes, their addresses, and the prefill engine's handover."""
     with (
         alone_in_a_network("Mooncake listens on every interface")
         if by_mooncake(run_dir)
@@ -120,7 +122,9 @@ def same(one, other):
 
 
 def routes_of(generation):
-    """Expert choices of every token that was an input, from the first that was asked for; all of them are known."""
+    """Expert choices of every token that was an input, from the first that was asked for; all of
+    them are known.
+    """
     start, end = (
         generation.routes[0].start,
         max(part.start + part.num_rows for part in generation.routes),
@@ -183,7 +187,8 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
     module = make_module(manifest, seed=101)
 
     async def scenario(fleet):
-        # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the lease says.
+        # A cache that nobody has read yet: the prefill engine holds its blocks for as long as the
+        # lease says.
         _, where = await fleet.disaggregated._prefill(
             fleet.disaggregated.peer(0), PROMPT, "unread", 60.0, "u"
         )
@@ -191,7 +196,8 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
         answers = [[] for _ in range(12)]
 
         async def one_after_another(i):
-            # Of as many lengths, so that an update finds them at every point of their way: being prefilled, handed over, sampled.
+            # Of as many lengths, so that an update finds them at every point of their way: being
+            # prefilled, handed over, sampled.
             while not updated.is_set():
                 name, prompt = (
                     f"flight-{i}-{len(answers[i])}",
@@ -205,7 +211,8 @@ def test_requests_in_hand_over_survive_an_update_that_waits_for_none_of_them(
 
         running = [asyncio.create_task(one_after_another(i)) for i in range(len(answers))]
         reports, took_s = [], []
-        # An engine this small may be done with all that it samples before the pause reaches it: then the next update shows more.
+        # An engine this small may be done with all that it samples before the pause reaches it:
+        # then the next update shows more.
         while len(reports) < MOST_UPDATES and not any(
             len(set(each.versions.tolist())) > 1 for every in answers for each in every
         ):
@@ -356,7 +363,8 @@ def test_engines_listen_on_loopback_only_but_for_mooncakes_own_sockets(engines, 
 
 @pytest.fixture
 def again(engines, run_dir):
-    """`kill(index)` ends an engine as the launcher does one that is gone; `listen(index)` has its next incarnation, which has been started
+    """`kill(index)` ends an engine as the launcher does one that is gone; `listen(index)` has its
+    next incarnation, which has been started
     meanwhile, say where it is."""
     running = engines[0]
     started = [
@@ -427,7 +435,8 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
 
         await fleet.update(publisher.publish(20, named_hf_tensors(module)))
 
-        # The prefill engine: it stands still while some of its caches are asked for and others are made, and then it is killed. Whether a
+        # The prefill engine: it stands still while some of its caches are asked for and others are
+        # made, and then it is killed. Whether a
         # read needs it is a matter of UCX's; of the dead one nothing can be read.
         producer, consumer = map(fleet.disaggregated.peer, (0, 1))
         caches = [
@@ -447,7 +456,8 @@ def test_an_engine_that_is_killed_costs_its_own_requests_and_its_next_incarnatio
         freeze(0)
         reading = [
             asyncio.create_task(
-                fleet.disaggregated._decode(producer, consumer, where, PROMPT, request_id=f"read-{i}", max_tokens=4, temperature=1.0,
+                fleet.disaggregated._decode(producer, consumer, where, PROMPT,
+                                    request_id=f"read-{i}", max_tokens=4, temperature=1.0,
                                     cache_salt=f"read-{i}", ignore_eos=True)
             )
             for i, where in enumerate(caches[:2])

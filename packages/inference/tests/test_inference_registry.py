@@ -1,4 +1,6 @@
-"""The names, flags, addresses and metrics of vLLM that Orrery uses are in the source of the installed release. Nothing imports it."""
+"""The names, flags, addresses and metrics of vLLM that Orrery uses are in the source of the
+installed release. Nothing imports it.
+"""
 
 import ast
 import json
@@ -21,7 +23,8 @@ from orrery.orchestrator.engines.messages import METRICS
 INFERENCE = REPOSITORY / "packages/inference/src/orrery/inference"
 TREE = Path(find_spec("vllm").submodule_search_locations[0])
 
-# What patches (and the worker extension) replace or rely on, beyond what they import: file, then class and attribute.
+# What patches (and the worker extension) replace or rely on, beyond what they import: file, then
+# class and attribute.
 CORRECTED = {
     "../attestation.py": [
         ("v1/worker/gpu_worker.py", "Worker.weight_transfer_engine"),
@@ -160,8 +163,8 @@ CORRECTED = {
         ("v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens"),
     ],
 }
-PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/start_weight_update", "/update_weights",
-         "/finish_weight_update", "/collective_rpc", "/health"]  # fmt: skip
+PATHS = ["/inference/v1/generate", "/abort_requests", "/pause", "/resume", "/start_weight_update",
+         "/update_weights", "/finish_weight_update", "/collective_rpc", "/health"]  # fmt: skip
 
 
 @cache
@@ -188,7 +191,9 @@ def module_file(module: str) -> Path | None:
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that these statements bind, also inside conditions; `self.x = …` of a class's methods counts as the class's x."""
+    """Names that these statements bind, also inside conditions; `self.x = …` of a class's methods
+    counts as the class's x.
+    """
     for statement in body:
         for node in (
             ast.walk(statement)

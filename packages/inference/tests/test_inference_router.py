@@ -1,4 +1,6 @@
-"""Two real engines behind vllm-router, serving a tiny mixture of experts (whose reload on CPU is the one vLLM gets wrong)."""
+"""Two real engines behind vllm-router, serving a tiny mixture of experts (whose reload on CPU is
+the one vLLM gets wrong).
+"""
 
 import asyncio
 
@@ -28,7 +30,8 @@ torch.set_num_threads(1)
 
 TOKEN = "of-this-run"
 PROMPT = [9, 8, 7, 6, 5]
-TOLERANCE = 1e-4  # as for the dense model; routing is decided in fp32 on both sides, ties have probability 0
+# as for the dense model; routing is decided in fp32 on both sides, ties have probability 0
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""What the real vllm-router makes of what it is told: where turns of a session go, and how a pool is spread, before servers that count."""
+"""What the real vllm-router makes of what it is told: where turns of a session go, and how a pool
+is spread, before servers that count.
+"""
 
 import asyncio
 import json
@@ -32,7 +34,9 @@ ROUTERS = {  # policy, and what of our arguments is left out
 
 
 class Counting(BaseHTTPRequestHandler):
-    """An engine as far as the router can tell: well, and answering after `held_s`, so that requests are in flight together."""
+    """An engine as far as the router can tell: well, and answering after `held_s`, so that requests
+    are in flight together.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -43,8 +47,10 @@ class Counting(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.headers.get("X-Session-ID"), asked["token_ids"]))
         time.sleep(self.server.held_s)
-        self._answer({"choices": [{"token_ids": [1], "logprobs": {"content": [{"token_id": 1, "logprob": 0.0}]},
-                                   "weight_versions": [{"version": "default", "start": 0, "end": 1}]}]})  # fmt: skip
+        logprobs = {"content": [{"token_id": 1, "logprob": 0.0}]}
+        versions = [{"version": "default", "start": 0, "end": 1}]
+        choice = {"token_ids": [1], "logprobs": logprobs, "weight_versions": versions}
+        self._answer({"choices": [choice]})
 
     def _answer(self, body: dict) -> None:
         data = json.dumps(body).encode()
@@ -60,7 +66,8 @@ class Counting(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def engines():
-    # A hash ring's places come from addresses: the same every time, so that sessions are spread alike every time.
+    # A hash ring's places come from addresses: the same every time, so that sessions are spread
+    # alike every time.
     servers = [
         ThreadingHTTPServer((host, 20801), Counting) for host in ("127.77.0.1", "127.77.0.2")
     ]
@@ -118,7 +125,9 @@ def arguments_for(policy, engines, port, metrics_port):
 
 
 def send(url, engines, *waves, held_s=0.0):
-    """Requests, (session, prompt), those of a wave at once, held for so long; gives (session, prompt) by the engine that saw them."""
+    """Requests, (session, prompt), those of a wave at once, held for so long; gives (session,
+    prompt) by the engine that saw them.
+    """
 
     async def main():
         async with RouterClient(url) as router:

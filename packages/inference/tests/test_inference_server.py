@@ -1,4 +1,6 @@
-"""How a server ends: with the words of whoever kept it from serving. The engine and vLLM's server are stand-ins."""
+"""How a server ends: with the words of whoever kept it from serving. The engine and vLLM's server
+are stand-ins.
+"""
 
 import asyncio
 import socket
@@ -92,7 +94,10 @@ WORKER = "(Worker_TP1 pid=8) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
 FULL = "RuntimeError: Insufficient space in /dev/shm: 1048576 MiB required, 24099 MiB free."
 OTHER = "(Worker_TP0 pid=9) ERROR 11-23 10:10:56 [multiproc_executor.py:772] "
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
-RESOURCES = "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 262144, Hardware limit: 232448."
+RESOURCES = (
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
+    "Required: 262144, Hardware limit: 232448."
+)
 UNSUPPORTED = "torch._dynamo.exc.Unsupported: call_function BuiltinVariable(id)"
 HANDLED = "During handling of the above exception, another exception occurred:"
 
@@ -111,7 +116,8 @@ HANDLED = "During handling of the above exception, another exception occurred:"
         (
             [
                 f"{WORKER}torch.OutOfMemoryError: CUDA out of memory.",
-                f"{CORE}Exception: WorkerProc initialization failed. See stack trace for root cause.",
+                f"{CORE}Exception: WorkerProc initialization failed. See stack trace for root "
+                "cause.",
             ],
             "torch.OutOfMemoryError: CUDA out of memory.",
         ),
@@ -261,6 +267,9 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     monkeypatch.setenv(server.plugin.SHARED, "")
     with pytest.raises(
         RunFailed,
-        match=r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read logs",
+        match=(
+            r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read "
+            r"logs"
+        ),
     ):
         server.serve(ctx, [])

@@ -1,4 +1,6 @@
-"""What an engine core sends of requests that are answered whole: everything once, in order, and in few pieces."""
+"""What an engine core sends of requests that are answered whole: everything once, in order, and in
+few pieces.
+"""
 
 from types import SimpleNamespace
 
@@ -161,7 +163,8 @@ def test_an_answer_says_tokens_logprobs_routes_and_versions():
     }
     routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     choice = SimpleNamespace(
-        index=0, token_ids=(7, 8), finish_reason=None, logprobs=[{7: logprob[7]}, {8: logprob[8]}], routed_experts=routes,
+        index=0, token_ids=(7, 8), finish_reason=None, logprobs=[{7: logprob[7]}, {8: logprob[8]}],
+        routed_experts=routes,
         weight_versions=[SimpleNamespace(version="3", start=0, end=2)],
     )  # fmt: skip
     last = SimpleNamespace(

@@ -1,4 +1,6 @@
-"""One real vLLM on CPU of four workers, two tensor-parallel in each of two data-parallel engine cores, whose takes fail in some of them."""
+"""One real vLLM on CPU of four workers, two tensor-parallel in each of two data-parallel engine
+cores, whose takes fail in some of them.
+"""
 
 import asyncio
 import time
@@ -109,7 +111,7 @@ def test_all_its_processes_listen_on_loopback_only(server):
     assert listening(server[0]) == {"127.0.0.1"}
 
 
-def test_a_take_that_another_engine_ends_fails_alike_in_all_workers_and_is_made_again_with_requests_in_flight(
+def test_a_transfer_that_another_engine_ends_fails_in_all_workers_and_is_repeated(
     server, module, tmp_path
 ):
     async def scenario(fleet):
