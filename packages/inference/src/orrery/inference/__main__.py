@@ -13,7 +13,7 @@ from orrery.transport.token import run_token
 
 
 def main() -> None:
-    gc.disable()  # the imports make millions of permanent objects; `serve` enables it again
+    gc.disable()  # the imports make millions of permanent objects
     with role_process("inference") as ctx:
         run_token()  # raises if it is missing, before the minutes that loading may take
         ctx.health.doing("loading vLLM")

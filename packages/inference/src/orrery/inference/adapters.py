@@ -2,15 +2,12 @@
 
 - In: the path of a version on the wire `adapters`, tensors by PEFT name. Out: `held`, as in
   `receiver`.
-- The engine has one adapter from its start (`adapter_start`), which every request names. An update
-  overwrites its factors while requests are paused. Requests in flight continue with the new
-  factors.
-- vLLM's `/v1/load_lora_adapter` with `load_inplace` does not work here: each step of an old request
-  reads the old version's files again.
+- The engine has one adapter from its start (`adapter_start`), and every request names it. An update
+  overwrites its factors while requests are paused. They continue with the new factors.
+- vLLM's `load_inplace` does not work here: each step of an old request reads the old files again.
 - A factor is fingerprinted in the buffer that computes with it ("resident"). If ranks hold slices,
   it is fingerprinted as it arrives.
-- Every projection that takes an adapter must get one. A damaged version fails the update with the
-  tensor's name.
+- Every projection that takes an adapter must get one. A damaged version fails the update by name.
 """
 
 from collections.abc import Iterator
@@ -71,7 +68,7 @@ class AdapterReceiver(Backend):
         self.held = {}
 
     def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
-        """Yield vLLM's modules with the names of their projections; a fused module has several."""
+        """Yield vLLM's modules with the names of their projections. A fused module has several."""
         manager = self.model.lora_manager
         for name, module in manager.modules.items():
             yield module, manager.packed_modules.get(name) or [name]

@@ -28,7 +28,7 @@ from orrery.transport.weight_wire import check_library
 PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
 ADAPTER_BACKEND = "orrery_adapters"
-# Worker and engine core in one process; vLLM on CPU turns the name "uni" into "mp".
+# The name "uni" does not work: vLLM on CPU turns it into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
 MAX_GRAPH_TOKENS = 4096  # a larger step hides the launch of the next step's kernels
@@ -110,7 +110,7 @@ def server_arguments(
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the numbers of tokens a step for which a CUDA graph is captured; a step is padded to
+    """Return the numbers of tokens a step for which a CUDA graph is captured. A step is padded to
     the next size.
 
     vLLM captures sizes up to 512. With hundreds of requests in flight nearly every step also
@@ -164,7 +164,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's variables; a variable of placement that is already set stays."""
+    """Set this engine's variables. A variable of placement that is already set stays."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

@@ -7,7 +7,7 @@ ended.
 - `fingerprints` is what `receiver` recorded in the last update that finished. `attested` is its
   digest: a mixture has tens of thousands of tensors.
 - `keep_no_longer` and `read_no_more` are for prefill and decode engines. Without them blocks stay
-  until their lease ends (`kv_transfer.lease_s`). NIXL's reader notices a lost producer by itself;
+  until their lease ends (`kv_transfer.lease_s`). NIXL's reader notices a lost producer by itself.
   Mooncake's waits until after the lease.
 """
 
@@ -31,14 +31,14 @@ class AttestingWorker:
         return failure
 
     def give_up_update(self) -> None:
-        """End the update under way without its version; the next may begin."""
+        """End the update under way without its version. The next may begin."""
         self.weight_transfer_engine.failure = (
             self.untaken() or "another worker of this engine has not taken it"
         )
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return HF name → [16 hex digits, "resident" | "as_consumed"]; empty before the first
+        """Return HF name → [16 hex digits, "resident" | "as_consumed"]. Empty before the first
         update.
         """
         return {
@@ -55,7 +55,7 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds in this worker by part; empty if it read files."""
+        """Return the last update's seconds in this worker by part. Empty if it read files."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}

@@ -27,7 +27,7 @@ FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"  # its limit
 
 
 class BoundedFolder:
-    """The accounting of one folder; thread-safe."""
+    """The thread-safe accounting of one folder."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
@@ -51,7 +51,7 @@ class BoundedFolder:
         _remove(lost)
 
     def used(self, paths: Iterable[str]) -> None:
-        """Mark these files as just used; unknown files are ignored."""
+        """Mark these files as just used. Unknown files are ignored."""
         with self._lock:
             for path in paths:
                 if path in self._sizes:
@@ -104,7 +104,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """One file a block. One thread writes; any thread may read."""
+    """One file a block. One thread writes. Any thread may read."""
 
     far = False  # cheap to read again
 

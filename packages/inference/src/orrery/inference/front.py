@@ -1,7 +1,6 @@
 """The router's front: a proxy that checks credentials. vllm-router lets any caller add engines.
 
-- In: requests on the role's address. Out: requests to vllm-router on loopback; its streamed
-  answers.
+- In: requests on the role's address. Out: requests to vllm-router on loopback, streamed answers.
 - The front compares the credential before it reads the body. Only paths in `ROUTES` are forwarded.
 - Generation takes the `generate` credential. The list of engines takes `administer`, which neither
   vllm-router nor an engine behind it ever sees.
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Front:
-    """A server before vllm-router; without a token it accepts every request.
+    """A server before vllm-router. Without a token it accepts every request.
 
     Use it as `async with Front(token, router_url) as front: await front.listen(host, port)`.
     """
@@ -83,14 +82,14 @@ class Front:
             transport.abort()
 
     async def listen(self, host: str, port: int) -> str:
-        """Serve at `host`; `port` 0 takes a free one. Return the address."""
+        """Serve at `host`. `port` 0 takes a free one. Return the address."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Caller(self), host, port, backlog=BACKLOG)
         self._servers.append(server)
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Whether the header `given` opens a route; an unknown route needs `administer`."""
+        """Whether the header `given` opens a route. An unknown route needs `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 
@@ -159,8 +158,6 @@ class _Caller(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes, self._expects = 0, False
 
-    # The connection.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._front.callers.add(self)
@@ -195,7 +192,7 @@ class _Caller(asyncio.Protocol):
         if self.upstream is not None:
             self.upstream.transport.resume_reading()
 
-    # The parser's calls.
+    # Called by httptools.
 
     def on_message_begin(self) -> None:
         if self.is_waiting and not self._is_refused:
@@ -252,8 +249,6 @@ class _Caller(asyncio.Protocol):
         self._body = []
         self._front.forward(self, b"".join(request))
 
-    # Answers.
-
     def finish(self) -> None:
         """End the exchange: the answer is written whole."""
         self.upstream, self.is_waiting = None, False
@@ -296,7 +291,7 @@ class _Upstream(asyncio.Protocol):
         self.idle_since_s = 0.0
 
     def ask(self, caller: _Caller, request: bytes) -> None:
-        """Send `request`; its answer goes to `caller`."""
+        """Send `request`. Its answer goes to `caller`."""
         self._caller, caller.upstream = caller, self
         self._head, self._reason, self._is_sized, self._is_complete = b"", b"", False, False
         self._out: list[bytes] = []
@@ -305,7 +300,7 @@ class _Upstream(asyncio.Protocol):
         self.transport.write(request)
 
     def drop(self) -> None:
-        """End the exchange; this ends the request in the engine too."""
+        """End the exchange. This ends the request in the engine too."""
         self._caller = None
         self.transport.abort()
 
@@ -347,7 +342,7 @@ class _Upstream(asyncio.Protocol):
             self.transport.close()
         caller.finish()
 
-    # The parser's calls.
+    # Called by httptools.
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason

@@ -80,7 +80,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Return whether a subprocess can load the system's `library`. NIXL brings its own rdma-core; a
+    """Return whether a subprocess can load the system's `library`. NIXL brings its own rdma-core. A
     process with two copies crashes when it exits.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"

@@ -26,7 +26,7 @@ from orrery.runtime.network import LOOPBACK_INTERFACE, interface
 from orrery.runtime.timing import scaled
 from orrery.transport.engine_api import request_s
 
-LEASE_MARGIN_S = 300.0  # beyond a client's timeout; scaled
+LEASE_MARGIN_S = 300.0  # beyond a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
@@ -76,7 +76,7 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 
 def name_devices(manifest: Manifest) -> None:
-    """Restrict UCX, which NIXL uses, to this run's interface and RDMA devices; variables already
+    """Restrict UCX, which NIXL uses, to this run's interface and RDMA devices. Variables already
     set stay.
     """
     if manifest.inference.kv_transfer.kind == "nixl":

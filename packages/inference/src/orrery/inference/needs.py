@@ -1,8 +1,8 @@
 """Find the slices of published tensors that this engine rank needs, by running vLLM's own loaders.
 
 The model's `load_weights` runs once over tensors without storage, into parameters without storage.
-Its copies are recorded; no data moves. This covers every parallelism, fusion and model that vLLM
-can load. (vLLM's own `sharded_rdt` learns slices alike, but needs Ray; `nccl_m2n` sends whole
+Its copies are recorded. No data moves. This covers every parallelism, fusion and model that vLLM
+can load. (vLLM's own `sharded_rdt` learns slices alike, but needs Ray. `nccl_m2n` sends whole
 tensors where parameters are fused.)
 
 - Slices are boxes. A loader that calculates, or picks single rows, is refused by name.

@@ -1,6 +1,6 @@
 """The entry point `orrery` of `vllm.general_plugins`, which vLLM loads in each of its processes.
 
-- Registers the receivers of weights and adapters by name; only a worker imports them.
+- Registers the receivers of weights and adapters by name. Only a worker imports them.
 - Ties every vLLM process to its parent, so none survives a killed server.
 - Names the run in the processes' shared memory (SHARED), so that the next start can remove it.
 """

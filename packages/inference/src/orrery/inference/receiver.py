@@ -1,16 +1,13 @@
 """Receive weights: load a published version into the running model and record which weights came.
 
 - In: the path of a published version, on any wire. Out: `held`, name → (fingerprint, how).
-- `files` brings whole tensors. On a direct wire this rank receives its slices (`needs`) and copies
-  them as they arrive (`loading`).
-- Each tensor is fingerprinted as it arrives ("as_consumed"). A tensor that the engine does not
-  repack (embedding, norms, untied head) is fingerprinted again in the model ("resident").
-- Every tensor of the first load must come again, and every element of every layer must be filled.
-- A damaged file fails the update with the tensor's name. `held` stays empty until a whole update
-  succeeds.
-- Workers never raise. The client then asks each worker for its error (`attestation`); if any
-  failed, all discard the update. vLLM 0.32 stops reading at the first worker that raises, and
-  returns the others' results for the next call.
+- `files` brings whole tensors. A direct wire brings this rank's slices (`needs`, `loading`).
+- A tensor is fingerprinted as it arrives ("as_consumed"). If the engine does not repack it, it is
+  fingerprinted again in the model ("resident").
+- Every tensor of the first load must come again and fill every element. A damaged file fails the
+  update by name. `held` stays empty until a whole update succeeds.
+- Workers never raise. The client asks each worker for its error (`attestation`). If any failed, all
+  discard the update. After an error vLLM 0.32 would mix up the workers' results.
 """
 
 import abc
@@ -83,7 +80,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Consumed(NamedTuple):
-    """A tensor as it arrived; `shape` is None if this rank has only a part."""
+    """A tensor as it arrived. `shape` is None if this rank has only a part."""
 
     fingerprint: int
     shape: torch.Size | None

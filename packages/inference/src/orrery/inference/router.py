@@ -1,15 +1,11 @@
 """Run vllm-router for a stage's replicas, behind a front that checks callers.
 
-- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once the router knows every
-  engine.
-- Only the front listens on `ctx.host`. The router is on loopback and accepts only `generate`. It
-  spreads /inference/v1/generate; control calls go directly to each engine.
-- Its Prometheus page is on loopback without a key. It shows request counts, durations and engine
-  addresses.
-- It retries nothing and breaks no circuit: a failed request is the caller's data. The orchestrator
-  adds and removes engines.
-- The kernel kills it with this process. If it ends by itself, so does this process, with a
-  sentence.
+- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once all engines are known.
+- Only the front listens on `ctx.host`. The router is on loopback and spreads generation. Control
+  calls go directly to each engine.
+- Its Prometheus page is on loopback without a key. It shows counts, durations and addresses.
+- It retries nothing and breaks no circuit: a failed request is the caller's data.
+- The kernel kills it with this process. If it ends by itself, so does this process.
 """
 
 import asyncio

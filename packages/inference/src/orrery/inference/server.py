@@ -5,7 +5,7 @@
 - Engine cores (one a data-parallel rank) and their workers (one a further GPU) are child processes.
   They die with this process (`plugin`). It ends within WATCH_S of an engine core's death, with a
   sentence. An engine core dies with its workers.
-- SIGTERM ends all of them. After STOP_S the rest is killed. Files on disk are removed then; after a
+- SIGTERM ends all of them. After STOP_S the rest is killed. Files on disk are removed then. After a
   failure they stay for the next start.
 - It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
@@ -74,7 +74,7 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # vLLM leaves sockets and rendezvous files in TMPDIR; a socket's path has at most 107 bytes.
+    # vLLM leaves sockets and rendezvous files in TMPDIR. A socket's path has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
         uvloop.run(_serve(ctx, entry, args, left))
@@ -91,13 +91,15 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Left:
-    """What a killed engine leaves on its node, under names that only this role uses."""
+    """The files and shared memory that a killed engine leaves, under names that only this role
+    uses.
+    """
 
     scratch: Path  # the system's folder for temporary files
     start: str  # prefix of this role's folders there
     shared: str  # part of this role's names in shared memory
-    disk: Path  # cache blocks; the next start uses them, so only an orderly end removes them
-    pid: int  # of the server: forks inherit its handlers and must remove nothing
+    disk: Path  # cache blocks, which only an orderly end removes
+    pid: int  # of the server, because forks inherit its handlers
 
     @staticmethod
     def by(ctx: RoleContext) -> "Left":
@@ -154,11 +156,11 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
         while {serving, watching} <= awaited:
             done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if announcing in done:
-                announcing.result()  # raises what kept it: nobody would ever find this server
+                announcing.result()  # raises if no address was published
         announcing.cancel()
         watching.cancel()
         if serving.done():
-            serving.result()  # raises what it ended by
+            serving.result()  # raises its error
         if not stopping.is_set():
             raise _died(ctx)
         winding_down = serving.result()

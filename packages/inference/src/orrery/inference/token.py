@@ -1,4 +1,4 @@
-"""Check the credentials of every request to an engine."""
+"""Check the credential of every request to an engine."""
 
 import hmac
 import os
@@ -11,7 +11,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.transport.engine_api import ENGINE_HEADER
 from orrery.transport.token import Purpose, credential, run_token
 
-OPEN = ("/health", "/metrics")  # for the router and monitors; read-only
+OPEN = ("/health", "/metrics")  # for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
 INDEX = "ORRERY_ENGINE"  # this engine's index in the stage

@@ -1,7 +1,7 @@
 """NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend, which routes, and one
 worker an engine.
 
-- A worker is `python3 -m dynamo.vllm`. It takes vLLM's engine flags; it has no server, so server
+- A worker is `python3 -m dynamo.vllm`. It takes vLLM's engine flags. It has no server, so server
   flags are left out.
 - Routers that use caches receive the engines' events inside the graph's network.
 - Dynamo names sessions by the header X-Dynamo-Session-ID.

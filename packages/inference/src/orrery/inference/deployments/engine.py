@@ -1,6 +1,4 @@
-"""One engine as a container: command line, variables, devices, volumes; the same for every
-router.
-"""
+"""One engine as a container, for every router: command line, variables, devices, volumes."""
 
 import json
 from dataclasses import dataclass
@@ -130,7 +128,7 @@ def weights_volume(place: Place) -> dict[str, Any]:
 
 
 def _of_any_start(arguments: list[str]) -> list[str]:
-    """Remove the `engine_id`, which the launcher makes for one start; a pod may start again."""
+    """Remove the `engine_id`, which the launcher makes for one start. A pod may start again."""
     if "--kv-transfer-config" not in arguments:
         return arguments
     at = arguments.index("--kv-transfer-config") + 1

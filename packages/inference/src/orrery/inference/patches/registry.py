@@ -204,7 +204,7 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner; vLLM reads them at import."""
+    """Return the variables that choose vLLM's model runner. vLLM reads them at import."""
     if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
         return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the other one has no routes
     return {}

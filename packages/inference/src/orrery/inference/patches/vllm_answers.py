@@ -27,7 +27,7 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An encoded answer; the endpoint checks for this base class."""
+        """An encoded answer. The endpoint checks for this base class."""
 
         _body: bytes = PrivateAttr(b"")
 

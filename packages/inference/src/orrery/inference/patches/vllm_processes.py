@@ -70,7 +70,7 @@ def _store(
 
 def name_shared_memory(name: str) -> None:
     """Apply in each process before it makes shared memory, whose names then contain `name`."""
-    # The standard library's limit is for FreeBSD; Linux allows 255 characters.
+    # The standard library's limit is for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     shared_memory._SHM_SAFE_NAME_LENGTH = len(name) + 1 + RANDOM_CHARACTERS  # type: ignore[attr-defined]
     from vllm.platforms import current_platform

@@ -110,7 +110,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Shelf(Protocol):
-    """Storage of routes behind memory; memory keeps what it read from a `far` one."""
+    """Storage of routes behind memory. Memory keeps what it read from a `far` one."""
 
     far: bool
 

@@ -55,7 +55,7 @@ def share(num_known_here: Callable[[list[str]], int]) -> None:
 
 
 class SharedRoutes:
-    """Routes in the store. A thread writes them; a store that is too slow loses routes."""
+    """Routes in the store. A thread writes them. A store that is too slow loses routes."""
 
     far = True
 

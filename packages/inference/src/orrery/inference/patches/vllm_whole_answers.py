@@ -71,7 +71,7 @@ class Held:
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
-        """Return the outputs to send now; `requests` are the running ones by id."""
+        """Return the outputs to send now. `requests` are the running ones by id."""
         found: list[Any] = []
         if not outputs:
             return found
@@ -129,7 +129,7 @@ def merged(parts: list[Any]) -> Any:
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
     """Concatenate vLLM's LogprobsLists: tokens and log-probs [positions, columns], and ranks. A
-    step's widest request sets the columns; a request's own come first.
+    step's widest request sets the columns. A request's own come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
