@@ -1,17 +1,12 @@
-"""What an adapter beside the weights takes from an engine: tokens/s of one that serves it, as a
-share of one that serves weights alone.
+"""Measure the cost of an adapter: an engine's tokens/s with it, as a share of those without.
 
-- The weights are dummies and the adapter is the one of the start, of zeros: engines compute with it
-  all the same, the shape is what costs.
-- On a GPU one engine after the other has it to itself; on a CPU both are there and rounds
-  alternate. A round is all requests, from the
-  first that is sent to the last that is there. The figure is the median of the ratios of rounds of
-  the same number.
+- The weights are dummies and the adapter is zeros. Only the shapes matter.
+- On a GPU the engines run one after the other. On a CPU both run and rounds alternate. A round is
+  all requests at once. The figure is the median ratio of rounds with the same number.
 
-    python benchmarks/inference/adapter_cost.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512
-    out, 512 at once
-    python benchmarks/inference/adapter_cost.py --run smollm2_smoke --tokens 32 --requests 8
-    --record adapter_cost_cpu
+    python benchmarks/inference/adapter_cost.py      # one H200, 512 requests of 512 + 512 tokens
+    python benchmarks/inference/adapter_cost.py --run smollm2_smoke --tokens 32 --requests 8 \\
+        --record adapter_cost_cpu
 """
 
 import argparse
@@ -38,7 +33,7 @@ START_S = 900.0
 
 
 def adapted(args: argparse.Namespace, adapter: bool) -> Manifest:
-    """The checked-in run with one engine by itself, which takes an adapter or does not."""
+    """Return the checked-in run with one engine, with or without an adapter."""
     content = manifest(args, routes=False).model_dump(mode="json")
     content["inference"]["router"] = {"kind": "none"}
     content["transport"]["weights"] = "adapters" if adapter else "files"
@@ -61,7 +56,7 @@ def engine(args: argparse.Namespace, adapter: bool) -> Iterator[EngineClient]:
 async def one_round(
     args: argparse.Namespace, client: EngineClient, vocab_size: int, number: int
 ) -> float:
-    """Tokens/s of all requests at once."""
+    """Return the tokens/s of all requests at once."""
 
     async def one(index: int, ids: list[int]) -> int:
         generation = await client.generate(
@@ -91,7 +86,7 @@ async def one_round(
 async def rounds(
     args: argparse.Namespace, clients: dict[bool, EngineClient]
 ) -> dict[bool, list[float]]:
-    """Rounds of each of these engines in turn; the first of each is not counted."""
+    """Run rounds of each of these engines in turn. The first of each is not counted."""
     vocab_size = adapted(args, False).model.vocab_size
     rates: dict[bool, list[float]] = {adapter: [] for adapter in clients}
     for number in range(args.rounds + 1):

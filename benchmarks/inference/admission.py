@@ -1,24 +1,15 @@
-"""Adaptive admission against every fixed limit, on one real engine whose cache holds a part of what
-may be in flight.
+"""Compare adaptive admission with fixed limits on a real engine with a small cache.
 
-- Rollouts are single requests: a prompt of their own random tokens, and as many sampled ones as a
-  log-normal draw says (end tokens are
-  ignored, so lengths are exact and the same for all variants). As many are in flight as the
-  variant's limit lets; `Admission` and its looks
-  at the engine are the orchestrator's own.
-- Each variant warms up with `--warm-up` rollouts and is measured over the next `--rollouts`: tokens
-  sampled a second and preemptions a
-  rollout, both of the engine's own count.
-- `--per cpu` divides by the seconds that the engine's processes computed instead of the clock's: on
-  a machine that others use too, an
-  engine on one core is slowed by them, and its processor time is not.
+- A rollout is one request with a random prompt and a log-normal number of tokens. End tokens are
+  ignored, so all variants have the same lengths. `Admission` is the orchestrator's own.
+- Each variant warms up with `--warm-up` rollouts and is measured over `--rollouts`: tokens/s and
+  preemptions a rollout, as the engine counts them.
+- `--per cpu` divides by the engine's processor time, for a machine that runs other programs.
 
-    python benchmarks/inference/admission.py --per cpu                                  # CPU, about
-    15 minutes
-    python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 --prompt 512
-    --median 700 --longest 4096 \
-      --fixed 16 32 48 64 96 128 192 --rollouts 1500 --warm-up 500 --record admission_h200
-      # one GPU, vLLM 0.32, no network
+    python benchmarks/inference/admission.py --per cpu     # CPU, about 15 minutes
+    python benchmarks/inference/admission.py --run qwen3_0_6b_16k --kv-tokens 65536 \\
+        --prompt 512 --median 700 --longest 4096 --fixed 16 32 48 64 96 128 192 \\
+        --rollouts 1500 --warm-up 500 --record admission_h200     # one GPU
 """
 
 import argparse
@@ -55,7 +46,7 @@ DEADLINE_S = 1800.0  # a variant takes minutes
 
 
 def manifest(args: argparse.Namespace) -> Manifest:
-    """The checked-in run `args.run` with one engine, whose cache holds `--kv-tokens`."""
+    """Return the run `args.run` with one engine, whose cache holds `--kv-tokens`."""
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     most = max(args.fixed)
     context = -(-(args.prompt + args.longest) // 64) * 64
@@ -86,12 +77,12 @@ def manifest(args: argparse.Namespace) -> Manifest:
 
 
 def computed_s(top: psutil.Process) -> float:
-    """Processor seconds of the engine's processes so far."""
+    """Return the processor seconds of the engine's processes so far."""
     return sum(sum(each.cpu_times()[:2]) for each in (top, *top.children(recursive=True)))
 
 
 class Lengths:
-    """The same lengths, in the same order, for every variant."""
+    """The same lengths in the same order for every variant."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.chance = args, random.Random(args.seed)
@@ -113,7 +104,7 @@ async def play(
     admission: Admission,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """One variant: keep its permits used until enough rollouts have ended after the warm-up."""
+    """Run one variant: use all its permits until enough rollouts have ended after the warm-up."""
     lengths, chance, names = Lengths(args), random.Random(args.seed + 1), itertools.count()
     ended, changed = 0, asyncio.Event()
     looks: deque[dict[str, float]] = deque()
@@ -227,7 +218,7 @@ async def measure(
 
 
 def means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """Of the rounds, by variant."""
+    """Return the means of the rounds, by variant."""
     by_variant: dict[str, list[float]] = {}
     for row in rows:
         by_variant.setdefault(row["variant"], []).append(row[key])
@@ -235,8 +226,8 @@ def means(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def draw(rows: list[dict[str, Any]], key: str, path: Path) -> None:
-    """Throughput and preemptions by limit, and how the adaptive limit found its place; no picture
-    where matplotlib is not installed.
+    """Draw throughput and preemptions by limit, and the adaptive limit over time, if matplotlib is
+    installed.
     """
     try:
         import matplotlib

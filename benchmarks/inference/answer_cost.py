@@ -1,13 +1,9 @@
-"""What an answer costs an engine's processes beside the network: processor time a sampled token, in
-vLLM's way and in ours.
+"""Measure the processor time of an answer a sampled token, in vLLM's way and in ours.
 
-- A tiny network, so that what is computed a token is little; the API server computes nothing of it
-  at all.
-- `theirs`: vLLM's own way of telling the API server of tokens and of writing answers; `ours`:
-  `patches/vllm_whole_answers.py` and
-  `patches/vllm_answers.py`. The same requests, sampled log-probs included; rounds alternate.
-- Processor time is not the clock's: other programs on the machine make it longer, but not by much.
-  The figure is the API server's.
+- The network is tiny, so computing a token costs little.
+- `theirs` is vLLM's way. `ours` is `patches/vllm_whole_answers.py` and `patches/vllm_answers.py`.
+  Both get the same requests with log-probs. Rounds alternate.
+- The figure is the API server's processor time. Other programs lengthen it only a little.
 
     python benchmarks/inference/answer_cost.py       # on a CPU, a minute
 """
@@ -33,7 +29,7 @@ THEIRS, OURS = "theirs", "ours"
 
 
 def serve(way: str) -> None:
-    """This process as an engine of dummies that answers in this way."""
+    """Run this process as an engine of dummies that answers in this way."""
     if way == THEIRS:
         from orrery.inference.patches import vllm_answers, vllm_whole_answers
 
@@ -42,9 +38,7 @@ def serve(way: str) -> None:
 
 
 def spent_s(server: psutil.Process) -> dict[str, float]:
-    """Processor seconds until now of the API server, and of its engine core (beside which Python's
-    tracker of resources does nothing).
-    """
+    """Return the processor seconds so far of the API server and of its engine core."""
     found = {"api_server": [server], "engine_core": server.children()}
     times = {name: [process.cpu_times() for process in each] for name, each in found.items()}
     return {name: sum(one.user + one.system for one in each) for name, each in times.items()}

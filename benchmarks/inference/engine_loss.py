@@ -1,22 +1,18 @@
-"""What the loss of an engine costs: seconds from `kill -9` until it serves again, and what is
-generated meanwhile.
+"""Measure the loss of an engine: seconds from `kill -9` until it serves again, and tokens
+meanwhile.
 
-- The whole RL stage as a person starts it: launcher, two engines behind vllm-router, orchestrator,
-  trainer; an untrained model.
-- One of the engines is killed while it generates, once the run is warm, `--kills` times in turn;
-  each time the run goes on with the other.
-- Of each loss: until the orchestrator has fenced it, until the launcher has started it again, until
-  it has the current version, attested,
-  and requests. Tokens are those of batches that were cut in that time, beside those of an equal
-  time before the first kill. The pause is
-  the longest that an update meant for an engine meanwhile.
+- It runs the whole RL stage of an untrained model: launcher, two engines behind vllm-router,
+  orchestrator, trainer. It kills one of the engines `--kills` times in turn.
+- For each loss: seconds until the orchestrator fences the engine, until the launcher restarts it,
+  until it has the current version, and until it gets requests. Tokens are those of batches in that
+  time, compared with an equal time before the first kill. The pause is the longest of an update
+  meanwhile.
 
-    python benchmarks/inference/engine_loss.py                # on a quiet machine; about 4 minutes
+    python benchmarks/inference/engine_loss.py                # quiet machine, about 4 minutes
     python benchmarks/inference/engine_loss.py --wire nccl    # weights over a direct wire
-    python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode    # one
-    engine of each part: nobody goes on meanwhile
-    benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py --manifest asynchrony_h200_4
-    --wire nccl    # on a host with four GPUs
+    python benchmarks/inference/engine_loss.py --manifest reverse_text_prefill_decode
+    benchmarks/async/gpu_host.sh figure ../inference/engine_loss.py \\
+        --manifest asynchrony_h200_4 --wire nccl    # four GPUs
 """
 
 import argparse
@@ -45,9 +41,7 @@ LIMIT_S = 600.0
 
 
 def manifest(base: str, kills: int, wire: str) -> Manifest:
-    """`base`, which has two engines or more, without an end, a warm start, or evaluations to speak
-    of.
-    """
+    """Return `base`, which has two engines or more, without an end, a warm start or evaluations."""
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
     if content["inference"]["num_replicas"] < 2:
         raise SystemExit(
@@ -71,7 +65,7 @@ def manifest(base: str, kills: int, wire: str) -> Manifest:
 
 
 class Run:
-    """A run in a workspace of its own."""
+    """A run in its own workspace."""
 
     def __init__(self, workspace: Path, what: Manifest):
         self.workspace, self.folder = workspace, workspace_with(workspace, what)
@@ -100,7 +94,7 @@ class Run:
             time.sleep(0.05)
 
     def tokens_per_s(self, begin_s: float, end_s: float) -> float:
-        """Of the batches that were cut in this time."""
+        """Return the tokens/s of the batches in this time."""
         cut = [
             row for row in self.rows("orchestrator", "batch") if begin_s < row["time_s"] <= end_s
         ]
@@ -149,7 +143,7 @@ def main() -> None:
 
 
 def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[list[dict], float]:
-    """Each loss, and batch tokens/s before the first."""
+    """Measure each loss, and the batch tokens/s before the first."""
 
     def batches() -> int:
         return len(run.rows("orchestrator", "batch"))

@@ -1,28 +1,19 @@
-"""What our engine and its surroundings cost: tokens/s through client, router, log-probs and routes,
-against plain vLLM in the same run.
+"""Compare our engine's tokens/s, through client, router, log-probs and routes, with plain vLLM's.
 
-- Plain vLLM: `vllm serve` with the engine's flags that are vLLM's own, none of our code loaded, and
-  a client that posts requests and
-  counts tokens. Once without log-probs and once with those of the sampled tokens.
-- Our engine, asked by the same client with log-probs; and through all:
-  `orrery.orchestrator.rollout.run_episode` for every request, by
-  vllm-router, each rollout with its column of routes in place at its end.
-- The figure is through all, as a share of plain vLLM with log-probs: the median of the ratios of
-  rounds of the same number. Both engines
-  return routes where the model has experts. `--only-routes` measures what routes cost our engine
-  instead.
-- Weights are dummies: the shape is what costs. On a GPU one engine after the other has it to
-  itself; on a CPU all are there and rounds
-  alternate. A CPU's engine shares its cores with the client, which a GPU's does not: no goal there.
-- A round holds so many requests in flight all the time: each answer is followed by a new request
-  (`steady`). Answers end one by one, as
-  in a run. The time before the clock starts also compiles what vLLM compiles at its first requests.
+- Plain vLLM is `vllm serve` with vLLM's own engine flags and none of our code. Its client counts
+  tokens, with and without log-probs of the sampled tokens.
+- Our engine serves the same client, and `orrery.orchestrator.rollout.run_episode` behind
+  vllm-router, which puts each rollout's column of routes in place.
+- The figure is the latter's share of plain vLLM with log-probs: the median ratio of rounds with the
+  same number. A mixture returns routes. `--only-routes` measures their cost.
+- Weights are dummies. On a GPU the engines run one after the other. On a CPU rounds alternate, and
+  engines share cores with the client, so there is no goal.
+- A round keeps its number of requests in flight (`steady`). The warm-up includes compilation.
 
-    python benchmarks/inference/throughput.py      # one H200: Qwen3-30B-A3B's shape, 512 in, 512
-    out, 512 at once
+    python benchmarks/inference/throughput.py      # one H200, 512 requests of 512 + 512 tokens
     python benchmarks/inference/throughput.py --only-routes --record routes_cost
-    python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 --requests 32
-    --record throughput_cpu
+    python benchmarks/inference/throughput.py --run reverse_text_moe --tokens 64 \\
+        --requests 32 --record throughput_cpu
 """
 
 import argparse
@@ -96,8 +87,8 @@ Rows = dict[str, list[float]]  # tokens/s of each round, by variant
 
 
 def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> Manifest:
-    """The checked-in run with one engine, behind a router if `is_routed`, room for all requests at
-    once, and routes or none.
+    """Return the run with one engine with room for all requests, a router if `is_routed`, and
+    routes or none.
     """
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     moe, model = content["model"]["moe"], content["model"]
@@ -134,7 +125,7 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
 
 
 def serve_dummies() -> None:
-    """This process as an engine whose weights nobody wrote: it reads `config.json` alone."""
+    """Run this process as an engine of dummies, which reads only `config.json`."""
     from orrery.inference import __main__ as role
 
     arguments = role.server_arguments
@@ -143,9 +134,7 @@ def serve_dummies() -> None:
 
 
 def serve_plain() -> None:
-    """This process as `vllm serve` of dummies, without any of our code: the engine's flags but
-    OF_OURS, and no plug-in.
-    """
+    """Run this process as `vllm serve` of dummies without our code, OF_OURS flags and plug-ins."""
     with role_process("inference") as ctx:
         host, [port] = ctx.host, free_ports(1, ctx.host)
         words = server_arguments(
@@ -186,14 +175,14 @@ def is_up(url: str) -> bool:
 
 
 def prompt(args: argparse.Namespace, vocab_size: int, number: int, index: int) -> np.ndarray:
-    """i32 [tokens], the request `index` of a round; no two share a prefix."""
+    """Return i32 [tokens], the request `index` of a round. No two share a prefix."""
     return np.random.default_rng((number, index)).integers(
         0, vocab_size, args.tokens, dtype=np.int32
     )
 
 
 def prompts(args: argparse.Namespace, vocab_size: int, number: int) -> np.ndarray:
-    """i32 [requests, tokens]"""
+    """Return i32 [requests, tokens]."""
     return np.stack([prompt(args, vocab_size, number, index) for index in range(args.requests)])
 
 
@@ -203,11 +192,9 @@ Ask = Callable[
 
 
 async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
-    """Tokens/s with `requests` in flight all the time, each of `tokens` tokens.
-
-    First each lane asks for another length, so that from then on answers end one by one. The clock
-    runs from the last of these until as
-    many more answers are there as there are lanes.
+    """Return the tokens/s with `requests` in flight, each of `tokens` tokens. First each lane asks
+    for another length, so that answers end one by one. The clock starts with the last of these
+    and runs until each lane has one more answer on average.
     """
     numbers, over, is_open = itertools.count(), asyncio.Event(), args.requests
     begin, tokens = 0.0, 0
@@ -240,8 +227,8 @@ async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
 async def asking(
     url: str, salt: int, **more: Any
 ) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
-    """A plain client: what posts a prompt and counts the tokens of its answer, with `more` sampling
-    parameters.
+    """Return a plain client's call, which posts a prompt and counts the tokens of its answer.
+    `more` is added to the sampling parameters.
     """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -270,7 +257,7 @@ async def asking(
 async def all_at_once(
     args: argparse.Namespace, url: str, vocab_size: int, number: int, **more: Any
 ) -> int:
-    """All requests at once; the tokens that came."""
+    """Send all requests at once and return the number of tokens."""
     async with asking(url, number, **more) as post:
         return sum(
             await asyncio.gather(
@@ -289,8 +276,8 @@ async def directly(
 
 
 class Prompts:
-    """Task and chat format of one round: problem i is its prompt i, and every answer is as good as
-    any.
+    """The task and chat format of one round: problem i is its prompt i, and every answer scores
+    alike.
     """
 
     stop_token_ids = ()
@@ -315,9 +302,7 @@ class Prompts:
 
 
 class Published:
-    """The fleet with version 0 on every token: dummies were never published, and a rollout wants to
-    know by whom it was sampled.
-    """
+    """The fleet with version 0 on every token, because dummies were never published."""
 
     def __init__(self, fleet: Any):
         self.fleet = fleet
@@ -363,8 +348,8 @@ async def rounds(
     stages: dict[str, RoleContext],
     seen: Callable[[Rows], None],
 ) -> None:
-    """Rounds of these engines' variants in turn; `seen` is called after each number with the rows
-    so far.
+    """Run rounds of these engines' variants in turn. Call `seen` after each with the rows so
+    far.
     """
     rows: Rows = {}
     async with AsyncExitStack() as stack:
@@ -398,8 +383,8 @@ async def rounds(
 
 @contextmanager
 def stage(spec: Manifest, servers: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
-    """A run directory whose weights nobody wrote, with its `servers` (commands by role, as `roles`
-    takes them).
+    """Make a run directory without weights, and start its `servers` (commands by role, for
+    `roles`).
     """
     with tempfile.TemporaryDirectory(prefix="orrery-throughput-") as folder:
         run_dir = Path(folder)
@@ -426,7 +411,9 @@ def measure(
 
 
 def ratio(rows: Rows, above: str, below: str) -> float | None:
-    """The median over rounds of the same number; None where either was not measured."""
+    """Return the median ratio of rounds with the same number, or None if either was not
+    measured.
+    """
     pairs = [*zip(rows.get(above, []), rows.get(below, []), strict=False)]
     return statistics.median(a / b for a, b in pairs) if pairs else None
 
@@ -457,7 +444,7 @@ def main() -> None:
     rows: Rows = {}
 
     def keep(found: Rows) -> None:
-        """After each round, so that a session which ends early keeps what it has."""
+        """Record after each round, so that an early end loses nothing."""
         rows.update(found)
         variants = [
             {"variant": name, "value": statistics.median(each), "unit": "tokens/s", "rounds": each}
