@@ -114,7 +114,7 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are the required files of `note_digests`, relative to `folder`; their files are not
+    `notes` are the required files of `note_digests`, relative to `folder`. Their files are not
     read again. Raises RunFailed if one is missing, or if a file's size is not the noted one.
     """
     folder = Path(folder)
@@ -171,10 +171,10 @@ def verify(
 
 
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints; return the removed steps.
+    """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
     A folder that cannot be removed is tried again at the next call. The caller is attempt
-    `attempt`; checkpoints of newer attempts stay.
+    `attempt`. Checkpoints of newer attempts stay.
     """
     if keep < 1:
         raise OrreryError(
@@ -193,7 +193,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove all checkpoints of a finished stage; return the steps.
+    """Remove all checkpoints of a finished stage. Return the steps.
 
     A folder that cannot be removed is tried again at the next call.
     """
@@ -218,7 +218,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints of earlier attempts; return the steps.
+    """Remove incomplete checkpoints of earlier attempts. Return the steps.
 
     Call it before any process writes: for RL the orchestrator does, for SFT the trainer.
     """

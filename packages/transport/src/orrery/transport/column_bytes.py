@@ -44,7 +44,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError unless this is a layout of `layout_of`; a damaged one is unsafe."""
+        """Raise ValueError unless this is a layout of `layout_of`. A damaged one is unsafe."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -101,7 +101,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order, as views of the parts; only non-contiguous parts are copied."""
+    """Yield the bytes in order, as views of the parts. Only non-contiguous parts are copied."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -119,7 +119,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes in chunks of at most `chunk_bytes`; small segments are gathered into one."""
+    """Yield the bytes in chunks of at most `chunk_bytes`. Small segments are gathered into one."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:

@@ -37,7 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` atomically; return its bytes. `sync=False` if it need not survive a crash."""
+    """Write `path` atomically. Return its bytes. `sync=False` if it need not survive a crash."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -62,7 +62,7 @@ def write(
 
 
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
-    """Return (columns, info); the columns are read-only.
+    """Return (columns, info). The columns are read-only.
 
     They are views of the mapped file, which stay valid if this machine removes it, but not if
     another machine does on NFS. `mapped=False` reads the file whole. Raises OrreryError if the
@@ -97,7 +97,7 @@ def batch_path(run_dir: Path, step: int) -> Path:
 
 
 def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
-    """Keep the batch of `step`, replacing an earlier attempt's; return its path."""
+    """Keep the batch of `step`, replacing an earlier attempt's. Return its path."""
     path = batch_path(run_dir, step)
     make_folder(path.parent)
     write(path, batch, {"step": step, **info})

@@ -49,7 +49,7 @@ def tensor_fingerprint(
     full_shape: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
 ) -> int:
-    """Return F of `tensor`, in [0, 2^64); dtypes of 1, 2, 4 or 8 bytes, any device and strides.
+    """Return F of `tensor`, in [0, 2^64). Dtypes of 1, 2, 4 or 8 bytes, any device and strides.
 
     With `full_shape` and `starts`, `tensor` is the slice of a larger tensor at that index, and the
     result is its share of the whole tensor's F. Raises ValueError if it lies outside.
@@ -66,7 +66,7 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor with the integers `bits` as elements; needs no torch."""
+    """Return F of a whole tensor with the integers `bits` as elements. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -238,7 +238,7 @@ class SliceFingerprints:
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused` selects the kernel; by default on a GPU with Triton."""
+        """`fused` selects the kernel. By default on a GPU with Triton."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -53,7 +53,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the runs' positions in the whole tensor, in runs; a stride of 0 means one row."""
+    """Return the runs' positions in the whole tensor, in runs. A stride of 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -151,7 +151,7 @@ class KernelLaunch(NamedTuple):
 
 
 class RowFingerprints:
-    """Shares of rows of elements of one size; the tables are made once."""
+    """Shares of rows of elements of one size. The tables are made once."""
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
@@ -167,7 +167,7 @@ class RowFingerprints:
             self._launches.append(launch)
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return i64 [rows], the shares; `buffer` is u8."""
+        """Return i64 [rows], the shares. `buffer` is u8."""
         out = torch.zeros(self._num, dtype=torch.int64, device=buffer.device)
         for each in self._launches:
             size = each.integers.itemsize

@@ -43,7 +43,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Wait for `path` for `within_s` (VISIBLE_S, scaled); return whether it exists."""
+    """Wait for `path` for `within_s` (VISIBLE_S, scaled). Return whether it exists."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

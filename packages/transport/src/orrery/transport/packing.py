@@ -41,11 +41,11 @@ def pack(
     quadratic: float = 0.0,
     padded: bool = False,
 ) -> Plan:
-    """Return sample indices (int64, ascending) as `[rank][micro_step]`; empty for a dummy step.
+    """Return sample indices (int64, ascending) as `[rank][micro_step]`. Empty for a dummy step.
 
     - `lengths`: int64 [num_samples], tokens.
-    - `quadratic`: the cost of a sample of n tokens is n + quadratic · n²; see `quadratic_cost`.
-    - `padded`: the model computes samples as rows of the longest; those must fit `max_tokens`.
+    - `quadratic`: the cost of a sample of n tokens is n + quadratic · n². See `quadratic_cost`.
+    - `padded`: the model computes samples as rows of the longest. Those must fit `max_tokens`.
 
     Raises OrreryError for a sample that no micro-batch can hold.
     """
@@ -85,7 +85,7 @@ def pack(
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Return every sample's bin, int64 [num_samples].
 
-    Longest first; a bin takes as many rows of its first sample's length as fit.
+    Longest first. A bin takes as many rows of its first sample's length as fit.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
@@ -99,7 +99,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Return every sample's bin, int64 [num_samples].
 
-    Longest first; each goes into the fullest bin that still holds it.
+    Longest first. Each goes into the fullest bin that still holds it.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     # Sorted; room · stride + bin, so that one bisection finds the tightest bin.
@@ -126,7 +126,7 @@ def _spread(
 ) -> np.ndarray | None:
     """Return every sample's bin, or None if the search ends without a solution.
 
-    Costliest first; each goes into the cheapest bin that holds it. The search skips only a few
+    Costliest first. Each goes into the cheapest bin that holds it. The search skips only a few
     full bins a sample on average, so it is fast for batches that fill their bins completely.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
@@ -186,7 +186,7 @@ def quadratic_cost(model: Model) -> float:
 class LazyMicroBatches(Sequence[MicroBatch]):
     """`length` micro-batches, each made by `make(index)` on access, so no batch is held whole.
 
-    A receiver may ask again; `make` must then return the same micro-batch.
+    A receiver may ask again. `make` must then return the same micro-batch.
     """
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:

@@ -2,7 +2,7 @@
 
 - A role that listens publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
   wait for the file, with a deadline and a name for the wait.
-- A file appears whole and names its attempt; files of an earlier attempt are ignored.
+- A file appears whole and names its attempt. Files of an earlier attempt are ignored.
 - A process that was restarted within its attempt has another incarnation, so the address of a dead
   process is not mistaken for its own.
 """
@@ -94,7 +94,7 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of `role` with indices `0..count`, once all are published.
 
-    Blocks the thread; from asyncio call it through `asyncio.to_thread`. Calls `meanwhile` at every
+    Blocks the thread. From asyncio call it through `asyncio.to_thread`. Calls `meanwhile` at every
     look. Raises RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):

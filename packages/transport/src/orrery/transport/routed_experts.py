@@ -5,7 +5,7 @@
   order, or all layers of the network, since engines report dense layers too.
 - If all slots of a token and layer hold the dtype's largest value, there is no route: for the last
   token, which was never an input, and from engines that report none. The trainer routes these
-  itself and counts them. A real choice never looks so, because its experts are distinct; only
+  itself and counts them. A real choice never looks so, because its experts are distinct. Only
   expert 255 of 256 with top_k 1 does, and is then chosen afresh.
 - All documents of a batch have the column or none has. `without_routes` takes no memory.
 """
@@ -64,7 +64,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return the column as the network takes it; `what` names it in errors.
+    """Return the column as the network takes it. `what` names it in errors.
 
     Raises RunFailed if the dtype, layers, top_k or an expert's id do not fit the model.
     """

@@ -85,7 +85,7 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close connections; the engine aborts requests in flight."""
+        """Close connections. The engine aborts requests in flight."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
@@ -108,7 +108,7 @@ class EngineClient:
         """Sample a continuation of `token_ids` by plain temperature sampling (0 is greedy).
 
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
-        - `request_id`: what `abort` takes; unique among requests in flight.
+        - `request_id`: what `abort` takes. Unique among requests in flight.
         - `stop_token_ids`: a sampled stop token is part of the result.
         - `routes_from`: position of the first token whose routed experts are returned.
         - `session`: names the conversation, so that a router keeps its turns on one engine.
@@ -162,13 +162,8 @@ class EngineClient:
 
         The prefix cache is not used. Raises GenerationFailed or EngineGone.
         """
-        sampling = {
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "output_kind": 2,
-            "detokenize": False,
-        }
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
+        sampling["detokenize"] = False
         body = self._body(request_id, list(token_ids), request_id, sampling)
         what = f"request {request_id!r}"
         status, answer, _ = await self._call(
@@ -198,7 +193,7 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests; unknown ids are ignored.
+        """Abort these requests. Unknown ids are ignored.
 
         Their `generate` returns with finish_reason "abort" and may lack the last tokens.
         """
@@ -207,7 +202,7 @@ class EngineClient:
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
 
     async def pause(self) -> None:
-        """Freeze running requests, keeping their KV and the prefix cache; new requests wait."""
+        """Freeze running requests, keeping their KV and the prefix cache. New requests wait."""
         await self._control("/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
@@ -223,11 +218,8 @@ class EngineClient:
         If one worker fails, all of them discard the update. Raises UpdateFailed, which names the
         tensor if it is damaged or missing.
         """
-        update = {
-            "path": str(published.path),
-            "version": published.version,
-            "engine": self.name,
-        }
+        version = published.version
+        update = {"path": str(published.path), "version": version, "engine": self.name}
         await self._control(
             "/update_weights", {"update_info": update}, scaled(LOAD_TIMEOUT_S), UpdateFailed
         )
@@ -239,15 +231,15 @@ class EngineClient:
         kind: type[UpdateFailed] = UpdateFailed
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted
-        raise kind(f"{self.name} did not take version {published.version}: {shortened(reason)}")
+        raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def finish_update(self, version: int) -> None:
-        """Activate the loaded weights; tokens sampled from now on carry `version`."""
+        """Activate the loaded weights. Tokens sampled from now on carry `version`."""
         body = {"weight_version": str(version)}
         await self._control("/finish_weight_update", body, error=UpdateFailed)
 
     async def update_weights(self, published: "Published") -> None:
-        """Start, load and finish an update of a paused engine; `update_engine` does the rest."""
+        """Start, load and finish an update of a paused engine. `update_engine` does the rest."""
         await self.start_update()
         await self.load(published)
         await self.finish_update(published.version)
@@ -286,7 +278,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept under these names for readers that are gone; see `disaggregated`.
+        """Free KV blocks kept under these names for readers that are gone. See `disaggregated`.
 
         Unknown names are ignored.
         """
@@ -424,7 +416,7 @@ class RouterClient(EngineClient):
     """Client of vllm-router, which adds and removes engines. Without any it answers 503."""
 
     async def admit(self, url: str) -> None:
-        """Send requests to this engine from now on; it must answer /health."""
+        """Send requests to this engine from now on. It must answer /health."""
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:

@@ -55,7 +55,7 @@ class SessionAffinity:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine as it was when it got a request; its next incarnation has another client."""
+    """An engine as it was when it got a request. Its next incarnation has another client."""
 
     index: int
     client: EngineClient
@@ -81,7 +81,7 @@ class DisaggregatedEngines:
         - `engines`: the prefill engines, as many as `handovers`, then the decode engines.
         - `handovers`: what each prefill engine published: `kv_engine_id` and `kv_bootstrap` with
           Mooncake, else nothing.
-        - `admitted`: indices of the engines that get requests; all by default.
+        - `admitted`: indices of the engines that get requests. All by default.
         - `look` removes lost engines from `admitted`.
         """
         self.engines, self.handovers = engines, list(handovers)
@@ -112,7 +112,7 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate`; `cached_tokens` is the prefill engine's."""
+        """Run `EngineClient.generate`. `cached_tokens` is the prefill engine's."""
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
@@ -177,12 +177,12 @@ class DisaggregatedEngines:
         return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests that are being prefilled; the caller tells the decode engines."""
+        """Abort requests that are being prefilled. The caller tells the decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are given back; a paused engine takes none."""
+        """Wait at most CLOSE_S until all blocks are given back. A paused engine takes none."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -269,7 +269,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer; if that engine is lost, free the prefill's blocks."""
+        """Return the decode engine's answer. If that engine is lost, free the prefill's blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):

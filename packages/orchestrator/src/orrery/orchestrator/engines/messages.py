@@ -6,7 +6,7 @@ OrreryError
     ├── OutOfConnections        this process cannot open a connection for a control call
     ├── EngineGone              no answer at the address, a broken connection, a control timeout
     └── UpdateFailed            the engine is up and did not load the weights
-        ├── UpdateInterrupted   another process of the transfer was lost; a retry may succeed
+        ├── UpdateInterrupted   another process of the transfer was lost, a retry may succeed
         │   └── VersionGone     the version cannot be transferred any more
         └── WeightsDiffer       the engine reports success and holds other weights
 """
@@ -27,7 +27,7 @@ UNKNOWN_ENGINE = -1
 
 
 class GenerationFailed(OrreryError):
-    """One request failed; other requests are not affected."""
+    """One request failed. Other requests are not affected."""
 
     exit_code = 1
 
@@ -216,7 +216,7 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return `METRICS` of a Prometheus text page, summed over label sets; a missing series is 0."""
+    """Return `METRICS` of a Prometheus text page, summed over label sets. A missing series is 0."""
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():

@@ -1,7 +1,7 @@
 """All engines of a stage as one: generation through the router, updates of every engine.
 
 - Each engine is updated by itself, all at once, so a slow or lost one keeps no other paused.
-- With disaggregated prefill there is no router; `disaggregated` picks each request's two engines.
+- With disaggregated prefill there is no router. `disaggregated` picks each request's two engines.
 - If the launcher does not restart engines, the first engine failure ends the run.
 - Otherwise `recovery` fences a failed engine and readmits its next incarnation. Its requests fail
   as EngineGone. While no engine serves, requests wait, and so does an update.
@@ -73,7 +73,7 @@ class EnginePool:
 
         - `restarting`: this process's context, if its launcher restarts engines.
         - `incarnations`: of the engines; 0 by default.
-        - `handovers`: one for each prefill engine, which come first; see `DisaggregatedEngines`.
+        - `handovers`: one for each prefill engine, which come first. See `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
         - `canary`: the prompt that each engine must answer after an update.
         """
@@ -195,7 +195,7 @@ class EnginePool:
         return await self._every(EngineClient.fingerprints)
 
     async def update(self, published: "Published") -> UpdateReport | None:
-        """Update every engine to `published` with requests in flight; return the slowest's report.
+        """Update every engine to `published` with requests in flight. Return the slowest's report.
 
         Return None if `published` is gone already, because a newer version will come. Raises a
         RunFailed that names the engine, and the tensor if there is one. A failed engine stays
@@ -224,7 +224,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that fencing cannot cure; prefer one of an engine at fault."""
+        """Raise an error that fencing cannot cure. Prefer one of an engine at fault."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -237,7 +237,7 @@ class EnginePool:
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException] | None:
-        """Update these engines; return the failures by engine, or None if the version is gone.
+        """Update these engines. Return the failures by engine, or None if the version is gone.
 
         On a direct wire a lost engine interrupts the others, which retry under the same lease. One
         that is too late for the retry stays paused until the next version.
@@ -268,7 +268,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer to these engines; return the failures.
+        """Run one transfer to these engines. Return the failures.
 
         `begin` is when the lease's first transfer began, since when engines are paused.
         """
@@ -351,7 +351,7 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Run `call` on all engines that are up; wait for all and return the results by index.
+        """Run `call` on all engines that are up. Wait for all and return the results by index.
 
         Fences engines that are gone. Raises the first error of the others.
         """

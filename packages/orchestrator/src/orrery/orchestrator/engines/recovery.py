@@ -138,7 +138,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Stop the clocks of engines that can only wait for the next version; start the others."""
+        """Stop the clocks of engines that can only wait for the next version. Start the others."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].phase is Phase.STALE
@@ -191,7 +191,7 @@ class EngineRecovery:
             pool.disaggregated.returned(index, endpoint.info)
 
     async def _bring_back(self, index: int) -> None:
-        """Update a restarted engine to the wanted version; if that is gone, wait for the next."""
+        """Update a restarted engine to the wanted version. If that is gone, wait for the next."""
         pool = self.pool
         async with pool.updating:
             incarnation, published = pool.registry[index].incarnation, pool.published

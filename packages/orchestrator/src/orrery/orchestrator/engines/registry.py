@@ -1,4 +1,4 @@
-"""State of every engine of a stage, as a pure state machine; `pool` acts on the engines.
+"""State of every engine of a stage, as a pure state machine. `pool` acts on the engines.
 
     starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
        any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` is −1 before it first listens; `version` is None if fenced."""
+    """One engine. `incarnation` is −1 before it first listens. `version` is None if fenced."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING

@@ -47,7 +47,7 @@ def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., Rollou
 
 
 def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
-    """Return the orchestrator's end, listening at `host`; `port` 0 takes a free one."""
+    """Return the orchestrator's end, listening at `host`. `port` 0 takes a free one."""
     return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
 
 

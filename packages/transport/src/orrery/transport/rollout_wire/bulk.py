@@ -71,7 +71,7 @@ class BulkSender:
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
-        """Return a ticket for `micro_batch`; void the rank's oldest beyond TICKETS_A_RANK."""
+        """Return a ticket for `micro_batch`. Void the rank's oldest beyond TICKETS_A_RANK."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
@@ -174,7 +174,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from `offset` on; return the offset that was reached.
+    """Fill `into` from `offset` on. Return the offset that was reached.
 
     It is less than the end if the connection fails, ends or is silent for `silence_s`, or if the
     peer does not know the ticket.
@@ -209,7 +209,7 @@ class BufferPool:
     """Receive buffers that are reused, since fresh pages cost as much as the copy into them.
 
     Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. So a
-    buffer with no reference but the pool's is free. The pool keeps `keep` buffers; a caller that
+    buffer with no reference but the pool's is free. The pool keeps `keep` buffers. A caller that
     holds more gets fresh ones.
     """
 

@@ -1,4 +1,4 @@
-"""The interface of every rollout wire; `rollout_wire/__init__.py` has the protocol."""
+"""The interface of every rollout wire. `rollout_wire/__init__.py` has the protocol."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,12 +54,12 @@ class ReceivedBatch:
 
 
 class RolloutSender(Protocol):
-    """The orchestrator's end; asyncio, one event loop."""
+    """The orchestrator's end. Asyncio, one event loop."""
 
     url: str
 
     async def send(self, batch: Batch) -> None:
-        """Take the batch over; wait while an earlier batch is unacknowledged by some rank."""
+        """Take the batch over. Wait while an earlier batch is unacknowledged by some rank."""
 
     async def wanted(self, at_least: int = -1) -> int:
         """Return the newest step that any rank has asked for, once it is `at_least` that.
@@ -78,7 +78,7 @@ class RolloutSender(Protocol):
 
 
 class RolloutReceiver(Protocol):
-    """A trainer rank's end; synchronous."""
+    """A trainer rank's end. Synchronous."""
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's share of batch `step`.
@@ -90,7 +90,7 @@ class RolloutReceiver(Protocol):
 
 
 def not_drained(deadline_s: float | None, missing: Mapping[int, set[int]]) -> RunFailed:
-    """Return the error of `drained`; `missing` maps a step to the ranks that lack it."""
+    """Return the error of `drained`. `missing` maps a step to the ranks that lack it."""
     late = "; ".join(
         f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
         for step, ranks in missing.items()

@@ -144,7 +144,7 @@ class FilesSender:
             await asyncio.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Read every rank's ask; remove batches that all ranks have acknowledged."""
+        """Read every rank's ask. Remove batches that all ranks have acknowledged."""
         for path in [self._folder / f"ask.rank_{rank}.json" for rank in range(self.num_ranks)]:
             ask = self._read(path)
             if ask is None:

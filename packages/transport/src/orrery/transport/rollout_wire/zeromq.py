@@ -1,9 +1,9 @@
-"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank; `bulk` for bytes.
+"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank. `bulk` for bytes.
 
 - Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
   public key is ever sent. libzmq drops a peer without the token in the handshake.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
-- A receiver sends `ZmqAsk(step, rank, micro_step)`; `micro_step` −1 asks for the batch's head. The
+- A receiver sends `ZmqAsk(step, rank, micro_step)`. `micro_step` −1 asks for the batch's head. The
   answer to any other is a layout and a ticket, which fetches the bytes into one buffer.
 - A receiver asks for at most two micro-batches at a time. The sender holds references to them.
 - An ask is repeated until it is answered, so a lost connection heals. If its bytes stop in the
@@ -305,7 +305,7 @@ class ZmqSender:
         return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
 
     async def _post(self, peer: bytes, message: Any) -> None:
-        """Queue one message; a peer that has gone will ask again under a new identity."""
+        """Queue one message. A peer that has gone will ask again under a new identity."""
         try:
             await self._socket.send_multipart([peer, _encode(message)], copy=False)
         except zmq.ZMQError as error:
@@ -393,7 +393,7 @@ class ZmqReceiver:
     def _await(
         self, ask: ZmqAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Return the head that answers `ask`; skip heads of older asks."""
+        """Return the head that answers `ask`. Skip heads of older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
@@ -423,7 +423,7 @@ class ZmqReceiver:
             return message
 
     def _gather(self, ask: ZmqAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
-        """Fetch one micro-batch into one buffer; return it as columns."""
+        """Fetch one micro-batch into one buffer. Return it as columns."""
         try:
             head.layout.check()
         except ValueError as error:

@@ -3,7 +3,7 @@
 - A version appears as one marker file, or not at all. Versions only rise. Every tensor has a
   fingerprint, computed from the trainer's memory before it is sent.
 - `acquire_lease(published, engines)` before engines are updated, `release_lease` afterwards.
-- Kind `files`: rank 0 gathers and writes whole tensors; engines read them (`files`). Kind
+- Kind `files`: rank 0 gathers and writes whole tensors. Engines read them (`files`). Kind
   `adapters`: the same, with only the adapters of `trainer.lora`, by PEFT's names, the scale in B.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank. Nothing is
   gathered or written. vLLM's own engines send whole tensors or need Ray, so this sender is ours;
@@ -101,7 +101,7 @@ def make_weight_sender(
     num_ranks: int,
     device: "torch.device",
 ) -> "WeightSender":
-    """Return a trainer rank's end of a direct wire; rank 0 listens at `host`.
+    """Return a trainer rank's end of a direct wire. Rank 0 listens at `host`.
 
     Raises OrreryError if the wire's library cannot be loaded.
     """

@@ -99,14 +99,14 @@ class PartTimer:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, begin: float) -> float:
-        """Add the time since `begin` to `name`; return the current time."""
+        """Add the time since `begin` to `name`. Return the current time."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - begin
         return now
 
 
 class StoreConnection:
-    """One thread's connection to the store; a waiting thread occupies it."""
+    """One thread's connection to the store. A waiting thread occupies it."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -139,7 +139,7 @@ class StoreConnection:
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
-        """Return the bytes at `key`; waits and raises as `get` does."""
+        """Return the bytes at `key`. Waits and raises as `get` does."""
         self._await(key, what, within_s)
         sealed = bytes(self.store.get(key))
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
@@ -200,7 +200,7 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address; the store lives as long as the object."""
+    """Open the store on `host` and write its address. The store lives as long as the object."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # A bound socket handed over keeps the store off all other interfaces.
@@ -269,7 +269,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}  # the newest, by engine and rank
 
     def next(self) -> TransferOrder:
-        """Wait until all ranks of a transfer have come; return the order, which they get too."""
+        """Wait until all ranks of a transfer have come. Return the order, which they get too."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:
@@ -347,7 +347,7 @@ class Coordinator:
         )
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order; a rank that waits for an earlier one learns that it is over."""
+        """Publish the order. A rank that waits for an earlier one learns that it is over."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

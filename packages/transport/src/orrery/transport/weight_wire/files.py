@@ -8,7 +8,7 @@ The folder is in shared memory, or in the run's folder for a stage on several no
 - `version_<n>.json`: the marker, written last, when all else is on disk. Readers look only for it.
 - The publisher keeps the newest `keep` versions. It removes a marker before its files. A reader
   that has mapped a removed file keeps its data.
-- Only the owner may enter the folder; another user's folder is refused.
+- Only the owner may enter the folder. Another user's folder is refused.
 """
 
 import math
@@ -95,7 +95,7 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish the safetensors files of `folder` without a copy; readers must see it too.
+        """Publish the safetensors files of `folder` without a copy. Readers must see it too.
 
         Needs no torch. Raises OrreryError if there are no files.
         """
@@ -140,7 +140,7 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Write the shards; return the tensors' fingerprints. Tied tensors are written twice."""
+        """Write the shards. Return the tensors' fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -175,7 +175,7 @@ class WeightPublisher:
 
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
-    """Link every safetensors file of `folder`; return the fingerprints of their tensors."""
+    """Link every safetensors file of `folder`. Return the fingerprints of their tensors."""
     fingerprints: dict[str, int] = {}
     # Absolute but not resolved: a container has the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
@@ -206,7 +206,7 @@ def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class WeightWatch:
-    """Finds published versions; needs no torch."""
+    """Find published versions. Needs no torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)

@@ -109,7 +109,7 @@ def retry_transfer(leased: Published, engines: Sequence[str]) -> Published:
 
 
 def abandon_transfer(path: Path) -> None:
-    """End all waits of the transfer at `path`; do nothing if `path` is not one."""
+    """End all waits of the transfer at `path`. Do nothing if `path` is not one."""
     if _is_transfer(path):
         path.unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
 """Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
 
-- `nccl`: messages of a process group of our own (nccl on GPUs, gloo on CPUs; sources first, then
+- `nccl`: messages of a process group of our own (nccl on GPUs, gloo on CPUs, sources first, then
   targets). Between GPUs of one host the target maps the source's buckets instead (`pull`).
 - `nixl`: the target reads the source's registered buckets (`nixl`).
 
@@ -140,7 +140,7 @@ class GroupLink:
         )
 
     def close(self) -> None:
-        """Abort the group; waiting peers get an error."""
+        """Abort the group. Waiting peers get an error."""
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
@@ -162,7 +162,7 @@ class GroupMessage:
 def within(limit_s: float, call: Callable[[], T]) -> T:
     """Return the result of `call`, run in a thread.
 
-    Raises what `call` raises, or RuntimeError after `limit_s`; the thread is then abandoned.
+    Raises what `call` raises, or RuntimeError after `limit_s`. The thread is then abandoned.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -272,7 +272,7 @@ def make_receiver_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> ReceiverLink:
-    """Return the link of target `target`; see `make_sender_link`."""
+    """Return the link of target `target`. See `make_sender_link`."""
     place = plan.members[target].place
     sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
     readers: dict[int, Reader] = {}
@@ -304,7 +304,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group if any pair of ranks needs it; all ranks decide alike."""
+    """Return the process group if any pair of ranks needs it. All ranks decide alike."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(pull.is_shared(*pair) for pair in pairs):
         return None

@@ -47,10 +47,10 @@ def load() -> Any:
 
 
 def wait_for_progress() -> None:
-    """Patch NIXL so that the progress thread of a CPU process sleeps; call before making an agent.
+    """Patch NIXL so that the progress thread of a CPU process sleeps. Call before making an agent.
 
     `nixl_agent` sets `pthrDelay` to 0 and has no option for it: the thread polls, and every idle
-    process with an agent uses a whole core. Seen with 1.5.1; remove this when
+    process with an agent uses a whole core. Seen with 1.5.1. Remove this when
     `nixl_agent_config` takes the delay. Raises ImportError if NIXL is not installed.
     """
     import nixl._api
@@ -96,7 +96,7 @@ class RegisteredBuckets:
 def offer(
     store: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
 ) -> str:
-    """Publish how to reach this source's buckets; return the key."""
+    """Publish how to reach this source's buckets. Return the key."""
     key = f"nixl/{generation}/{source}"
     store.put(key, registered.described())
     return key

@@ -1,7 +1,7 @@
 """Which trainer rank sends which slices of which tensors to which engine rank, as data.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box is one `[start, stop)` a dimension of the whole tensor; a scalar's is ().
+  needs boxes of it. A box is one `[start, stop)` a dimension of the whole tensor. A scalar's is ().
 - Every needed element goes to its target exactly once, from a source that holds it. Of sources
   that hold the same box (replicas), the one with the fewest bytes so far sends.
 - A move lies inside its source's box, so no rank buffers more than its own or its receiver's data.

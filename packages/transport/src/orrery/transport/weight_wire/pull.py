@@ -143,7 +143,7 @@ def is_shared(source: Location, target: Location) -> bool:
 def offer(
     store: StoreConnection, generation: int, source: int, buckets: Sequence[torch.Tensor]
 ) -> str:
-    """Publish the handles of this source's buckets; return the key."""
+    """Publish the handles of this source's buckets. Return the key."""
     key = f"ipc/{generation}/{source}"
     store.put(key, [handle_of(bucket) for bucket in buckets])
     return key

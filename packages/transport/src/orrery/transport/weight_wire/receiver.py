@@ -53,7 +53,7 @@ Needs = dict[str, tuple[Box, ...]]
 
 @dataclass
 class Round:
-    """Slices that arrive together, at these offsets of a bucket; the same for a whole group."""
+    """Slices that arrive together, at these offsets of a bucket. The same for a whole group."""
 
     number: int
     messages: dict[int, SliceMessage]
@@ -175,7 +175,7 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return u64 [pieces of `rank`]; a failed rank publishes no bytes."""
+        """Return u64 [pieces of `rank`]. A failed rank publishes no bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"{name}, its fingerprints")
@@ -241,7 +241,7 @@ class WeightReceiver:
                 self._ahead[index % 2] = self._post(index + 2)
 
     def _await_round(self, index: int, parts: PartTimer) -> torch.Tensor:
-        """Wait for a round's messages; return their bucket."""
+        """Wait for a round's messages. Return their bucket."""
         begin = time.perf_counter()
         for message in self._ahead[index % 2]:
             message.wait()

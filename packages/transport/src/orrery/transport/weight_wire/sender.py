@@ -106,7 +106,7 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Make `version` known; return it at rank 0. All ranks call this, never in `settle`..step.
+        """Make `version` known. Return it at rank 0. All ranks call this, never from `settle` to the step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
           of it. It is called again only if a tensor of `standing`, the weights, has moved.
@@ -144,7 +144,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait until no process reads the weights; return the seconds.
+        """Withdraw the version and wait until no process reads the weights. Return the seconds.
 
         All ranks call this before the optimizer steps.
         """
