@@ -106,7 +106,9 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Make `version` known. Return it at rank 0. All ranks call this, never from `settle` to the step.
+        """Make `version` known. Return it at rank 0.
+
+        All ranks call this, but never between `settle` and the optimizer step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
           of it. It is called again only if a tensor of `standing`, the weights, has moved.
