@@ -4,7 +4,7 @@
 - The KL is over the whole batch, because a few unlikely tokens change it much. The mean
   |difference| is over all engines, and of each engine with MIN_TOKENS tokens.
 - The engine's name comes from its own answer (`X-Orrery-Engine`), so it may be wrong. The canary
-  (`orrery.transport.canary`) asks each engine at its own address.
+  (`orrery.orchestrator.engines.update`) asks each engine at its own address.
 """
 
 import logging
