@@ -265,7 +265,7 @@ print(json.dumps([len(found), undeclared(found, host)]))
 
 
 def _sockets(cluster: Cluster, run: Run, node: str) -> tuple[int, list[str]]:
-    """Return the number of sockets that roles on a node listen on, and sentences about undeclared ones."""
+    """Return the number of sockets of a node's roles, and sentences about undeclared sockets."""
     names = [role["name"] for role in run.status()["roles"] if role["node"] == node]
     roles = {run.health(name)["pid"]: name.split(".")[0] for name in names}
     python = str(cluster.checkout / ".venv/bin/python")
