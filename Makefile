@@ -13,7 +13,7 @@ help: ## this list
 
 setup: .venv/.ready ## make .venv from the lock; does nothing when it is already so
 
-.venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version $(wildcard packages/*/pyproject.toml)
+.venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version pyproject.toml
 	@bash locks/install.sh
 	@touch $@
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install missing Debian packages (locks/system.sh), make .venv from a lock with checked hashes, and
-# install the rooms as editable packages. Run at the root of the checkout:
+# install packages/ as the editable package `orrery`. Run at the root of the checkout:
 #   bash locks/install.sh         everything, from cpu.txt (`make setup` runs this)
 #   bash locks/install.sh login   what submits and watches runs on a cluster, from login.txt: no torch, no vLLM
 # Whatever fails says what to do.
@@ -10,9 +10,9 @@ say() { printf '\033[1m%s\033[0m\n' "setup: $*"; }
 fail() { printf 'setup failed: %s\n' "$*" >&2; exit 1; }
 
 case ${1:-cpu} in
-    cpu) lock=cpu rooms=(packages/*/) needs_mb=4000 again='make setup' modules='torch, vllm, snakemake, _gojsonnet, orrery.manifest.schema' ;;
+    cpu) lock=cpu needs_mb=4000 again='make setup' modules='torch, vllm, snakemake, _gojsonnet, orrery.manifest.schema' ;;
     login)
-        lock=login rooms=(packages/{manifest,runtime,observe,launcher}/) needs_mb=600 again='bash locks/install.sh login'
+        lock=login needs_mb=600 again='bash locks/install.sh login'
         modules='snakemake, _gojsonnet, orrery.launcher.cli'
         ;;
     *) fail "there is no environment '$1'; there are cpu and login" ;;
@@ -59,9 +59,9 @@ say "packages of locks/$lock.txt ($(grep -c '^[a-z].*==' "locks/$lock.txt"))"
 "$uv" pip install --python .venv/bin/python --no-deps --require-hashes --compile-bytecode "${from[@]}" -r "locks/$lock.txt" ||
     fail "see uv's message above; what was fetched is kept, so after mending it type again: $again"
 
-say "rooms of packages/, editable"
-"$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --offline "${rooms[@]/#/--editable=}" ||
-    fail "a package under packages/ does not build; uv's message above names it"
+say "the package orrery, editable"
+"$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --offline --editable . ||
+    fail "the package does not build; see uv's message above"
 
 ln -sf "$uv" .venv/bin/uv # docs/quickstart.md types it once .venv is active
 

@@ -1,7 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1] / "packages" / "inference" / "tests")
-)  # network_alone
+sys.path.insert(0, str(Path(__file__).resolve().parent / "inference"))  # network_alone
 sys.path.insert(0, str(Path(__file__).parent))  # two_turns

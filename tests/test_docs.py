@@ -27,7 +27,7 @@ TYPED = {
         'cluster.run("orrery", "plan"',
     ),
     "orrery plan glm5_shape_smoke --write plan": (
-        "packages/launcher/tests/test_launcher_cli.py",
+        "tests/launcher/test_launcher_cli.py",
         '"plan", "glm5_shape_smoke", "--write", "plan"',
     ),
     "snakemake --profile slurm -n glm5_run": (

@@ -21,10 +21,10 @@ from orrery.manifest.identity import canonical_json, load, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
-from orrery.transport.checkpoints import steps, verify, whole_dir
-from orrery.transport.column_files import read_batch
-from orrery.transport.token import Purpose, authorization
-from orrery.transport.weight_wire import weight_dir
+from orrery.wire.checkpoints import steps, verify, whole_dir
+from orrery.wire.column_files import read_batch
+from orrery.wire.token import Purpose, authorization
+from orrery.wire.weight_wire import weight_dir
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"

@@ -21,7 +21,7 @@ import torch
 from power_cut import Disk, Found
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "packages" / "trainer" / "tests"))  # trainer_cases
+sys.path.insert(0, str(ROOT / "tests" / "trainer"))  # trainer_cases
 from trainer_cases import make_learner, manifest, write_start_weights  # noqa: E402
 
 from orrery.inference.adapter_start import blank_adapter  # noqa: E402
@@ -45,13 +45,13 @@ from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # no
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.initialize import initialize  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
-from orrery.transport import checkpoints, column_files  # noqa: E402
-from orrery.transport.columns import Columns  # noqa: E402
+from orrery.wire import checkpoints, column_files  # noqa: E402
+from orrery.wire.columns import Columns  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 ALONE = World(0, 1, torch.device("cpu"), None)
 SYNCS = ("fsync", "sync", "sync_tree", "sync_folders")
-WIRE = "packages/transport/src/orrery/transport/weight_wire/files.py"  # syncs to find a full disk
+WIRE = "packages/orrery/wire/weight_wire/files.py"  # syncs to find a full disk
 Tree = dict[str, bytes]
 
 
@@ -167,10 +167,10 @@ def keep_a_batch(root: Path) -> None:
 
 
 def copy_code(root: Path) -> None:
-    room = root / "packages" / "room"
-    (room / "src" / "orrery" / "room").mkdir(parents=True)
-    (room / "src" / "orrery" / "room" / "__init__.py").write_text("x = 1\n")
-    (room / "pyproject.toml").write_text('[project]\nname = "orrery-room"\nversion = "1"\n')
+    room = root / "packages" / "orrery" / "room"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text("x = 1\n")
+    (root / "pyproject.toml").write_text('[project]\nname = "orrery"\nversion = "1"\n')
     containers.snapshot(Workspace(root), root / "run")
 
 
@@ -403,7 +403,7 @@ def test_whatever_a_marker_vouches_for_is_whole_after_a_power_cut_at_any_moment(
 def syncs() -> dict[tuple[str, int], str]:
     """Return (file, line) → source line for every sync in the rooms, except in `WIRE`."""
     found = {}
-    for path in sorted((ROOT / "packages").glob("*/src/orrery/**/*.py")):
+    for path in sorted((ROOT / "packages" / "orrery").glob("**/*.py")):
         text, short = path.read_text(), path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(text)) if "sync" in text and short != WIRE else ():
             if (

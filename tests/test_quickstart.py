@@ -16,7 +16,7 @@ from orrery.runtime.metrics import read
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 PAGE = (ROOT / "docs/quickstart.md").read_text()
-INSTALL = "uv pip install --no-deps --no-build-isolation -e packages/tasks/examples/count_vowels"
+INSTALL = "uv pip install --no-deps --no-build-isolation -e examples/count_vowels"
 COPY = "sed 's/reverse_text/count_vowels/' jsonnet/runs/reverse_text.jsonnet > jsonnet/runs/count_vowels.jsonnet"
 LOOK = ["orrery status", "orrery logs reverse_text trainer"]
 CHANGE = [
@@ -56,7 +56,7 @@ def test_every_command_of_the_page_is_one_that_the_test_below_types():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_pages_own_task_is_trained_by_its_commands_and_ends_early(tmp_path):
-    for name in ("locks", "local", "Snakefile", "packages"):
+    for name in ("locks", "local", "Snakefile", "packages", "pyproject.toml", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("jsonnet", "manifests"):
         shutil.copytree(ROOT / name, tmp_path / name)

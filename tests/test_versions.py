@@ -1,7 +1,7 @@
 """`.python-version` is where the Python version is written; whatever names a version elsewhere names the same.
 
 The locks pin what was resolved for it, the images bring it as /usr/bin/python3, and the flake's shells hold it (tests/test_nix.py).
-What the rooms' pyproject.toml ask for is in the locks of the roles that import them.
+The locks of a role hold what its extra in pyproject.toml asks for.
 """
 
 import re
@@ -20,15 +20,15 @@ VERSION = (ROOT / ".python-version").read_text().strip()
 NAMED = re.compile(r"(?:[Pp]ython|--python-version)[ =]?(3\.\d+)")
 # The Python that a Debian release installs as /usr/bin/python3.
 OF_DEBIAN = {"bookworm": "3.11", "trixie": "3.13"}
-# lock → the rooms that are imported where it is installed, with what they may be without
-ROOMS = {
-    "cpu": ("launcher", "orchestrator", "trainer", "inference[cpu]"),
-    "login": ("launcher",),
+# lock → the extras of `orrery` that are installed there
+EXTRAS = {
+    "cpu": ("login", "orchestrator", "trainer", "inference-cpu"),
+    "login": ("login",),
     "orchestrator": ("orchestrator",),
     "trainer.cpu": ("trainer",),
-    "trainer.cuda": ("trainer[gpu]",),
-    "inference.cpu": ("inference[cpu]",),
-    "inference.cuda": ("inference[gpu]",),
+    "trainer.cuda": ("trainer-gpu",),
+    "inference.cpu": ("inference-cpu",),
+    "inference.cuda": ("inference-gpu",),
 }
 RENDERS = "gojsonnet"  # roles read manifests; what renders them is not in images
 
@@ -44,30 +44,23 @@ def settings(path: str) -> dict:
     return tomllib.loads((ROOT / path).read_text())
 
 
-def required_by_packages() -> dict[str, str]:
-    found = sorted((ROOT / "packages").rglob("pyproject.toml"))
-    assert found
-    return {
-        str(path.relative_to(ROOT)): tomllib.loads(path.read_text())["project"]["requires-python"]
-        for path in found
-    }
+def required() -> dict[str, str]:
+    paths = ["pyproject.toml", "examples/count_vowels/pyproject.toml"]
+    return {path: settings(path)["project"]["requires-python"] for path in paths}
 
 
 def test_the_version_file_holds_a_minor_version_and_nothing_else():
     assert re.fullmatch(r"3\.\d+\n", (ROOT / ".python-version").read_text())
 
 
-def test_every_package_allows_it_and_the_rooms_allow_the_same():
-    required = required_by_packages()
+def test_every_package_allows_it():
     assert [
-        path for path, versions in required.items() if VERSION not in SpecifierSet(versions)
+        path for path, versions in required().items() if VERSION not in SpecifierSet(versions)
     ] == []
-    rooms = {versions for path, versions in required.items() if path.count("/") == 2}
-    assert len(rooms) == 1, required
 
 
-def test_ruff_and_mypy_check_for_the_oldest_version_that_the_rooms_allow():
-    allowed = SpecifierSet(required_by_packages()["packages/manifest/pyproject.toml"])
+def test_ruff_and_mypy_check_for_the_oldest_version_that_the_package_allows():
+    allowed = SpecifierSet(required()["pyproject.toml"])
     oldest = min(
         (f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed),
         key=lambda version: int(version[2:]),
@@ -97,39 +90,25 @@ def pins(lock: str) -> dict[str, str]:
     return dict(re.findall(r"(?m)^([a-z0-9._-]+)==(\S+)", (ROOT / f"locks/{lock}.txt").read_text()))
 
 
-def needed(room: str) -> list[Requirement]:
-    """What a room and the rooms below it ask for; `room` may name an extra in brackets."""
-    wanted = Requirement(room)
-    project = settings(f"packages/{wanted.name}/pyproject.toml")["project"]
-    extras = {
-        canonicalize_name(name): found
-        for name, found in project.get("optional-dependencies", {}).items()
-    }
-    asked = [
-        *project["dependencies"],
-        *(one for extra in sorted(wanted.extras) for one in extras[canonicalize_name(extra)]),
-    ]
-    own = [one.removeprefix("orrery-") for one in asked if one.startswith("orrery-")]
-    return [Requirement(one) for one in asked if not one.startswith("orrery-")] + [
-        one for below in own for one in needed(below)
+def needed(extra: str) -> list[Requirement]:
+    """Return what an extra of `orrery` and the extras that it contains ask for."""
+    project = settings("pyproject.toml")["project"]
+    found = [Requirement(one) for one in project["optional-dependencies"][extra]]
+    own = [name for one in found if one.name == "orrery" for name in one.extras]
+    return [one for one in found if one.name != "orrery"] + [
+        one for name in own for one in needed(name)
     ]
 
 
-@pytest.mark.parametrize("lock", ROOMS)
-def test_a_lock_holds_what_the_rooms_of_its_roles_ask_for(lock):
-    held, asked = (
-        pins(lock),
-        [
-            one
-            for room in ROOMS[lock]
-            for one in needed(room)
-            if lock in {"cpu", "login"} or one.name != RENDERS
-        ],
-    )
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_a_lock_holds_what_the_extras_of_its_roles_ask_for(lock):
+    held = pins(lock)
+    base = map(Requirement, settings("pyproject.toml")["project"]["dependencies"])
+    asked = [*base, *(one for extra in EXTRAS[lock] for one in needed(extra))]
+    asked = [one for one in asked if lock in {"cpu", "login"} or one.name != RENDERS]
     assert len(asked) > 5
-    assert [
-        str(one) for one in asked if one.name not in held or held[one.name] not in one.specifier
-    ] == []
+    missing = [one for one in asked if held.get(one.name, "0") not in one.specifier]
+    assert [str(one) for one in missing] == []
 
 
 # lock of an image → modules that a role's process imports there, besides what it imports for one kind of model or wire
@@ -187,7 +166,7 @@ def test_trainer_and_engines_have_the_same_transformers_on_all_hardware():
     """Networks and tokenizers are read by it on both sides."""
     held = {
         lock: pins(lock).get("transformers")
-        for lock in ROOMS
+        for lock in EXTRAS
         if lock not in {"login", "orchestrator"}
     }
     assert set(held.values()) == {pins("cpu")["transformers"]}, held

@@ -79,8 +79,8 @@ unpack() {
 """vLLM finds our plugin by an entry point, which stands in a distribution's metadata; the code itself comes from the checkout."""
 import pathlib, sys, tomllib
 
-project = tomllib.loads(pathlib.Path("packages/inference/pyproject.toml").read_text())["project"]
-folder = pathlib.Path(sys.argv[1], f"orrery_inference-{project['version']}.dist-info")
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+folder = pathlib.Path(sys.argv[1], f"orrery-{project['version']}.dist-info")
 folder.mkdir(exist_ok=True)
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
 lines = [line for group, points in project["entry-points"].items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
@@ -90,8 +90,7 @@ PYTHON
 }
 
 site() { # a .pth file names the folder of CUTLASS DSL, and Python reads none on PYTHONPATH
-  PYTHONPATH=$(printf '%s:' packages/*/src | sed "s#packages/#$PWD/packages/#g")
-  PYTHONPATH+=$host/site:$host/site/nvidia_cutlass_dsl/dsl_packages
+  PYTHONPATH=$PWD/packages:$host/site:$host/site/nvidia_cutlass_dsl/dsl_packages
   LD_LIBRARY_PATH=$host/site/nvidia/nccl/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   export PYTHONPATH LD_LIBRARY_PATH PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
   export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1 # torch 2.13 was built with cuDNN 9.20, and the host has 9.19

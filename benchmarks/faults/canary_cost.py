@@ -37,8 +37,8 @@ from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.parallel.world import World
-from orrery.transport import rendezvous
-from orrery.transport.columns import Columns
+from orrery.wire import rendezvous
+from orrery.wire.columns import Columns
 from record import record
 from roles import ALONE, ENGINE, roles
 

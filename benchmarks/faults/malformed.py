@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(ROOT / "benchmarks"),
     str(Path(__file__).parent),
-    str(ROOT / "packages/manifest/tests"),
+    str(ROOT / "tests/manifest"),
 ]
 import damage  # noqa: E402
 import manifest_specs  # noqa: E402
@@ -39,7 +39,7 @@ from orrery.manifest.errors import OrreryError  # noqa: E402
 from orrery.manifest.identity import load, run_dir  # noqa: E402
 from orrery.manifest.workspace import Workspace  # noqa: E402
 from orrery.runtime.run_directory import begin  # noqa: E402
-from orrery.transport import checkpoints  # noqa: E402
+from orrery.wire import checkpoints  # noqa: E402
 
 HANG_S, GIVE_UP_S = 5.0, 30.0
 AREAS = ("specs", "manifests", "run files")

@@ -36,8 +36,8 @@ from orrery.launcher.listeners import Socket, listening, undeclared
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
-from orrery.transport.token import Purpose, authorization, credential
-from orrery.transport.weight_wire import coordinator, weight_dir
+from orrery.wire.token import Purpose, authorization, credential
+from orrery.wire.weight_wire import coordinator, weight_dir
 from record import record
 from workspace import workspace_with
 

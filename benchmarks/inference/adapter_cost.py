@@ -24,9 +24,9 @@ from throughput import SERVE, manifest, prompts, stage
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.client import EngineClient
-from orrery.transport.rendezvous import await_endpoints
-from orrery.transport.token import run_token
-from orrery.transport.weight_wire import served_model
+from orrery.wire.rendezvous import await_endpoints
+from orrery.wire.token import run_token
+from orrery.wire.weight_wire import served_model
 from record import record
 
 START_S = 900.0

@@ -50,8 +50,8 @@ from orrery.orchestrator.rollout import run_episode
 from orrery.runtime.network import free_ports
 from orrery.runtime.role_context import RoleContext, parse_role, role_process
 from orrery.tasks.task import Judgement, Message, Problem
-from orrery.transport import rendezvous
-from orrery.transport.routed_experts import route_shape
+from orrery.wire import rendezvous
+from orrery.wire.routed_experts import route_shape
 from record import record
 from roles import ALONE, ROUTER, roles
 

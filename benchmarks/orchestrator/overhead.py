@@ -34,8 +34,8 @@ from orrery.runtime.role_context import RoleContext, parse_role
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import write_tokenizer
-from orrery.transport.rollout_wire import Batch
-from orrery.transport.weight_wire import (
+from orrery.wire.rollout_wire import Batch
+from orrery.wire.weight_wire import (
     WeightPublisher,
     WeightWatch,
     read_weights,

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.transport.route_bytes import column, split
-from orrery.transport.routed_experts import RouteShape
+from orrery.wire.route_bytes import column, split
+from orrery.wire.routed_experts import RouteShape
 from record import record
 
 GOAL_GBIT_PER_S = 10.0

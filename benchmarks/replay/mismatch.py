@@ -34,10 +34,10 @@ from orrery.trainer.learner import Learner, count_members, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
-from orrery.transport.column_files import read_batch
-from orrery.transport.columns import Columns
-from orrery.transport.packing import pack_for
-from orrery.transport.routed_experts import COLUMN, route_shape
+from orrery.wire.column_files import read_batch
+from orrery.wire.columns import Columns
+from orrery.wire.packing import pack_for
+from orrery.wire.routed_experts import COLUMN, route_shape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record

@@ -29,8 +29,8 @@ from orrery.trainer.learner import Learner, count_members
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World
-from orrery.transport.columns import Columns
-from orrery.transport.routed_experts import COLUMN, check_routes, route_shape
+from orrery.wire.columns import Columns
+from orrery.wire.routed_experts import COLUMN, check_routes, route_shape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record

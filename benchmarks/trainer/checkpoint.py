@@ -32,7 +32,7 @@ from orrery.trainer.checkpoint import checksum_file, state_of
 from orrery.trainer.checkpoint_writer import CheckpointWriter
 from orrery.trainer.optim import make_optimizer
 from orrery.trainer.parallel.world import World, destroy_world, init_world
-from orrery.transport import checkpoints
+from orrery.wire import checkpoints
 from record import ROOT, record
 
 WIDTH = 4096

@@ -28,15 +28,15 @@ from orrery.observe.provenance import commit
 from record import ROOT, hardware, record
 
 RECORD = Path(__file__).with_name("gpu_checks.json")
-TRAINER = "packages/trainer/tests"
+TRAINER = "tests/trainer"
 GROUPS: dict[str, tuple[int, list[str]]] = {  # name: (limit in seconds, arguments of pytest)
-    "kernels": (150, ["packages/kernels/tests"]),
+    "kernels": (150, ["tests/kernels"]),
     "ring_and_experts": (120, [f"{TRAINER}/test_trainer_one_gpu.py"]),
     "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
     "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
     "offloads": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "state"]),
     "checkpoints": (60, [f"{TRAINER}/test_trainer_gpu.py", "-k", "checkpoint"]),
-    "flight_recorders": (200, ["packages/launcher/tests/test_launcher_ranks.py", "-k", "h200"]),
+    "flight_recorders": (200, ["tests/launcher/test_launcher_ranks.py", "-k", "h200"]),
 }
 # The project's settings of pytest name plugins that a GPU host lacks.
 PYTEST = "-m pytest -c /dev/null --rootdir . --import-mode=importlib -p no:cacheprovider -q -rs"

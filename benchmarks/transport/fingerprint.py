@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.transport.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fingerprint
+from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, array_fingerprint
 from record import record
 
 BYTES_A_S = 4.2e12  # copying on an H200

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.transport.columns import Columns
-from orrery.transport.packing import LazyMicroBatches, micro_batches, pack
-from orrery.transport.rollout_wire import Batch, make_receiver, make_sender
+from orrery.wire.columns import Columns
+from orrery.wire.packing import LazyMicroBatches, micro_batches, pack
+from orrery.wire.rollout_wire import Batch, make_receiver, make_sender
 from record import record
 
 ROLLOUT_TOKENS = 131_072

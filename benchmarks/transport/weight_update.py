@@ -65,8 +65,8 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     from orrery.trainer.parallel import build_policy
     from orrery.trainer.parallel.world import device_for, init_world
     from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
-    from orrery.transport.weight_wire import WeightPublisher
-    from orrery.transport.weight_wire.sender import WeightSender
+    from orrery.wire.weight_wire import WeightPublisher
+    from orrery.wire.weight_wire.sender import WeightSender
 
     manifest = load(run_dir / "manifest.json")
     device = device_for(manifest.hardware.accelerator, rank)
@@ -196,7 +196,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
     """One wire."""
     from orrery.orchestrator.engines.client import EngineClient
     from orrery.orchestrator.engines.update import update_engine
-    from orrery.transport.weight_wire import ADAPTER, WeightWatch, acquire_lease, release_lease
+    from orrery.wire.weight_wire import ADAPTER, WeightWatch, acquire_lease, release_lease
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
         folder = Path(made)

@@ -18,7 +18,7 @@ sed "s|IMAGES|$images|" "$here/site.toml" >"$checkout/site.toml"
 chown "$login:" "$checkout" "$checkout/site.toml"
 
 # The cluster has no way out, so downloads happen here, outside of it.
-cat "$checkout"/locks/{install.sh,system.sh,login.txt,uv.txt} "$checkout"/packages/{manifest,runtime,observe,launcher}/pyproject.toml | sha256sum >"$root/login.sha256"
+cat "$checkout"/locks/{install.sh,system.sh,login.txt,uv.txt} "$checkout"/pyproject.toml | sha256sum >"$root/login.sha256"
 if ! cmp -s "$root/login.sha256" "$checkout/.venv/.login.sha256"; then
     as_user bash locks/install.sh login
     cp "$root/login.sha256" "$checkout/.venv/.login.sha256"

@@ -424,7 +424,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_damages_no_checkpoint(
     assert whole
     for folder in whole:
         checked = (
-            "from pathlib import Path; from orrery.transport.checkpoints import verify; "
+            "from pathlib import Path; from orrery.wire.checkpoints import verify; "
             "import sys; verify(Path(sys.argv[1]))"
         )
         image = next(cluster.images.glob("trainer-cpu-*.sif"))

@@ -1,0 +1,35 @@
+"""`python -m orrery.inference`: one vLLM server, replica `index` of the stage."""
+
+import gc
+import os
+
+from orrery.inference.adapter_start import blank_adapter
+from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
+from orrery.inference.kv_offload import offload
+from orrery.inference.patches.registry import import_vllm
+from orrery.inference.token import INDEX
+from orrery.runtime.role_context import role_process
+from orrery.wire.token import run_token
+
+
+def main() -> None:
+    gc.disable()  # the imports make millions of permanent objects
+    with role_process("inference") as ctx:
+        run_token()  # raises if it is missing, before the minutes that loading may take
+        ctx.health.doing("loading vLLM")
+        manifest = ctx.manifest
+        engine_environment(manifest, ctx.host)
+        os.environ[INDEX] = str(ctx.index)
+        adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.index)
+        arguments = server_arguments(
+            manifest, weights_dir(ctx.run_dir, manifest), ctx.index, ctx.host, ctx.port, adapter
+        )
+        arguments += offload(ctx)
+        import_vllm(manifest)
+        from orrery.inference import server  # imports vLLM, which reads the environment
+
+        server.serve(ctx, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Build vLLM's command line and environment from the manifest. Imports no vLLM.
+
+- Flags that shape results come from `manifest.inference`. The others are fixed here, each with its
+  reason.
+- Servers listen on the given address only, and only to this run's roles.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from orrery.inference.adapter_start import adapter_arguments
+from orrery.inference.kv_transfer import (
+    name_devices,
+    refuse_missing_rdma,
+    refuse_open_interfaces,
+    transfer_config,
+    transfer_environment,
+)
+from orrery.inference.patches import registry
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Inference, Manifest
+from orrery.runtime.network import free_ports, name_interface
+from orrery.runtime.role_context import log_level
+from orrery.runtime.timing import scaled
+from orrery.wire.weight_wire import check_library
+
+PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
+BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
+ADAPTER_BACKEND = "orrery_adapters"
+# The name "uni" does not work: vLLM on CPU turns it into "mp".
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
+MAX_GRAPH_TOKENS = 4096  # a larger step hides the launch of the next step's kernels
+KEEP_ALIVE_S = 600  # longer than any client's: the server must never close first
+
+
+def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
+    """Return the folder of the weights before RL. Raises OrreryError if the stage that makes them
+    has not run.
+    """
+    stage = "init" if manifest.stages.sft is None else "sft"
+    path = run_dir / "weights" / stage
+    if not (path / "config.json").is_file():
+        raise OrreryError(
+            f"{path}: no config.json; the {stage} stage makes these weights, run it first"
+        )
+    return path
+
+
+def server_arguments(
+    manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None
+) -> list[str]:
+    """Return the command line of `vllm serve` for replica `index`, with the folder `adapter` if it
+    is given.
+    """
+    inference, is_cpu = manifest.inference, manifest.hardware.accelerator == "cpu"
+    backend = BACKEND if adapter is None else ADAPTER_BACKEND
+    arguments = {
+        "--model": str(weights),
+        "--served-model-name": "policy",
+        "--host": host,
+        "--port": str(port),
+        "--seed": str(manifest.seed + index),
+        "--dtype": inference.dtype,
+        "--max-model-len": str(inference.max_model_len_tokens),
+        "--block-size": str(inference.kv_block_tokens),
+        "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
+        "--max-num-seqs": str(inference.max_num_sequences),
+        "--max-num-batched-tokens": str(inference.max_batched_tokens),
+        "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
+        "--generation-config": "vllm",  # only the request says how to sample
+        "--weight-transfer-config": json.dumps({"backend": backend}),
+        "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
+        "--middleware": "orrery.inference.token.RequireToken",
+        "--uvicorn-log-level": "warning",
+    }
+    flags = [
+        "--tokens-only",  # no tokenizer: the orchestrator renders chats
+        "--enable-prompt-tokens-details",  # cached_tokens in answers
+        "--enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
+    if inference.enforce_eager:
+        flags.append("--enforce-eager")
+    if manifest.transport.routed_experts:
+        flags.append("--enable-return-routed-experts")
+    if is_cpu:
+        if inference.devices_per_replica != 1:
+            raise OrreryError(
+                f"inference.data_parallel·tensor_parallel = {inference.devices_per_replica}: "
+                "one CPU engine is one process; set both to 1"
+            )
+        arguments["--distributed-executor-backend"] = UNIPROC
+    else:
+        arguments |= _spread(inference)
+        if inference.expert_parallel:
+            flags.append("--enable-expert-parallel")
+        if not inference.enforce_eager:
+            flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
+    if adapter is not None:
+        flags += adapter_arguments(manifest, adapter)
+    if (transfer := transfer_config(manifest, index)) is not None:
+        arguments["--kv-transfer-config"] = json.dumps(transfer)
+    if not is_cpu:
+        # The cache's size is given, so vLLM only checks that this share of the device is free.
+        arguments |= {"--gpu-memory-utilization": "0.05"}
+    return [*(part for pair in arguments.items() for part in pair), *flags]
+
+
+def graph_sizes(inference: Inference) -> list[int]:
+    """Return the numbers of tokens a step for which a CUDA graph is captured. A step is padded to
+    the next size.
+
+    vLLM captures sizes up to 512. With hundreds of requests in flight nearly every step also
+    prefills a prompt, exceeds 512 tokens and runs without a graph. So sizes go up to
+    MAX_GRAPH_TOKENS, in steps of an eighth from 256 on. Data-parallel ranks all pad to the fullest
+    rank, so their sizes stay small.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), 256]
+    most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
+    # Exact sizes for steps that only sample, and for full steps.
+    sizes += [inference.max_num_sequences, inference.max_batched_tokens]
+    return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
+
+
+def _spread(inference: Inference) -> dict[str, str]:
+    """Return the flags for a replica's parallelism and quantization.
+
+    Data parallelism is vLLM's own: one server gives each request to the rank with the fewest.
+    """
+    arguments = {"--tensor-parallel-size": str(inference.tensor_parallel)}
+    if inference.data_parallel > 1:
+        arguments["--data-parallel-size"] = str(inference.data_parallel)
+    if inference.quantization == "fp8":
+        # DeepGEMM's format and the trainer's: a scale for each block of 128 × 128.
+        # Routers are not rounded, in the trainer neither: it would change the choice of experts.
+        arguments |= {
+            "--quantization": "fp8_per_block",
+            "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]}),
+        }
+    return arguments
+
+
+def engine_variables(manifest: Manifest) -> dict[str, str]:
+    """Return the variables that vLLM and torch read at import."""
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, weight updates, /collective_rpc
+        "VLLM_PLUGINS": PLUGIN,  # no other plugin
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **registry.environment(manifest),
+    }
+    if manifest.inference.enforce_eager:
+        # Otherwise vLLM compiles the ranks of log-probs, which needs a C++ compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables
+
+
+def engine_environment(manifest: Manifest, host: str) -> None:
+    """Set this engine's variables. A variable of placement that is already set stays."""
+    os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
+    name_interface()
+    check_library(manifest.transport.weights)
+    if manifest.inference.kv_transfer.kind == "mooncake":
+        refuse_open_interfaces("inference.kv_transfer.kind 'mooncake'")
+        refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
+    if manifest.inference.prefill_replicas:
+        os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
+        name_devices(manifest)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
+    if manifest.hardware.accelerator == "cpu":
+        # The default pins every server to the same first core.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes

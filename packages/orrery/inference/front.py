@@ -1,0 +1,374 @@
+"""The router's front: a proxy that checks credentials. vllm-router lets any caller add engines.
+
+- In: requests on the role's address. Out: requests to vllm-router on loopback, streamed answers.
+- The front compares the credential before it reads the body. Only paths in `ROUTES` are forwarded.
+- Generation takes the `generate` credential. The list of engines takes `administer`, which neither
+  vllm-router nor an engine behind it ever sees.
+- vllm-router asks `AUTHORIZED` about every key that a caller shows, so other users of this host
+  cannot use its own port.
+- A request passes with only the headers in `ASKED`, an answer with only those in `PASSED`.
+- If a caller disconnects, its request in the engine ends.
+"""
+
+import asyncio
+import hmac
+import logging
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from orrery.wire.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.wire.token import Purpose, authorization
+
+AUTHORIZED = "/authorized"  # 200 for the generate credential
+ROUTES = {
+    ("GET", AUTHORIZED): Purpose.GENERATE,
+    ("POST", "/inference/v1/generate"): Purpose.GENERATE,
+    ("GET", "/health"): Purpose.ADMINISTER,
+    ("POST", "/add_worker"): Purpose.ADMINISTER,
+    ("POST", "/remove_worker"): Purpose.ADMINISTER,
+    ("GET", "/list_workers"): Purpose.ADMINISTER,
+}
+ASKED = {b"content-type", SESSION_HEADER.lower().encode()}
+PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
+MAX_HEAD_BYTES = 1 << 14
+MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
+BACKLOG = 1024  # connections that wait to be accepted: an orchestrator opens hundreds at once
+KEPT_S = 600.0  # longer than any client keeps a connection idle
+SWEEP_S = 10.0
+LINGER_S = 1.0  # a refused caller has this long to read why
+
+_UNAUTHORIZED = "this router serves one run's roles only: the run's token is missing or another's\n"
+log = logging.getLogger(__name__)
+
+
+class Front:
+    """A server before vllm-router. Without a token it accepts every request.
+
+    Use it as `async with Front(token, router_url) as front: await front.listen(host, port)`.
+    """
+
+    def __init__(self, token: str, router_url: str) -> None:
+        address = urlsplit(router_url)
+        self._host, self._port = address.hostname, address.port
+        onward = authorization(token, Purpose.GENERATE)
+        lines = [f"Host: {address.netloc}", *(f"{name}: {key}" for name, key in onward.items())]
+        self.onward_head = "".join(f"{line}\r\n" for line in lines).encode()
+        self._has_token = bool(token)
+        self._wanted = {
+            purpose: authorization(token, purpose).get("Authorization", "").encode()
+            for purpose in Purpose
+        }
+        self.callers: set[_Caller] = set()
+        self.idle: list[_Upstream] = []
+        self._upstreams: set[_Upstream] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+
+    async def __aenter__(self) -> "Front":
+        self._start(self._sweep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        transports = [each.transport for each in self.callers]
+        for transport in transports + [each.transport for each in self._upstreams]:
+            transport.abort()
+
+    async def listen(self, host: str, port: int) -> str:
+        """Serve at `host`. `port` 0 takes a free one. Return the address."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Caller(self), host, port, backlog=BACKLOG)
+        self._servers.append(server)
+        return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+
+    def allows(self, method: str, path: str, given: bytes) -> bool:
+        """Whether the header `given` opens a route. An unknown route needs `administer`."""
+        purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
+        return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
+
+    def forward(self, caller: "_Caller", request: bytes) -> None:
+        """Send `request` to vllm-router on an idle connection, or on a new one."""
+        oldest_s = asyncio.get_running_loop().time() - KEEPALIVE_S
+        while self.idle:
+            upstream = self.idle.pop()
+            if upstream.idle_since_s >= oldest_s and not upstream.transport.is_closing():
+                return upstream.ask(caller, request)
+            upstream.transport.close()
+        self._start(self._connect(caller, request))
+
+    async def _connect(self, caller: "_Caller", request: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            _, upstream = await loop.create_connection(
+                lambda: _Upstream(self), self._host, self._port
+            )
+        except OSError as error:
+            return caller.fail(error)
+        self._upstreams.add(upstream)
+        if caller.transport.is_closing():
+            upstream.transport.close()
+        else:
+            upstream.ask(caller, request)
+
+    def forget(self, upstream: "_Upstream") -> None:
+        self._upstreams.discard(upstream)
+        if upstream in self.idle:
+            self.idle.remove(upstream)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = asyncio.get_running_loop().time()
+            for caller in list(self.callers):
+                if not caller.is_waiting and caller.last_s < now_s - KEPT_S:
+                    caller.transport.close()
+            for upstream in list(self.idle):
+                if upstream.idle_since_s < now_s - KEEPALIVE_S:
+                    upstream.transport.close()
+
+
+class _Caller(asyncio.Protocol):
+    """A caller's connection: it checks a request's head, collects the body and passes both on."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._loop = front, asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._is_refused, self.is_paused = False, False
+        self.upstream: _Upstream | None = None
+        self.is_waiting, self.is_answered = False, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.last_s, self._head_bytes, self._is_in_head = self._loop.time(), 0, True
+        self._url, self._given, self._kept = b"", b"", b""
+        self._body: list[bytes] = []
+        self._body_bytes, self._expects = 0, False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._front.callers.add(self)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._front.callers.discard(self)
+        if self.upstream is not None:
+            self.upstream.drop()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self.last_s = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._is_refused:
+                log.warning("refused a malformed request of %s: %r", self._peer(), error)
+                self._refuse(400, "this is no HTTP/1.1 request\n")
+        if self._is_in_head and not self._is_refused:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"headers of more than {MAX_HEAD_BYTES} bytes\n")
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        if self.upstream is not None:
+            self.upstream.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        if self.upstream is not None:
+            self.upstream.transport.resume_reading()
+
+    # Called by httptools.
+
+    def on_message_begin(self) -> None:
+        if self.is_waiting and not self._is_refused:
+            self._refuse(400, "a request came before the answer to the last\n")
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            return  # a trailer
+        name = name.lower()
+        if name == b"authorization":
+            self._given = value
+        elif name == b"expect":
+            self._expects = True
+        elif name in ASKED and b"\r" not in value and b"\n" not in value:
+            self._kept += b"%b: %b\r\n" % (name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        if self._is_refused:
+            return
+        self._method = self._parser.get_method().decode()
+        self._path = self._url.partition(b"?")[0].decode("latin-1")
+        if not self._front.allows(self._method, self._path, self._given):
+            self._refuse(401, _UNAUTHORIZED)
+        elif (self._method, self._path) not in ROUTES:
+            self._refuse(404, f"the router's front has no {self._method} {self._path}\n")
+        elif self._parser.get_http_version() != "1.1" or self._parser.should_upgrade():
+            self._refuse(400, "the router's front speaks HTTP/1.1 only\n")
+        elif self._expects:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, piece: bytes) -> None:
+        if self._is_refused:
+            return
+        self._body.append(piece)
+        self._body_bytes += len(piece)
+        if self._body_bytes > MAX_BODY_BYTES:
+            self._refuse(413, f"a body of more than {MAX_BODY_BYTES} bytes\n")
+
+    def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
+        self._keeps = self._parser.should_keep_alive()
+        self.is_waiting, self.is_answered = True, False
+        if self._path == AUTHORIZED:
+            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            return self.finish()
+        first = b"%b %b HTTP/1.1\r\n" % (self._method.encode(), self._url)
+        length = b"Content-Length: %d\r\n\r\n" % self._body_bytes
+        request = [first, self._front.onward_head, self._kept, length, *self._body]
+        self._body = []
+        self._front.forward(self, b"".join(request))
+
+    def finish(self) -> None:
+        """End the exchange: the answer is written whole."""
+        self.upstream, self.is_waiting = None, False
+        self._begin()
+        if not self._keeps:
+            self.transport.close()
+
+    def fail(self, error: Exception) -> None:
+        """Answer 502, or abort: half an answer must not look like a whole one."""
+        self.upstream = None
+        if self.is_answered:
+            return self.transport.abort()
+        text = f"vllm-router did not answer ({type(error).__name__})\n"
+        self.transport.write(_answer(502, text))
+        self.finish()
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._is_refused, self._body = True, []
+        if self.is_waiting:
+            return self.transport.abort()
+        self.transport.write(_answer(status, text, "Connection: close\r\n"))
+        self.transport.pause_reading()  # the body is not read
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._loop.call_later(LINGER_S, self.transport.abort)
+
+    def _peer(self) -> str:
+        return "{}:{}".format(*(self.transport.get_extra_info("peername") or ("?", "?"))[:2])
+
+
+class _Upstream(asyncio.Protocol):
+    """A connection to vllm-router, which carries one exchange at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._loop = front, asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._caller: _Caller | None = None
+        self.idle_since_s = 0.0
+
+    def ask(self, caller: _Caller, request: bytes) -> None:
+        """Send `request`. Its answer goes to `caller`."""
+        self._caller, caller.upstream = caller, self
+        self._head, self._reason, self._is_sized, self._is_complete = b"", b"", False, False
+        self._out: list[bytes] = []
+        if caller.is_paused:
+            self.transport.pause_reading()
+        self.transport.write(request)
+
+    def drop(self) -> None:
+        """End the exchange. This ends the request in the engine too."""
+        self._caller = None
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._front.forget(self)
+        if self._caller is not None:
+            self._caller.fail(error or ConnectionResetError())
+
+    def data_received(self, data: bytes) -> None:
+        if self._caller is None:
+            return self.transport.abort()  # an answer to no request
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            caller = self._caller
+            self.drop()
+            return caller.fail(error)
+        self._flush()
+
+    def _flush(self) -> None:
+        caller = self._caller
+        assert caller is not None
+        if self._out:
+            caller.is_answered = True
+            caller.transport.write(b"".join(self._out))
+            self._out.clear()
+        if not self._is_complete:
+            return
+        self._caller = None
+        if not self.transport.is_reading():
+            self.transport.resume_reading()
+        self.idle_since_s = self._loop.time()
+        if self._keeps:
+            self._front.idle.append(self)
+        else:
+            self.transport.close()
+        caller.finish()
+
+    # Called by httptools.
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower == b"content-length":
+            self._is_sized = True
+        if lower in PASSED or lower == b"content-length":
+            self._head += b"%b: %b\r\n" % (name, value)
+
+    def on_headers_complete(self) -> None:
+        self._keeps = self._parser.should_keep_alive()
+        framing = b"" if self._is_sized else b"Transfer-Encoding: chunked\r\n"
+        first = b"HTTP/1.1 %d %b\r\n" % (self._parser.get_status_code(), self._reason)
+        self._out += [first, self._head, framing, b"\r\n"]
+
+    def on_body(self, piece: bytes) -> None:
+        self._out += [piece] if self._is_sized else [b"%x\r\n" % len(piece), piece, b"\r\n"]
+
+    def on_message_complete(self) -> None:
+        if not self._is_sized:
+            self._out.append(b"0\r\n\r\n")
+        self._is_complete = True
+
+
+def _answer(status: int, text: str, more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain\r\n"
+    return f"{head}Content-Length: {len(text.encode())}\r\n{more}\r\n{text}".encode()

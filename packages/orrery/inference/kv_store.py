@@ -1,0 +1,92 @@
+"""`python -m orrery.inference.kv_store`: run the master of a Mooncake Store.
+
+- The master knows which engine's memory holds each cache block. It holds no block itself.
+- Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections.
+- It starts empty with every attempt, and listens on `ctx.host`. It and this process end together.
+"""
+
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.inference.program import await_start
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.runtime.network import free_ports
+from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.role_context import role_process
+from orrery.wire import rendezvous
+
+# System libraries that Mooncake needs → their Debian packages.
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
+
+
+def master_program() -> Path:
+    """Return the path of Mooncake's master. Raises OrreryError if it cannot run here."""
+    program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
+    if not program.is_file():
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here; "
+            "type `make setup`, or choose 'tiers'"
+        )
+    for library, package in LIBRARIES.items():
+        if not _loads(library):
+            raise OrreryError(
+                f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs "
+                f"it also for TCP; on a host run: apt-get install -y {package}; in an image, "
+                "build that anew from containers/"
+            )
+    return program
+
+
+def main() -> None:
+    with role_process("kv_store") as ctx:
+        refuse_open_interfaces("inference.kv_offload.kind 'mooncake'")
+        program = master_program()
+        free_port, metrics_port = free_ports(2, ctx.host)
+        port = ctx.port or free_port
+        arguments = {
+            "rpc_address": ctx.host,
+            "rpc_port": port,
+            "metrics_host": ctx.host,
+            "metrics_port": metrics_port,
+        }
+        ctx.health.doing("starting mooncake_master")
+        process = subprocess.Popen(
+            [program, *(f"--{name}={value}" for name, value in arguments.items())],
+            preexec_fn=die_with_parent,
+        )
+        try:
+            await_start(ctx, process, "mooncake_master", "listen", lambda: _listens(ctx.host, port))
+            rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
+            ctx.health.doing("serving")
+            raise RunFailed(
+                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); "
+                f"read logs/{ctx.name}.log"
+            )
+        finally:
+            process.kill()  # it holds nothing that outlives the stage
+            process.wait()
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _loads(library: str) -> bool:
+    """Return whether a subprocess can load the system's `library`. NIXL brings its own rdma-core. A
+    process with two copies crashes when it exits.
+    """
+    probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
+    command = [sys.executable, "-S", "-c", probe, library]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+
+if __name__ == "__main__":
+    main()

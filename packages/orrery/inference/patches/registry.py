@@ -1,0 +1,268 @@
+"""The registry of vLLM patches: what each replaces and why, and which process gets it.
+
+- `python -m orrery.inference.patches.registry` lists them. No patch touches vLLM's files.
+- Nothing here imports vLLM before `import_vllm`, because vLLM reads its environment at import.
+- `test_inference_registry.py` compares every name and flag of vLLM in this package with the
+  installed source.
+"""
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from orrery.inference.patches.vllm_routes_offloaded import KEPT
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+
+VERSIONS = "0.32"
+TESTS = "tests/inference"
+
+
+class Patch(NamedTuple):
+    """A patch, the vLLM symbol that it replaces, and when it may go."""
+
+    name: str  # module.function in this folder
+    target: str
+    why: str
+    until: str  # remove the patch when this holds …
+    test: str  # … and this test passes without it
+
+
+PATCHES = (
+    Patch(
+        "vllm.import_without_compiler",
+        "vllm.env_override",
+        "vLLM imports torch's compiler even if nothing is compiled, a fifth of the start-up",
+        "vLLM waits until the compiler is imported",
+        "test_inference_assemble.py",
+    ),
+    Patch(
+        "vllm.fork_engine_core",
+        "CpuPlatform.check_and_update_config",
+        "vLLM on CPU spawns the engine core, which imports torch and vLLM again",
+        "the platform keeps a VLLM_WORKER_MULTIPROC_METHOD that is already set",
+        "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.inspect_models_here",
+        "models.registry._run_in_subprocess",
+        "vLLM inspects model classes in a subprocess, one more import of torch on a fresh machine",
+        "the registry needs no subprocess on CPU",
+        "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.forget_moe_kernels",
+        "UnquantizedFusedMoEMethod._setup_kernel",
+        "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs without an error"
+        " (the skip came with vllm-project/vllm#40390)",
+        "weight updates prepack too",
+        "test_inference_router.py",
+    ),
+    Patch(
+        "vllm.repack_tied_heads",
+        "ParallelLMHead",
+        "a reload keeps a tied head's prepacked old weights on CPU: wrong log-probs, no error",
+        "a reload processes tied heads",
+        "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.say_nothing_of_unloaded",
+        "reload.layerwise",
+        "a reload warns of layers that have no weights to load",
+        "vLLM leaves such layers out",
+        "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.draw_again_after_a_part",
+        "GPUModelRunner._bookkeeping_sync",
+        "a seeded request with chunked prefill ends the engine: CPU generators have no offset",
+        "vLLM restores the generator's state",
+        "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.keep_adapters",
+        "LoRAModelManager.remove_all_adapters",
+        "weight updates and empty data-parallel steps remove the adapter, and the next request"
+        " loads the first one from disk",
+        "an update can keep adapters, and an empty step removes only its own",
+        "test_inference_adapters.py",
+    ),
+    Patch(
+        "vllm.keep_kernels_of_experts",
+        "FusedMoEConfig.is_lora_enabled",
+        "experts get LoRA kernels even if no adapter targets them; those do not run on CPU",
+        "is_lora_enabled follows --lora-target-modules",
+        "test_inference_adapters.py",
+    ),
+    Patch(
+        "vllm_answers.write_answers",
+        "ServingTokens.serve_tokens_full_generator",
+        "vLLM makes two pydantic models of every token's log-prob when a request ends",
+        "vLLM writes these answers without a model for each token",
+        "test_inference_whole_answers.py",
+    ),
+    Patch(
+        "vllm_whole_answers.hold_outputs",
+        "EngineCore.step",
+        "the engine core sends every token of every request, which takes longer than a GPU step",
+        "vLLM has an interval for the engine core (--stream-interval is the API server's)",
+        "test_inference_whole_answers.py",
+    ),
+    Patch(
+        "vllm_processes.answer_for_every_rank",
+        "DPLBAsyncMPClient.call_utility_async",
+        "/collective_rpc returns data-parallel rank 0's result only, so others escape attestation",
+        "collective_rpc returns the results of all ranks",
+        "test_inference_wide_engine.py",
+    ),
+    Patch(
+        "vllm_processes.meet_at_one_address",
+        "vllm.distributed.utils.TCPStore",
+        "the ranks' TCPStore has no token and listens on every interface",
+        "vLLM always gives it a socket bound to one host",
+        "test_inference_wide_engine.py",
+    ),
+    Patch(
+        "vllm_processes.name_shared_memory",
+        "_CPUSHMDistributed.make_group_name",
+        "shared memory has random names, so what a killed process leaves cannot be found",
+        "vLLM takes the names from its caller",
+        "test_inference_server.py",
+    ),
+    Patch(
+        "vllm_processes.unlink_host_tiers",
+        "SharedOffloadRegion",
+        "a killed engine leaves its host tier, a file in shared memory",
+        "TieringOffloadingSpec has a barrier, as CPUOffloadingSpec does",
+        "test_inference_kv_offload.py",
+    ),
+    Patch(
+        "vllm_kv_transfer.pause_beside_unread_blocks",
+        "Scheduler.has_finished_requests",
+        "a pause waits until a paused engine has read all blocks, hence for the end of their lease",
+        'a "keep" pause returns at once with unread blocks',
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_kv_transfer.bootstrap_on_one_address",
+        "MooncakeBootstrapServer",
+        "Mooncake's bootstrap server listens on 0.0.0.0",
+        "it listens on VLLM_HOST_IP",
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_kv_transfer.device_index_on_cpu",
+        "MooncakeConnectorWorker.__init__",
+        "it asks torch.accelerator for the current device, which raises on CPU",
+        "it asks the platform",
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_kv_transfer.nixl_that_waits",
+        "nixl_utils._load_nixl_attr",
+        "NIXL's progress thread never sleeps (orrery.wire.weight_wire.nixl)",
+        "the correction in the weight wire goes",
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_kv_transfer.pulls_that_end_with_their_engine",
+        "MooncakeConnectorWorker.receive_kv_from_single_worker",
+        "a read from a dead engine hangs until after the lease, and holds its blocks",
+        "a producer's death fails its reads",
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_routes.routes_on_cpu",
+        "VllmConfig._verify_aux_output_compatibility",
+        "only Model Runner V2 returns routed experts, and it needs Triton, hence a GPU",
+        "a CPU engine starts with --enable-return-routed-experts",
+        "test_inference_routes.py",
+    ),
+    Patch(
+        "vllm_routes_offloaded.keep",
+        "aux_output_connector.BlockObjectStore",
+        "routes are lost with a block that leaves the device, and the engine ends when it returns",
+        "vLLM's store of routes follows the tiers",
+        "test_inference_kv_offload.py",
+    ),
+    Patch(
+        "vllm_routes_offloaded.beside_transfer",
+        "RoutedExpertsBuffer.capture",
+        "prefill and decode engines do not start with routes",
+        "vLLM returns routes with P/D",
+        "test_inference_prefill_decode.py",
+    ),
+    Patch(
+        "vllm_routes_shared.share",
+        "MooncakeStoreWorker.lookup",
+        "a Mooncake Store shares cache blocks without their routes",
+        "vLLM's connector shares routes",
+        "test_inference_kv_offload.py",
+    ),
+)
+
+
+def environment(manifest: Manifest) -> dict[str, str]:
+    """Return the variables that choose vLLM's model runner. vLLM reads them at import."""
+    if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the other one has no routes
+    return {}
+
+
+def import_vllm(manifest: Manifest) -> None:
+    """Import vLLM, without torch's compiler if nothing is compiled.
+
+    Raises OrreryError if vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise OrreryError(
+            "inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or "
+            "locks/inference.cpu.txt"
+        )
+    if manifest.inference.enforce_eager:
+        _apply("vllm.import_without_compiler")
+
+
+def correct_server(manifest: Manifest) -> None:
+    """Patch the process that becomes the API server, before vLLM reads its arguments."""
+    if manifest.hardware.accelerator == "cpu":
+        _apply("vllm.fork_engine_core")
+        _apply("vllm.inspect_models_here")
+        _apply("vllm.draw_again_after_a_part")
+        if manifest.transport.routed_experts:
+            _apply("vllm_routes.routes_on_cpu")
+        if manifest.transport.weights == "adapters":
+            _apply("vllm.keep_kernels_of_experts")
+    _apply("vllm_answers.write_answers")
+    if manifest.inference.data_parallel > 1:
+        _apply("vllm_processes.answer_for_every_rank")
+
+
+def correct_engine(shared_memory_name: str | None) -> None:
+    """Patch each process of an engine, whose shared memory's names contain the given one."""
+    if shared_memory_name is not None:
+        _apply("vllm_processes.name_shared_memory", shared_memory_name)
+    _apply("vllm_processes.meet_at_one_address")
+    if KEPT in os.environ:
+        _apply("vllm_routes_offloaded.keep")
+        _apply("vllm_routes_offloaded.beside_transfer")
+    _apply("vllm_whole_answers.hold_outputs")
+    _apply("vllm_kv_transfer.pause_beside_unread_blocks")
+    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_transfer`
+        _apply("vllm_kv_transfer.bootstrap_on_one_address")
+        _apply("vllm_kv_transfer.device_index_on_cpu")
+        _apply("vllm_kv_transfer.pulls_that_end_with_their_engine")
+    if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
+        _apply("vllm_kv_transfer.nixl_that_waits")
+
+
+def _apply(name: str, *arguments: str) -> None:
+    module, _, function = name.partition(".")
+    getattr(import_module(f"orrery.inference.patches.{module}"), function)(*arguments)
+
+
+if __name__ == "__main__":
+    for patch in PATCHES:
+        print(f"{patch.name} (vLLM {VERSIONS}: {patch.target})\n  why: {patch.why}")
+        print(f"  until: {patch.until}; {TESTS}/{patch.test} passes without it")

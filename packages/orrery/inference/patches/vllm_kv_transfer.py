@@ -1,0 +1,112 @@
+"""Patches of vLLM's KV connectors. `registry` says why each exists."""
+
+import asyncio
+import os
+from collections import defaultdict
+from typing import Any
+
+from orrery.wire.weight_wire.nixl import wait_for_progress
+
+
+def pause_beside_unread_blocks() -> None:
+    """Apply in each process that may be an engine core, before it serves. Unread blocks neither run
+    nor change with the weights.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if getattr(Scheduler.has_finished_requests, "orrery", False):
+        return
+    original = Scheduler.has_finished_requests
+
+    def has_finished_requests(self: Any) -> bool:
+        if self.pause_state == PauseState.PAUSED_ALL:
+            return bool(self.finished_req_ids)
+        return original(self)
+
+    has_finished_requests.orrery = True  # type: ignore[attr-defined]
+    Scheduler.has_finished_requests = has_finished_requests  # type: ignore[method-assign]
+
+
+def bootstrap_on_one_address() -> None:
+    """Apply in each process that may be a Mooncake worker, before it is made."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
+        mooncake_connector as connector,
+    )
+
+    server = connector.MooncakeBootstrapServer
+    if not isinstance(server, type):
+        return
+
+    def on_host(_everywhere: str, port: int) -> Any:
+        return server(os.environ["VLLM_HOST_IP"], port)
+
+    connector.MooncakeBootstrapServer = on_host  # type: ignore[assignment,misc]
+
+
+def pulls_that_end_with_their_engine() -> None:
+    """Apply in each process that may be a Mooncake worker, before it is made."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+        MooncakeConnectorWorker,
+    )
+
+    if hasattr(MooncakeConnectorWorker.receive_kv_from_single_worker, "orrery"):
+        return
+    original = MooncakeConnectorWorker.receive_kv_from_single_worker
+
+    async def receive_kv_from_single_worker(
+        self: Any, worker_addr: str, pull_metas: dict[str, Any]
+    ) -> None:
+        engine_id = next(iter(pull_metas.values())).remote_engine_id
+        receiving = asyncio.ensure_future(original(self, worker_addr, pull_metas))
+        ended = asyncio.ensure_future(_end_of(self, engine_id).wait())
+        await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (receiving, ended):
+            task.cancel()
+        await asyncio.wait({receiving})
+        if receiving.cancelled():
+            left = [name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0]
+            self._handle_failed_recv(pull_metas, left, f"engine {engine_id} has ended")
+
+    receive_kv_from_single_worker.orrery = True  # type: ignore[attr-defined]
+    MooncakeConnectorWorker.receive_kv_from_single_worker = receive_kv_from_single_worker  # type: ignore[method-assign]
+
+
+async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
+    """Fail the worker's reads from this engine, now and later. Call it in the worker's receiver
+    loop, and only once the engine has ended: until then it may write into the blocks.
+    """
+    _end_of(worker, engine_id).set()
+
+
+def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
+    events: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+    ends: dict[str, asyncio.Event] = vars(worker).setdefault("orrery_ends", events)
+    return ends[engine_id]
+
+
+def device_index_on_cpu() -> None:
+    """Apply on CPU in each process that may be a Mooncake worker, before it is made."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        torch.accelerator.current_device_index = lambda: 0
+
+
+def nixl_that_waits() -> None:
+    """Apply on CPU in each process that may be a NIXL worker, before vLLM loads NIXL."""
+    import torch
+    from vllm.distributed import nixl_utils
+
+    if torch.accelerator.is_available() or hasattr(nixl_utils._load_nixl_attr, "orrery"):
+        return
+    original = nixl_utils._load_nixl_attr
+
+    def load(name: str) -> Any:
+        value = original(name)  # None without NIXL
+        if value is not None:
+            wait_for_progress()
+        return value
+
+    load.orrery = True  # type: ignore[attr-defined]
+    nixl_utils._load_nixl_attr = load

@@ -1,0 +1,355 @@
+"""Receive weights: load a published version into the running model and record which weights came.
+
+- In: the path of a published version, on any wire. Out: `held`, name → (fingerprint, how).
+- `files` brings whole tensors. A direct wire brings this rank's slices (`needs`, `loading`).
+- A tensor is fingerprinted as it arrives ("as_consumed"). If the engine does not repack it, it is
+  fingerprinted again in the model ("resident").
+- Every tensor of the first load must come again and fill every element. A damaged file fails the
+  update by name. `held` stays empty until a whole update succeeds.
+- Workers never raise. The client asks each worker for its error (`attestation`). If any failed, all
+  discard the update. After an error vLLM 0.32 would mix up the workers' results.
+"""
+
+import abc
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from orrery.inference.loading import Loading, Run, runs
+from orrery.inference.needs import Needs, learn, put_back
+from orrery.inference.patches.vllm import (
+    forget_moe_kernels,
+    has_stale_head,
+    repack_tied_heads,
+    say_nothing_of_unloaded,
+)
+from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
+from orrery.wire.weight_wire import read_weights
+from orrery.wire.weight_wire.coordinator import PartTimer
+from orrery.wire.weight_wire.leases import (
+    Transfer,
+    TransferFailed,
+    abandon_transfer,
+    read_transfer,
+)
+from orrery.wire.weight_wire.plan import Box, TensorInfo, dtype_of
+from orrery.wire.weight_wire.receiver import Round, WeightReceiver
+
+log = logging.getLogger(__name__)
+
+RESIDENT, AS_CONSUMED = "resident", "as_consumed"
+# Modules that vLLM does not repack (ParallelLMHead is a VocabParallelEmbedding).
+UNCHANGED = (RMSNorm, VocabParallelEmbedding)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The number of ranks of this engine over all data-parallel ranks."""
+
+    num_ranks: int | None = None
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The published version's path and number, and this engine's name."""
+
+    path: str
+    version: int
+    engine: str = "engine"
+
+
+class Consumed(NamedTuple):
+    """A tensor as it arrived. `shape` is None if this rank has only a part."""
+
+    fingerprint: int
+    shape: torch.Size | None
+    dtype: torch.dtype
+
+
+class Place(NamedTuple):
+    """The parameter of the processed model that holds a tensor unchanged."""
+
+    module: torch.nn.Module
+    parameter: str
+
+
+class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """The base of our weight-transfer backends: how an update ends in one of an engine's
+    workers.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    held: dict[str, tuple[int, str]]
+    failure: str | None = None  # of the current or last update
+
+    def start_weight_update(self) -> None:
+        self.held, self.failure = {}, None
+        self._start()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        try:
+            self._receive(update_info)
+        except Exception as error:
+            self.failure = str(error) or type(error).__name__
+            is_ours = not isinstance(error, TransferFailed)
+            log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
+            if is_ours:
+                with contextlib.suppress(OSError):  # the other ranks need not wait for this one
+                    abandon_transfer(Path(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        """Finish an update. After a failure here or in another worker `held` stays empty."""
+        self.held = self._finish(self.failure is None)
+
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Prepare the model for loading."""
+
+    @abc.abstractmethod
+    def _receive(self, update: UpdateInfo) -> None:
+        """Receive a version. Raises if it does not arrive whole."""
+
+    @abc.abstractmethod
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
+        """Leave a model that can compute. Return what is held if the version `is_whole`, else
+        {}.
+        """
+
+
+class Receiver(Backend):
+    """vLLM's weight-transfer backend `orrery`."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.held = {}
+        self.parts = PartTimer()  # seconds of the last update
+        self._consumed: dict[str, Consumed] = {}
+        self._places: dict[str, Place | None] = {}  # by tensor, found once
+        self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
+        self._num_ranks = init_info.num_ranks
+        self._target: WeightReceiver | None = None
+
+    def _start(self) -> None:
+        self.parts = PartTimer()
+        self._consumed = {}
+        begin = time.perf_counter()
+        if self.device.type == "cpu":
+            forget_moe_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+        self.parts.add("start_s", begin)
+
+    def _receive(self, update: UpdateInfo) -> None:
+        taking = read_transfer(update.path)
+        if taking is None:
+            self.model.load_weights(self._fingerprinted(update))
+            self._check_complete(update)
+        else:
+            # No `torch.device` context: under it dynamo recurses endlessly in vLLM's FP8 rounding.
+            with set_current_vllm_config(self.vllm_config):
+                self._take(update, taking)
+
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
+        begin = time.perf_counter()
+        is_tied = self.model_config.hf_text_config.tie_word_embeddings
+        with say_nothing_of_unloaded(self.model, is_tied):
+            # This also gives half-loaded layers storage again.
+            finalize_layerwise_reload(self.model, self.model_config)
+        if is_tied and self.device.type == "cpu":
+            repack_tied_heads(self.model)
+        elif is_tied and has_stale_head(self.model):
+            self.failure = (
+                "the output head is tied to the embedding and has a weight of its own, which no "
+                "update reaches"
+            )
+            return {}
+        if not is_whole:
+            return {}
+        held = {name: (each.fingerprint, AS_CONSUMED) for name, each in self._consumed.items()}
+        resident: dict[str, torch.Tensor] = {}
+        for name, consumed in self._consumed.items():
+            if (tensor := self._resident(name, consumed)) is not None:
+                resident[name] = self._fingerprint(tensor)
+        if resident:
+            values = torch.cat([*resident.values()]).tolist()  # waits for the device once
+            for name, value in zip(resident, values, strict=True):
+                held[name] = (value & MASK, RESIDENT)
+        self.parts.add("finish_s", begin)
+        return held
+
+    def shutdown(self) -> None:
+        self.held = {}
+        if self._target is not None:
+            self._target.drop()
+
+    def _take(self, update: UpdateInfo, taking: Transfer) -> None:
+        """Receive this rank's slices on a direct wire, and copy them as they arrive."""
+        if self._target is None:
+            parallel = self.parallel_config
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            num_ranks = self._num_ranks or parallel.world_size_across_dp
+            self._target = WeightReceiver(update.engine, rank, num_ranks, self.device)
+        target = self._target
+        begin = time.perf_counter()
+        target.join(Path(update.path).parent, self._learn)
+        self.parts.add("learn_s", begin)
+        loading = Loading(self.model, self._needs)
+        with contextlib.closing(target.receive(taking, self.parts)) as rounds:
+            for one, bucket in rounds:
+                begin = time.perf_counter()
+                loading.load(self._runs_of(one), bucket)
+                self.parts.add("load_s", begin)
+        try:
+            loading.check()
+        except ValueError:
+            target.fail()  # as if the transfer had broken off
+            raise
+        begin = time.perf_counter()
+        self._consumed = {
+            name: Consumed(fingerprint, *self._came_as[name])
+            for name, fingerprint in target.attest().items()
+        }
+        self.parts.add("attest_s", begin)
+
+    def _learn(self, tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
+        names = {tensor.name for tensor in tensors}
+        if missing := sorted(self._expected_names() - names):
+            raise ValueError(
+                f"tensor {missing[0]!r} is missing from what the trainer publishes "
+                f"({len(missing)} in all)"
+            )
+        put_back(self.model)
+        self._needs: Needs = learn(self.model, tensors)
+        initialize_layerwise_reload(self.model)
+        self._runs: dict[int, tuple[Round, list[Run]]] = {}
+        self._came_as: dict[str, tuple[torch.Size | None, torch.dtype]] = {}
+        for tensor in tensors:
+            whole = tuple((0, size) for size in tensor.shape)
+            destinations = self._needs.destinations.get(tensor.name, ())
+            is_whole = all(each.box == whole for each in destinations)
+            shape = torch.Size(tensor.shape) if is_whole else None
+            self._came_as[tensor.name] = (shape, dtype_of(tensor))
+        return {
+            name: tuple(dict.fromkeys(each.box for each in found))
+            for name, found in self._needs.destinations.items()
+        }
+
+    def _runs_of(self, one: Round) -> list[Run]:
+        """Return a round's copies, computed once for a process group."""
+        assert self._target is not None
+        known = self._runs.get(one.number)
+        if known is None or known[0] is not one:
+            copies = runs(one.slices, self._needs, self._target.tensors)
+            known = self._runs[one.number] = (one, copies)
+        return known[1]
+
+    def _fingerprinted(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        what = f"weights version {update.version}"
+        try:
+            for name, tensor in read_weights(update.path):
+                if name in self._consumed:
+                    raise ValueError(f"{what}: tensor {name!r} comes twice")
+                here = tensor.to(self.device)
+                fingerprint = tensor_fingerprint(here)
+                self._consumed[name] = Consumed(fingerprint, tensor.shape, tensor.dtype)
+                yield name, here
+        except SafetensorError as error:
+            raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
+
+    def _check_complete(self, update: UpdateInfo) -> None:
+        """Raise ValueError with the name of an unfilled tensor or layer."""
+        for name in sorted(self._expected_names() - self._consumed.keys()):
+            raise ValueError(f"weights version {update.version}: tensor {name!r} is missing")
+        for path, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            total = info.load_numel_total or 0
+            # A complete layer is processed and reset at once. An embedding's padding never comes.
+            is_begun = info.can_load() and 0 < info.load_numel < total
+            if is_begun and not isinstance(layer, VocabParallelEmbedding):
+                raise ValueError(
+                    f"weights version {update.version}: layer {path!r} got {info.load_numel} of "
+                    f"{total} elements"
+                )
+
+    def _expected_names(self) -> set[str]:
+        """Return the tensor names of the first checkpoint, without a tied output head."""
+        from safetensors import safe_open
+
+        names: set[str] = set()
+        for file in sorted(Path(self.model_config.model).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        if self.model_config.hf_text_config.tie_word_embeddings:
+            names.discard("lm_head.weight")
+        return names
+
+    def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
+        """Return the tensor in the processed model, or None if it was repacked or sliced."""
+        if name not in self._places:
+            self._places[name] = self._place(name)
+        place = self._places[name]
+        if place is None or consumed.shape is None:
+            return None
+        parameter = getattr(place.module, place.parameter, None)
+        if parameter is None or parameter.dtype != consumed.dtype:
+            return None
+        if isinstance(place.module, VocabParallelEmbedding):
+            parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
+        is_whole = parameter.shape == consumed.shape  # not a tensor-parallel slice
+        return parameter.detach() if is_whole else None
+
+    def _place(self, name: str) -> Place | None:
+        module_path, _, attribute = name.rpartition(".")
+        try:
+            module = self.model.get_submodule(module_path)
+        except AttributeError:  # fused under another name (q_proj in qkv_proj)
+            return None
+        return Place(module, attribute) if isinstance(module, UNCHANGED) else None
+
+    def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return i64 [1] on the tensor's device."""
+        key = tensor.shape, tensor.dtype
+        if key not in self._fingerprints:
+            shape = tuple(tensor.shape)
+            whole = SliceSpec(0, shape, shape, (0,) * len(shape), tensor.element_size())
+            self._fingerprints[key] = SliceFingerprints([whole], tensor.device)
+        return self._fingerprints[key].of(tensor.contiguous().view(-1).view(torch.uint8))
+
+
+def damage(folder: Path) -> str | None:
+    """Return which tensor of a published version is cut off in its file, or None. vLLM removes
+    paths from error answers, so the sentence has file names only.
+    """
+    for shard in sorted(folder.glob("*.safetensors")):
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            try:
+                header = msgspec.json.decode(file.read(min(header_bytes, size)))
+            except msgspec.DecodeError:
+                return f"{shard.name} has no readable header ({size} bytes)"
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if 8 + header_bytes + entry["data_offsets"][1] > size:
+                return f"tensor {name!r} is cut off in {shard.name} ({size} bytes)"
+    return None

@@ -1,0 +1,145 @@
+"""Run vllm-router for a stage's replicas, behind a front that checks callers.
+
+- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once all engines are known.
+- Only the front listens on `ctx.host`. The router is on loopback and spreads generation. Control
+  calls go directly to each engine.
+- Its Prometheus page is on loopback without a key. It shows counts, durations and addresses.
+- It retries nothing and breaks no circuit: a failed request is the caller's data.
+- The kernel kills it with this process. If it ends by itself, so does this process.
+"""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from functools import partial
+from urllib.parse import urlsplit
+
+import uvloop
+
+from orrery.inference.front import AUTHORIZED, Front
+from orrery.inference.program import await_start
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema import Manifest
+from orrery.runtime.health import beating_loop
+from orrery.runtime.network import LOOPBACK, free_ports, without_proxy
+from orrery.runtime.parent_watch import die_with_parent
+from orrery.runtime.role_context import RoleContext, log_level, role_process
+from orrery.runtime.timing import scaled
+from orrery.wire import rendezvous
+from orrery.wire.engine_api import request_s
+from orrery.wire.token import Purpose, authorization, run_token
+
+ENGINES_DEADLINE_S = 600.0  # engines compile or load first
+CLIENT_FIRST_S = 60.0  # clients time out first, with a better error than the router's HTTP 500
+STOP_S = 2.0
+WATCH_S = 0.25
+PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
+
+
+def router_arguments(
+    manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
+) -> list[str]:
+    """Return the command line of `vllm-router`. Raises OrreryError if the manifest has no
+    router.
+    """
+    router = manifest.inference.router
+    if router.kind == "none":
+        raise OrreryError("inference.router.kind is 'none': this run has no router to start")
+    # Beyond this the router answers 429. Twice the limit, because ending requests may overlap.
+    most = 2 * manifest.orchestrator.admission.max_in_flight + 64
+    options = {
+        "--balance-abs-threshold": router.balance_abs_threshold,
+        "--balance-rel-threshold": router.balance_rel_threshold,
+    }
+    thresholds = [(flag, str(value)) for flag, value in options.items() if value is not None]
+    return [
+        *("--worker-urls", *engine_urls),
+        *("--policy", router.policy),
+        *(word for pair in thresholds for word in pair),
+        *("--host", host, "--port", str(port)),
+        *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
+        *("--max-concurrent-requests", str(most)),
+        *("--request-timeout-secs", str(math.ceil(request_s(manifest) + CLIENT_FIRST_S))),
+        "--disable-retries",
+        "--disable-circuit-breaker",
+    ]
+
+
+def main() -> None:
+    with (
+        role_process("router") as ctx,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(_serve(ctx, run_token()))
+
+
+async def _serve(ctx: RoleContext, token: str) -> None:
+    deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
+
+    def end_early() -> None:
+        if is_left.is_set():  # asyncio waits for its threads when it ends
+            raise asyncio.CancelledError
+
+    try:
+        wanted = ("inference", ctx.manifest.inference.num_replicas, deadline_s, end_early)
+        engines = await asyncio.to_thread(rendezvous.await_endpoints, ctx, *wanted)
+    finally:
+        is_left.set()
+    urls = [engine.url for engine in engines]
+    without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
+    port, metrics_port = free_ports(2)  # vllm-router reports no port that it chose
+    inner = f"http://{LOOPBACK}:{port}"
+    async with Front(token, inner) as front, beating_loop(ctx.health):
+        url = await front.listen(ctx.host, ctx.port)
+        ctx.health.doing("starting vllm-router")
+        arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
+        # --log-level does not reach the router's core, which logs every request by default.
+        level = (log_level() or "warning").replace("warning", "warn")
+        process = subprocess.Popen(
+            [*PROGRAM, url + AUTHORIZED if token else "", *arguments],
+            preexec_fn=die_with_parent,
+            env={"RUST_LOG": level} | os.environ,
+        )
+        try:
+            key = authorization(token, Purpose.GENERATE)
+            is_healthy = partial(_is_healthy, inner, key)
+            start = ("vllm-router", "answer /health", is_healthy)
+            await asyncio.to_thread(await_start, ctx, process, *start)
+            rendezvous.publish(ctx, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
+            ctx.health.doing("serving")
+            while (code := process.poll()) is None:
+                await asyncio.sleep(WATCH_S)
+            raise RunFailed(
+                f"router: vllm-router ended by itself (exit code {code}); read logs/{ctx.name}.log"
+            )
+        finally:
+            _stop(process)
+
+
+def _is_healthy(url: str, key: Mapping[str, str]) -> bool:
+    """Return whether the router answers and every engine is ready."""
+    try:
+        request = urllib.request.Request(f"{url}/health", headers=dict(key))
+        with urllib.request.urlopen(request, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

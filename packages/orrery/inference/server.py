@@ -1,0 +1,285 @@
+"""Run one vLLM server in this process: start it, publish its address, and end all that it started.
+
+- In: vLLM's own arguments. Out: the rendezvous endpoint, once /health answers and the weight
+  receiver is set up.
+- Engine cores (one a data-parallel rank) and their workers (one a further GPU) are child processes.
+  They die with this process (`plugin`). It ends within WATCH_S of an engine core's death, with a
+  sentence. An engine core dies with its workers.
+- SIGTERM ends all of them. After STOP_S the rest is killed. Files on disk are removed then. After a
+  failure they stay for the next start.
+- It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
+"""
+
+import asyncio
+import gc
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.engine.protocol import EngineClient
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from orrery.inference import plugin
+from orrery.inference.kv_offload import disk_folder, forget
+from orrery.inference.kv_transfer import handover
+from orrery.inference.patches import registry, vllm_processes
+from orrery.manifest.errors import RunFailed
+from orrery.runtime import scratch
+from orrery.runtime.health import beating_loop
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
+from orrery.wire import rendezvous
+
+WATCH_S = 0.25
+STOP_S = 2.0  # from SIGTERM to SIGKILL
+HANG_UP_S = 0.3  # to send answers after the engine has stopped
+START_DEADLINE_S = 300.0
+
+POINTER = "root cause"  # vLLM's "See root cause above." names no cause
+HANDLED = "During handling of the above exception, another exception occurred:"
+END_BYTES = 1 << 18  # holds the stacks of an engine core and eight workers, written twice
+PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
+EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
+CONSEQUENCE = re.compile(  # caused by the end of another process
+    r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
+    r"|: cancelled$"
+    r"|Connection (?:closed|reset) by peer|remote process exit"
+)
+
+
+def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
+    """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
+    left = Left.by(ctx)
+    left.remove()  # of an earlier start
+    log = ctx.run_dir / "logs" / f"{ctx.name}.log"
+    log_begin = log.stat().st_size if log.exists() else 0  # after earlier starts
+    os.environ[plugin.SHARED] = left.shared
+    plugin.register()
+    registry.correct_server(ctx.manifest)
+    from vllm.entrypoints.launchers.api_server import entry  # binds names that patches replace
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
+    validate_parsed_serve_args(args)
+    signal.signal(signal.SIGTERM, partial(_stop_early, left))
+    # vLLM leaves sockets and rendezvous files in TMPDIR. A socket's path has at most 107 bytes.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
+    try:
+        uvloop.run(_serve(ctx, entry, args, left))
+    except RuntimeError as error:  # an engine core died while it started
+        cause = root_cause(error, log, log_begin)
+        raise RunFailed(
+            f"inference {ctx.index}: vLLM did not start ({cause}); read logs/{ctx.name}.log"
+        ) from error
+    finally:
+        _kill_children()
+        left.remove()
+    forget(left.disk)
+
+
+@dataclass(frozen=True)
+class Left:
+    """The files and shared memory that a killed engine leaves, under names that only this role
+    uses.
+    """
+
+    scratch: Path  # the system's folder for temporary files
+    start: str  # prefix of this role's folders there
+    shared: str  # part of this role's names in shared memory
+    disk: Path  # cache blocks, which only an orderly end removes
+    pid: int  # of the server, because forks inherit its handlers
+
+    @staticmethod
+    def by(ctx: RoleContext) -> "Left":
+        """Call it before TMPDIR changes."""
+        tempfile.tempdir = None
+        start = scratch.start_prefix(ctx.run_dir, ctx.index)
+        shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
+        return Left(Path(tempfile.gettempdir()), start, shared, disk_folder(ctx), os.getpid())
+
+    def remove(self, *, ended: bool = False) -> None:
+        """Remove all of it, with the blocks on disk if the engine has `ended` in order. Blocks go
+        last: they may be many, and the launcher does not wait long.
+        """
+        if os.getpid() != self.pid:
+            return
+        scratch.remove_folders(self.start, self.scratch)
+        scratch.remove_memory(self.shared)
+        if ended:
+            forget(self.disk)
+
+
+def _stop_early(left: Left, _signal: int, _frame: object) -> None:
+    """Handle SIGTERM before vLLM's own handler is installed: no request is in flight."""
+    _exit_now(left)
+
+
+def _exit_now(left: Left) -> None:
+    _kill_children()
+    left.remove(ended=True)
+    os._exit(128 + signal.SIGTERM)
+
+
+async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> None:
+    address, socket = entry.setup_server(args, reuse_port=False)
+    args.port = socket.getsockname()[1]  # chosen by the kernel if 0 was asked for
+    os.register_at_fork(after_in_child=socket.close)  # a forked engine core must not hold the port
+    ctx.health.doing("starting the engine")
+    gc.freeze()  # vLLM collects several times, here and in the forked engine core
+    # The heartbeat comes second: building the client blocks the loop.
+    async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
+        num_ranks = args.data_parallel_size * args.tensor_parallel_size
+        stopping = _announce_stop(engine, left)
+        watching = asyncio.ensure_future(_engine_death(engine, stopping))
+        request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
+        setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
+        await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if engine.errored:  # vLLM never answers a call to a dead core
+            setting_up.cancel()
+            raise _died(ctx)
+        setting_up.result()
+        serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
+        announcing = asyncio.ensure_future(_announce(ctx, args, left))
+        awaited = {serving, announcing, watching}
+        while {serving, watching} <= awaited:
+            done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if announcing in done:
+                announcing.result()  # raises if no address was published
+        announcing.cancel()
+        watching.cancel()
+        if serving.done():
+            serving.result()  # raises its error
+        if not stopping.is_set():
+            raise _died(ctx)
+        winding_down = serving.result()
+    try:
+        await asyncio.wait_for(winding_down, HANG_UP_S)
+    except TimeoutError:
+        ctx.log.info("hanging up on requests that were in flight")
+    finally:
+        socket.close()
+
+
+def _died(ctx: RoleContext) -> RunFailed:
+    """Report the engine core's death at once, before callers see failures."""
+    died = RunFailed(f"inference {ctx.index}: the engine core died; read logs/{ctx.name}.log")
+    ctx.health.failed(str(died))
+    return died
+
+
+def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
+    """Return an event that is set when vLLM's SIGTERM handler begins to stop the engine. A dead
+    engine core is then no failure, and a timer kills processes that hang.
+    """
+    stopping = threading.Event()
+    shutdown = engine.shutdown
+
+    def announced(*args: object, **kwargs: object) -> None:
+        if not stopping.is_set():
+            stopping.set()
+            options: dict[str, Any] = {"name": "end-by-force", "daemon": True}
+            threading.Thread(target=_end_by_force, args=(left,), **options).start()
+        shutdown(*args, **kwargs)
+
+    engine.shutdown = announced  # type: ignore[method-assign]
+    return stopping
+
+
+def _end_by_force(left: Left) -> None:
+    time.sleep(STOP_S)
+    _exit_now(left)
+
+
+def _kill_children() -> None:
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None:
+    """Return when the engine core has died unasked."""
+    while stopping.is_set() or not engine.errored:
+        await asyncio.sleep(WATCH_S)
+
+
+async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
+    """Publish this server's address as soon as /health answers 200."""
+    host, port = args.host, args.port
+    deadline_s = scaled(START_DEADLINE_S)
+    end = time.monotonic() + deadline_s
+    while not await _healthy(host, port):
+        if time.monotonic() > end:
+            raise RunFailed(
+                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s of the "
+                "engine being up"
+            )
+        await asyncio.sleep(0.02)
+    vllm_processes.unlink_host_tiers(left.shared)
+    gc.collect()
+    gc.freeze()  # later collections skip the objects of the start
+    gc.enable()
+    rendezvous.publish(ctx, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
+    ctx.health.doing("serving")
+
+
+async def _healthy(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+def root_cause(error: Exception, log: Path, begin: int) -> str:
+    """Return the cause of a failed start from `log` after byte `begin`, or `error` itself if it is
+    no pointer.
+
+    vLLM's server says only that a child process failed. An exception is a line with a name, or a
+    name and `: text`: after vLLM's process prefix any dotted name that follows an indented line,
+    else a name in Error or Exception. First come causes logged as ERROR, then exceptions being
+    handled, then consequences of another process's end.
+    """
+    if POINTER not in str(error):
+        return str(error)
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - END_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return str(error)
+    said: list[tuple[int, bool, str]] = []  # (rank, not logged as ERROR, exception)
+    in_stack: dict[str, bool] = {}  # by process
+    for line in lines:
+        prefix = PREFIX.match(line)
+        process, text = (prefix[1], line[prefix.end() :]) if prefix else ("", line)
+        found = EXCEPTION.fullmatch(text.rstrip())
+        is_named = found is not None and found[1].endswith(("Error", "Exception"))
+        ends_stack = found is not None and "." in found[1] and process and in_stack.get(process)
+        if found and (is_named or ends_stack):
+            rank = 2 if CONSEQUENCE.search(found[0]) else 0
+            said.append((rank, not (prefix and prefix[2]), found[0]))
+        elif text == HANDLED and said:
+            said[-1] = max(1, said[-1][0]), *said[-1][1:]
+        in_stack[process] = text.startswith(" ")
+    causes = [one for one in said if POINTER not in one[2]]
+    return min(causes, key=lambda one: one[:2])[2] if causes else str(error)

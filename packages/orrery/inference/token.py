@@ -1,0 +1,56 @@
+"""Check the credential of every request to an engine."""
+
+import hmac
+import os
+import secrets
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orrery.manifest.errors import RunFailed
+from orrery.wire.engine_api import ENGINE_HEADER
+from orrery.wire.token import Purpose, credential, run_token
+
+OPEN = ("/health", "/metrics")  # for the router and monitors
+GENERATE = "/inference/v1/generate"
+UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
+INDEX = "ORRERY_ENGINE"  # this engine's index in the stage
+
+
+class RequireToken:
+    """ASGI middleware: answer 401 without the path's credential, before the body is read.
+
+    Generation needs the `generate` credential. All other paths need `administer`, which no
+    generation request carries. A launched engine without a token refuses everything. An engine that
+    a person or a test started without a token accepts everything.
+
+    The answer to a generation request names the engine, because a client behind a router cannot
+    know it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        try:
+            token = run_token()
+        except RunFailed:  # the role reports it when it publishes its address
+            token = secrets.token_hex()
+        self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
+        keys = {each: f"Bearer {credential(token, each)}".encode() for each in Purpose}
+        self.wanted = keys if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if self.wanted and scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            purpose = Purpose.GENERATE if scope["path"] == GENERATE else Purpose.ADMINISTER
+            if not hmac.compare_digest(given, self.wanted[purpose]):
+                app = PlainTextResponse(UNAUTHORIZED, 401)
+        await app(scope, receive, self._named(send) if scope.get("path") == GENERATE else send)
+
+    def _named(self, send: Send) -> Send:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self.name]
+            await send(message)
+
+        return named

@@ -1,0 +1,389 @@
+"""The `orrery` command. Results go to stdout, the rest to stderr.
+
+An `OrreryError` or `OSError` is one line `error: …` and an exit code. Imports stand inside the
+commands, so that `orrery show` does not load the launcher.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from orrery.manifest import cli as manifest_cli
+from orrery.manifest.errors import OrreryError, explain_os_error
+
+T = TypeVar("T")
+REQUEUED_S = 600  # Slurm ends this process when it requeues the job
+
+app = typer.Typer(
+    name="orrery",
+    help="Declarative, reproducible reinforcement learning on language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.registered_commands += manifest_cli.app.registered_commands
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        from orrery.observe.provenance import commit
+
+        print(f"orrery {version('orrery')}, commit {commit(Path(__file__).parent)}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print version and commit."
+    ),
+]
+
+
+@app.callback()
+def _before(version: Version = False) -> None:
+    pass
+
+
+RUN_HELP = "A run's name (reverse_text) or its folder in runs/ (reverse_text-0123456789ab)."
+RunWord = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
+
+
+@app.command()
+def run(
+    word: RunWord,
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="init, sft, rl, evaluate or report.")
+    ],
+) -> None:
+    """Run one stage here. `snakemake` runs all stages in order."""
+    from orrery.launcher.runs import job
+    from orrery.launcher.supervisor import run_stage
+
+    one = job(word, stage)
+    outcome = run_stage(one)
+    prefix = "" if outcome.state == "done" else "error: "
+    print(f"{prefix}{outcome.message}", file=sys.stderr, flush=True)
+    if outcome.requeue and one.allocation is not None:
+        import time
+
+        time.sleep(REQUEUED_S)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def adopt(
+    word: RunWord,
+    other: Annotated[
+        str, typer.Argument(metavar="OTHER", help="The run to go on from, by name or folder.")
+    ],
+) -> None:
+    """Start a run from another run's state, on other devices or in another layout."""
+    from orrery.launcher.adopt import adopt
+    from orrery.launcher.runs import find, resume_command
+
+    run = find(word)
+    where = adopt(run, find(other))
+    rest = next(stage for stage in run.stages if stage not in run.finished())
+    print(f"{run.path.name}: {where}\ngo on with `{resume_command(run, rest)}`")
+
+
+PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
+WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."
+
+
+@app.command()
+def plan(
+    word: manifest_cli.Run,
+    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help=PLAN_STAGE_HELP)] = None,
+    to: Annotated[Path | None, typer.Option("--write", metavar="FOLDER", help=WRITE_HELP)] = None,
+) -> None:
+    """Print nodes, devices, images, submission and commands of a run's stages. Start nothing."""
+    from orrery.launcher.describe_plan import describe_stage, write_plan
+    from orrery.launcher.runs import planned
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    run, site = planned(word, workspace), load_site(workspace)
+    stages = [stage] if stage else run.stages
+    if to is not None:
+        print(*write_plan(run, stages, site, workspace, to), sep="\n")
+        return
+    for name in stages:
+        lines = describe_stage(run.manifest, name, site, workspace)
+        print("\n".join(line for line in lines if stage or not line.startswith("  srun")))
+
+
+STATUS_HELP = "Without it: the newest run, and a line for each other run."
+
+
+@app.command()
+def status(
+    word: Annotated[str | None, typer.Argument(metavar="[RUN]", help=STATUS_HELP)] = None,
+) -> None:
+    """Print a run's stages and what each process does or waits for."""
+    from orrery.launcher.describe import describe, overview
+    from orrery.launcher.runs import Run, all_runs, find, members, newest
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    on_cluster = load_site(workspace).slurm is not None
+
+    def text(run: Run) -> str:
+        return "\n".join(describe(run, on_cluster=on_cluster))
+
+    if word is not None:
+        _print_each(text, members(word, workspace))
+        return
+    shown = newest(workspace)
+    if shown is None:
+        profile = "slurm" if on_cluster else "local"
+        raise OrreryError(
+            f"no run has started here; type `snakemake --profile {profile} reverse_text` "
+            "(`orrery check` lists the runs)"
+        )
+
+    def line(path: Path) -> str:
+        return text(find(path.name, workspace)) if path == shown else overview(path)
+
+    _print_each(line, [shown, *(path for path in all_runs(workspace) if path != shown)])
+
+
+def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
+    """Print `text(run)` for every run. Raise the last run's error at the end."""
+    errors = []
+    for run in runs:
+        try:
+            print(text(run))
+        except OrreryError as error:
+            errors.append(error)
+    for other in errors[:-1]:
+        print(f"error: {other}", file=sys.stderr)
+    if errors:
+        raise errors[-1]
+
+
+ROLE_HELP = "A role (trainer) or one process (trainer.0). Without it: all."
+
+
+@app.command()
+def logs(
+    word: RunWord,
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help=ROLE_HELP)] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines too.")] = False,
+    num_lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, help="The last lines of each log. 0: all.")
+    ] = 50,
+) -> None:
+    """Print the logs of a run's processes."""
+    from orrery.launcher.describe import log_lines, log_paths
+    from orrery.launcher.runs import find
+
+    try:
+        for line in log_lines(log_paths(find(word).path, role), num_lines, follow):
+            print(line, flush=follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+CHECKPOINT_HELP = "Let the RL stage write a checkpoint first and end by itself."
+
+
+@app.command()
+def stop(
+    word: RunWord,
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help=CHECKPOINT_HELP)] = False,
+) -> None:
+    """Stop a run, or cancel its Slurm jobs. It can be resumed."""
+    from orrery.launcher.runs import find
+    from orrery.launcher.site import load_site
+    from orrery.launcher.stop import stop_run
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    print(stop_run(find(word, workspace).path, load_site(workspace).slurm is not None, checkpoint))
+
+
+SUMMARY_HELP = "Print the summary line of the run, or of each run of a group, instead."
+
+
+@app.command()
+def report(
+    word: RunWord,
+    summary: Annotated[bool, typer.Option("--summary", help=SUMMARY_HELP)] = False,
+) -> None:
+    """Write the report of a run, finished or not, and print its path."""
+    import subprocess
+
+    from orrery.launcher import status as statuses
+    from orrery.launcher.runs import find, members, resume_command
+    from orrery.manifest.json_file import read_regular
+
+    if summary:
+        for run in members(word):
+            text = run.path / "report" / "summary.txt"
+            if not text.exists():
+                command = resume_command(run, "report")
+                raise OrreryError(f"{run.path.name}: it has no report yet; type `{command}`")
+            print(read_regular(text).decode(errors="replace").strip())
+        return
+    found = find(word)
+    last = statuses.read(found.path)
+    if last is None:
+        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+    argv = [sys.executable, "-m", "orrery.observe.report", "--run-dir", str(found.path)]
+    argv += ["--stage", "report", "--attempt", str(last.attempt)]
+    code = subprocess.run(argv).returncode
+    if code:
+        raise typer.Exit(code)
+    print(found.path / "report" / "index.html")
+
+
+STEP_HELP = "The step of a complete checkpoint. Without it: the newest."
+TO_HELP = "The folder to write. Without it: weights/step_<n> of the run."
+EXPORT_STAGE_HELP = "The stage of the checkpoint: rl or sft."
+
+
+@app.command()
+def export(
+    word: RunWord,
+    step: Annotated[int | None, typer.Option("--step", help=STEP_HELP)] = None,
+    to: Annotated[Path | None, typer.Option("--to", help=TO_HELP)] = None,
+    stage: Annotated[str, typer.Option("--stage", help=EXPORT_STAGE_HELP)] = "rl",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder and print its path. Slurm runs a small job."""
+    from orrery.launcher import export as exports
+    from orrery.launcher.runs import find, resume_command
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    found = find(word, workspace)
+    if not (found.path / "manifest.json").exists():
+        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+    raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
+
+
+IMAGE_HELP = "The engines' image: vLLM and this project; for Dynamo, Dynamo too."
+CLAIM_HELP = "The volume claim whose root is the folder of the weights."
+PROXY_HELP = "llm-d's routing proxy, if prefill is apart."
+
+
+@app.command()
+def deployment(
+    word: manifest_cli.Run,
+    kind: Annotated[str, typer.Argument(metavar="ROUTER", help="dynamo or llm_d.")],
+    image: Annotated[str, typer.Option("--image", help=IMAGE_HELP)],
+    claim: Annotated[str, typer.Option("--claim", help=CLAIM_HELP)],
+    proxy_image: Annotated[str, typer.Option("--proxy-image", help=PROXY_HELP)] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The folder to write. Without it: RUN-ROUTER here.")
+    ] = None,
+) -> None:
+    """Write the Kubernetes files of Dynamo or llm-d for a run's engines. Apply nothing."""
+    import subprocess
+    import tempfile
+
+    from orrery.manifest.identity import canonical_json
+
+    manifest = manifest_cli.manifest_of(word)
+    if kind not in ("dynamo", "llm_d"):
+        raise OrreryError(f"deployment: there is no router {kind!r}; choose from dynamo, llm_d")
+    for option, value in (("--image", image), ("--claim", claim)):
+        if not value.strip():
+            raise OrreryError(f"deployment: {option} is empty; name what the cluster calls it")
+    with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
+        path = Path(folder) / "manifest.json"
+        path.write_bytes(canonical_json(manifest))
+        argv = [sys.executable, "-m", "orrery.inference.deployments", kind, str(path)]
+        argv += ["--image", image, "--claim", claim, "--proxy-image", proxy_image]
+        argv += ["--to", str(to or Path(f"{manifest.name}-{kind}"))]
+        raise typer.Exit(subprocess.run(argv).returncode)
+
+
+ANY_OPTIONS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+FIGURE_METAVAR = "[AREA/FIGURE | trainer RUN …]"
+FIGURE_HELP = "The figure to measure, or the run whose trainer to measure."
+TABLE_HELP = "Print every recorded figure and its goal."
+
+
+@app.command(context_settings=ANY_OPTIONS)
+def bench(
+    context: typer.Context,
+    figure: Annotated[str | None, typer.Argument(metavar=FIGURE_METAVAR, help=FIGURE_HELP)] = None,
+    table: Annotated[bool, typer.Option("--table", help=TABLE_HELP)] = False,
+) -> None:
+    """Measure a figure, or print all figures. See also `orrery bench trainer --help`."""
+    from orrery.launcher import bench as benchmarks
+    from orrery.manifest.workspace import find_workspace
+
+    if figure == "trainer":
+        raise typer.Exit(benchmarks.trainer(context.args))
+    if "--help" in (figure, *context.args):
+        print(context.get_help())
+        return
+    if context.args:
+        raise OrreryError(
+            f"bench: there is no option {context.args[0]!r}; type `orrery bench --help`"
+        )
+    root = find_workspace().root / "benchmarks"
+    if figure is not None:
+        raise typer.Exit(benchmarks.run(root, figure))
+    if not table:
+        raise OrreryError(
+            "bench: say what; type `orrery bench --table`, `orrery bench AREA/FIGURE`, "
+            "or `orrery bench trainer RUN`"
+        )
+    benchmarks.print_table(root)
+
+
+PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."
+
+
+@app.command()
+def doctor(
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help=PROBE_HELP)] = True,
+) -> None:
+    """Check this machine and the site's cluster for what a run needs, and print remedies."""
+    from orrery.launcher.doctor import examine
+    from orrery.launcher.doctor_site import examine_site
+    from orrery.launcher.site import load_site
+    from orrery.manifest.workspace import find_workspace
+
+    workspace = find_workspace()
+    site = load_site(workspace)
+    if site.slurm is not None and probe:
+        print("asking the nodes, which takes up to two minutes …", file=sys.stderr, flush=True)
+    findings = [*examine(workspace), *examine_site(workspace, site, probe)]
+    for one in findings:
+        mark = "ok  " if not one.remedy else "FAIL" if one.is_required else "note"
+        print(f"{mark} {one.what:<22} {one.found}" + (f": {one.remedy}" if one.remedy else ""))
+    raise typer.Exit(1 if any(one.remedy and one.is_required for one in findings) else 0)
+
+
+def main() -> None:
+    try:
+        app()
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:  # the reader of our stdout has ended (`orrery logs … | head`)
+        raise SystemExit(141) from None
+    except OSError as error:
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Build the parts of a stage from the manifest and the addresses of the other roles."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from orrery.manifest.plan import stage
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator import snapshot
+from orrery.orchestrator.concurrency import WorkerThread
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.update import Canary
+from orrery.orchestrator.loop import Loop
+from orrery.orchestrator.preemption import PreemptionWatch
+from orrery.orchestrator.scheduler import Scheduler
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
+from orrery.tasks import make
+from orrery.tasks.chat import Renderer
+from orrery.wire import checkpoints, rendezvous
+from orrery.wire.rollout_wire import RolloutSender, make_sender
+from orrery.wire.token import run_token
+from orrery.wire.weight_wire import make_watch, served_model
+
+T = TypeVar("T")
+
+READ_S = 1800.0  # scaled; data sets and a checkpoint may be on a slow shared file system
+SERVERS_START_S = 600.0  # scaled; vLLM may import and compile for minutes
+
+
+async def engine_pool(ctx: RoleContext) -> EnginePool:
+    """Wait until all engines and the router, if there is one, listen. Return their clients.
+
+    Raise Preempted, with the step at which the stage begins, if the stage is preempted meanwhile.
+    """
+    inference = ctx.manifest.inference
+    engines = await _endpoints(ctx, "inference", inference.num_replicas)
+    router_url = None
+    if inference.router.kind != "none":
+        router_url = (await _endpoints(ctx, "router", 1))[0].url
+    return EnginePool(
+        [engine.url for engine in engines],
+        router_url,
+        run_token(),
+        restarting=ctx if inference.max_restarts else None,
+        incarnations=[engine.incarnation for engine in engines],
+        handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
+        model=served_model(ctx.manifest, ctx.stage),
+        canary=Canary.of(ctx.manifest),
+    )
+
+
+async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
+    """Wait for `count` servers of `role` in a thread. Cancelling ends the thread."""
+    request, is_left = PreemptionWatch(ctx), threading.Event()
+
+    def end_early() -> None:
+        if is_left.is_set():  # else the event loop would wait for this thread at exit
+            raise asyncio.CancelledError
+        if request.poll():
+            raise Preempted(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
+
+    try:
+        return await asyncio.to_thread(
+            rendezvous.await_endpoints, ctx, role, count, scaled(SERVERS_START_S), end_early
+        )
+    finally:
+        is_left.set()
+
+
+def tasks(manifest: Manifest) -> dict[str, list]:
+    """Build the tasks by purpose."""
+    return {
+        "train": [make(use) for use in manifest.tasks.train],
+        "evaluation": [make(use) for use in manifest.tasks.evaluation],
+    }
+
+
+def policy_dir(ctx: RoleContext, *stages: str) -> Any:
+    """Return the weights folder of the first of `stages` that this run has."""
+    names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
+    return ctx.run_dir / "weights" / names[0]
+
+
+def renderer(ctx: RoleContext, *stages: str) -> Renderer:
+    """Return the chat format of that folder, limited to the model's vocabulary."""
+    return Renderer(policy_dir(ctx, *stages), ctx.manifest.model.vocab_size)
+
+
+def sender(ctx: RoleContext) -> RolloutSender:
+    """Open the rollout wire in this event loop and publish its address."""
+    kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
+    wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
+    rendezvous.publish(ctx, wire.url)
+    return wire
+
+
+def scheduler(ctx: RoleContext) -> Scheduler:
+    """Return a new scheduler, or the newest complete checkpoint's.
+
+    Remove earlier attempts' incomplete checkpoints and the finished SFT stage's checkpoints.
+    """
+    # Safe here: every file of a new checkpoint is written after the next batch is taken.
+    checkpoints.discard_incomplete(ctx.run_dir)
+    if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
+        steps = ", ".join(map(str, removed))
+        ctx.log.info("checkpoints of sft, which is done, are removed: steps %s", steps)
+    newest = checkpoints.latest(ctx.run_dir)
+    if newest is None:
+        return Scheduler(ctx.manifest)
+    step, folder = newest.step, checkpoints.checkpoint_dir(ctx.run_dir, *newest)
+    resumed = Scheduler(ctx.manifest, snapshot.read(folder, step))
+    num_queued, num_groups = resumed.buffer.num_queued, len(resumed.source.unfinished)
+    text = "resuming after step %d: %d rollouts queued, %d groups to redo"
+    ctx.log.info(text, step, num_queued, num_groups)
+    return resumed
+
+
+async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:
+    """Return `read()`, run in a thread because it may take minutes."""
+    waits_for = "tasks, their data and checkpoints to be read"
+    with ctx.health.waiting(waits_for, deadline_s=scaled(READ_S)):
+        return await WorkerThread("assemble")(read)
+
+
+async def loop(ctx: RoleContext, engines: EnginePool, wire: RolloutSender) -> Loop:
+    start, built, chat = await read_in_thread(
+        ctx, lambda: (scheduler(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
+    )
+    kind, num_nodes = ctx.manifest.transport.weights, stage(ctx.manifest, ctx.stage).num_nodes
+    watch = make_watch(kind, ctx.run_dir, ctx.attempt, num_nodes)
+    return Loop(ctx, start, built, chat, engines, watch, wire)

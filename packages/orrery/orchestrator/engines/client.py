@@ -1,0 +1,424 @@
+"""Client of one vLLM server, or of the router in front of several.
+
+- Every call has a deadline.
+- Generation requests may go to a router. Control calls (pause, update, abort, fingerprints) go to
+  each engine directly, because a router forwards them to one engine only.
+- Nothing is retried once it has left this process. A failed generation is data for the caller.
+  `pool` decides about a failed update.
+- `messages` has the error classes and the results.
+"""
+
+import asyncio
+import errno
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.orchestrator.engines.messages import (
+    UNKNOWN_ENGINE,
+    Attested,
+    EngineGone,
+    EngineMetrics,
+    Generation,
+    GenerationFailed,
+    OutOfConnections,
+    TensorAttestation,
+    UpdateFailed,
+    UpdateInterrupted,
+    VersionGone,
+    WeightsDiffer,
+    error_sentence,
+    parse_generation,
+    parse_metrics,
+    parse_prompt_logprobs,
+    shortened,
+)
+from orrery.runtime.timing import scaled
+from orrery.wire.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.wire.token import Purpose, authorization
+from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
+
+if TYPE_CHECKING:
+    from orrery.wire.weight_wire import Published
+
+CONNECT_TIMEOUT_S = 10.0
+# A connect with one of these errors has sent nothing, so it is safe to try again.
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
+CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints, scaled
+LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, whose error says more, scaled
+QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
+# vLLM prepends it to our request ids. Aborting an id without it aborts nothing, with status 200.
+REQUEST_ID_PREFIX = "generate-tokens-"
+GENERATE = "/inference/v1/generate"
+
+
+class EngineClient:
+    """Client of one server: `async with EngineClient(url) as engine`, or call `close()`."""
+
+    def __init__(
+        self, url: str, token: str | None = None, name: str | None = None, model: str | None = None
+    ) -> None:
+        """Connect to `url`, which has no path.
+
+        - `token`: the run's token, from which the requests' credentials are derived.
+        - `name`: what error messages call the engine.
+        - `model`: the model that requests name, see `weight_wire.served_model`.
+        """
+        self.url = url.rstrip("/")
+        self.name = name or f"engine at {self.url}"
+        self._token, self._model = token, model
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close connections. The engine aborts requests in flight."""
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        max_tokens: int,
+        temperature: float,
+        cache_salt: str,
+        request_id: str,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        ignore_eos: bool = False,
+        routes_from: int | None = None,
+        timeout_s: float = 600.0,
+        session: str | None = None,
+        kv_transfer: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Sample a continuation of `token_ids` by plain temperature sampling (0 is greedy).
+
+        - `cache_salt`: only requests with the same salt share prefix-cache blocks.
+        - `request_id`: what `abort` takes. Unique among requests in flight.
+        - `stop_token_ids`: a sampled stop token is part of the result.
+        - `routes_from`: position of the first token whose routed experts are returned.
+        - `session`: names the conversation, so that a router keeps its turns on one engine.
+        - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
+
+        Raises GenerationFailed or EngineGone. Cancelling the coroutine aborts the request.
+        """
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "logprobs": 0,  # only the sampled token's
+            "detokenize": False,
+            "skip_special_tokens": False,
+        }
+        if stop_token_ids:
+            sampling["stop_token_ids"] = [int(token) for token in stop_token_ids]
+        if seed is not None:
+            sampling["seed"] = seed
+        if ignore_eos:
+            sampling["ignore_eos"] = True
+        if routes_from:
+            sampling["routed_experts_prompt_start"] = routes_from
+        prompt = np.asarray(token_ids).tolist()
+        body = self._body(request_id, prompt, cache_salt, sampling)
+        if kv_transfer is not None:
+            body["kv_transfer_params"] = kv_transfer
+        what = f"request {request_id!r}"
+        try:
+            status, answer, engine = await self._call(
+                "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session
+            )
+        except EngineGone as error:
+            # A kept connection may break although the server is well: it closes one after a 500.
+            if await self.health():
+                raise GenerationFailed(
+                    f"{self.name} hung up on {what} and is well otherwise"
+                ) from error
+            raise
+        if status != 200:
+            raise GenerationFailed(
+                f"{self.name} refused {what} ({len(prompt)} prompt tokens): "
+                f"{error_sentence(status, answer)}"
+            )
+        generation = parse_generation(request_id, answer, self.name, len(prompt), routes_from)
+        return replace(generation, engine=engine)
+
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], request_id: str, timeout_s: float
+    ) -> np.ndarray:
+        """Return log p of each token after the first, f32 [n − 1], at temperature 1.
+
+        The prefix cache is not used. Raises GenerationFailed or EngineGone.
+        """
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
+        sampling["detokenize"] = False
+        body = self._body(request_id, list(token_ids), request_id, sampling)
+        what = f"request {request_id!r}"
+        status, answer, _ = await self._call(
+            "POST", GENERATE, body, timeout_s, GenerationFailed, what, True
+        )
+        if status != 200:
+            raise GenerationFailed(f"{self.name} refused {what}: {error_sentence(status, answer)}")
+        try:
+            return parse_prompt_logprobs(answer, token_ids)
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            raise GenerationFailed(
+                f"{self.name} gave an answer to {what} without the log-probs of its prompt: "
+                f"{error!r}"
+            ) from error
+
+    def _body(
+        self, request_id: str, token_ids: list[int], cache_salt: str, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "cache_salt": cache_salt,
+            "sampling_params": sampling,
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        return body
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort these requests. Unknown ids are ignored.
+
+        Their `generate` returns with finish_reason "abort" and may lack the last tokens.
+        """
+        if request_ids:
+            prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
+            await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
+
+    async def pause(self) -> None:
+        """Freeze running requests, keeping their KV and the prefix cache. New requests wait."""
+        await self._control("/pause?mode=keep&clear_cache=false")
+
+    async def resume(self) -> None:
+        await self._control("/resume")
+
+    async def start_update(self) -> None:
+        """Prepare the model for loading."""
+        await self._control("/start_weight_update", error=UpdateFailed)
+
+    async def load(self, published: "Published") -> None:
+        """Have all workers of the engine read the published weights.
+
+        If one worker fails, all of them discard the update. Raises UpdateFailed, which names the
+        tensor if it is damaged or missing.
+        """
+        version = published.version
+        update = {"path": str(published.path), "version": version, "engine": self.name}
+        await self._control(
+            "/update_weights", {"update_info": update}, scaled(LOAD_TIMEOUT_S), UpdateFailed
+        )
+        reasons = [reason for reason in await self._ask_workers("untaken") if reason is not None]
+        if not reasons:
+            return
+        await self._ask_workers("give_up_update")
+        reason = min(reasons, key=lambda each: ELSEWHERE in each)  # prefer a worker's own failure
+        kind: type[UpdateFailed] = UpdateFailed
+        if ELSEWHERE in reason:
+            kind = VersionGone if GONE in reason else UpdateInterrupted
+        raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
+
+    async def finish_update(self, version: int) -> None:
+        """Activate the loaded weights. Tokens sampled from now on carry `version`."""
+        body = {"weight_version": str(version)}
+        await self._control("/finish_weight_update", body, error=UpdateFailed)
+
+    async def update_weights(self, published: "Published") -> None:
+        """Start, load and finish an update of a paused engine. `update_engine` does the rest."""
+        await self.start_update()
+        await self.load(published)
+        await self.finish_update(published.version)
+
+    async def fingerprints(self) -> dict[str, TensorAttestation]:
+        """Return the fingerprint of every tensor (HF names) since the engine's last update.
+
+        Empty before the first update. Raises WeightsDiffer if the engine's workers disagree.
+        """
+        first, *others = await self._ask_workers("fingerprints")
+        for other in others:
+            names = sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
+            if names:
+                raise WeightsDiffer(
+                    f"{self.name}: its workers hold different weights in {names[0]!r} "
+                    f"({len(names)} tensors)"
+                )
+        return {
+            name: TensorAttestation(int(value, 16), how) for name, (value, how) in first.items()
+        }
+
+    async def attested(self) -> Attested | None:
+        """Return the digest of `fingerprints`, or None if the engine's workers disagree."""
+        workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
+        return workers[0] if all(other == workers[0] for other in workers) else None
+
+    async def update_parts(self) -> dict[str, float]:
+        """Return the seconds of the last update by part, the maximum over the engine's workers.
+
+        Empty if the engine read files.
+        """
+        longest: dict[str, float] = {}
+        for worker in await self._ask_workers("update_parts"):
+            for part, seconds in worker.items():
+                longest[part] = max(longest.get(part, 0.0), seconds)
+        return longest
+
+    async def keep_no_longer(self, names: Sequence[str]) -> None:
+        """Free KV blocks kept under these names for readers that are gone. See `disaggregated`.
+
+        Unknown names are ignored.
+        """
+        await self._ask_workers("keep_no_longer", list(names))
+
+    async def read_no_more(self, kv_engine_id: str) -> None:
+        """Fail requests that wait for KV blocks of this engine, which has ended, now and later."""
+        await self._ask_workers("read_no_more", kv_engine_id)
+
+    async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Return each worker's answer to a method of `orrery.inference.attestation`."""
+        body = {"method": method, **({"args": list(arguments)} if arguments else {})}
+        return list(msgspec.json.decode(await self._control("/collective_rpc", body))["results"])
+
+    async def metrics(self) -> EngineMetrics:
+        status, answer, _ = await self._get("/metrics", EngineGone)
+        if status != 200:
+            raise EngineGone(f"{self.name} does not give metrics: {error_sentence(status, answer)}")
+        return parse_metrics(answer.decode())
+
+    async def health(self) -> bool:
+        """Return whether the server answers that it is well."""
+        try:
+            status, *_ = await self._get("/health", EngineGone)
+        except (EngineGone, OutOfConnections):
+            return False
+        return status == 200
+
+    async def death(self) -> str | None:
+        """Return why the server is unreachable or unhealthy; None if it is well, or only slow."""
+        try:
+            status, *_ = await self._get("/health", GenerationFailed)
+        except EngineGone as error:
+            return str(error)
+        except GenerationFailed:
+            return None
+        if status == 200:
+            return None
+        return f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
+
+    async def _get(self, path: str, on_timeout: type[OrreryError]) -> tuple[int, bytes, int]:
+        return await self._call("GET", path, None, QUERY_TIMEOUT_S, on_timeout, f"GET {path}")
+
+    async def _control(
+        self,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = None,
+        error: type[RunFailed] = RunFailed,
+    ) -> bytes:
+        """POST and return the answer. Raises `error` with the engine's own message."""
+        limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
+        body = {} if body is None else body
+        status, answer, _ = await self._call("POST", path, body, limit_s, EngineGone, path)
+        if status != 200:
+            raise error(f"{self.name}: {path} failed: {error_sentence(status, answer)}")
+        return answer
+
+    def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
+        """Generation keeps connections. A control call opens its own.
+
+        There are few control calls, and none may meet a connection that the server is closing.
+        """
+        if keep_connection not in self._sessions:
+            kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
+            purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
+            self._sessions[keep_connection] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, **kept),  # type: ignore[arg-type]
+                headers=authorization(self._token, purpose),
+            )
+        return self._sessions[keep_connection]
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: object,
+        timeout_s: float,
+        on_timeout: type[OrreryError],
+        what: str,
+        keep_connection: bool = False,
+        session: str | None = None,
+    ) -> tuple[int, bytes, int]:
+        """Return status, body and engine index of one HTTP exchange.
+
+        Raises EngineGone if there is no server, and `on_timeout` if it is too slow. Waits while
+        this host cannot open a connection. If that takes too long, raises `on_timeout`, or
+        OutOfConnections instead of EngineGone, because the server is not at fault.
+        """
+        http = self._session(keep_connection)
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if session is not None:
+            headers[SESSION_HEADER] = session
+        end_s, pause_s = time.monotonic() + timeout_s, NO_ROOM_PAUSE_S
+        while True:
+            left_s = max(end_s - time.monotonic(), 1e-3)
+            timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S)
+            try:
+                async with http.request(
+                    method, self.url + path, data=data, headers=headers, timeout=timeout
+                ) as response:
+                    name = response.headers.get(ENGINE_HEADER, "")
+                    engine = int(name) if name.isdecimal() and len(name) < 6 else UNKNOWN_ENGINE
+                    return response.status, await response.read(), engine
+            except aiohttp.ServerTimeoutError as error:
+                raise EngineGone(
+                    f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s "
+                    f"({what}); see its log"
+                ) from error
+            except TimeoutError as error:
+                raise on_timeout(
+                    f"{self.name} did not finish {what} within {timeout_s:g} s"
+                ) from error
+            except aiohttp.ClientConnectorError as error:
+                if error.errno not in NO_ROOM:
+                    raise self._gone(what, error) from error
+                if time.monotonic() + pause_s > end_s:
+                    kind = OutOfConnections if issubclass(on_timeout, EngineGone) else on_timeout
+                    raise kind(
+                        f"no room here to ask {self.name} for {what} within {timeout_s:g} s "
+                        f"({error}); see `ulimit -n`"
+                    ) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._gone(what, error) from error
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # thousands may wait
+            pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
+
+    def _gone(self, what: str, error: Exception) -> EngineGone:
+        kind = type(error).__name__
+        return EngineGone(f"{self.name} is gone ({what}: {kind}: {error}); see its log")
+
+
+class RouterClient(EngineClient):
+    """Client of vllm-router, which adds and removes engines. Without any it answers 503."""
+
+    async def admit(self, url: str) -> None:
+        """Send requests to this engine from now on. It must answer /health."""
+        await self._control(f"/add_worker?url={quote(url, safe='')}")
+
+    async def dismiss(self, url: str) -> None:
+        """Send it no more requests. Its running requests go on. An unknown url is ignored."""
+        await self._control(f"/remove_worker?url={quote(url, safe='')}")

@@ -1,0 +1,252 @@
+"""What engines answer, and the errors of talking to them.
+
+OrreryError
+├── GenerationFailed            the engine is up and did not finish this request
+└── RunFailed
+    ├── OutOfConnections        this process cannot open a connection for a control call
+    ├── EngineGone              no answer at the address, a broken connection, a control timeout
+    └── UpdateFailed            the engine is up and did not load the weights
+        ├── UpdateInterrupted   another process of the transfer was lost, a retry may succeed
+        │   └── VersionGone     the version cannot be transferred any more
+        └── WeightsDiffer       the engine reports success and holds other weights
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.wire.route_bytes import Routes, split
+
+START_VERSION = -1  # weights loaded at start, before the first update, the engine says "default"
+UNKNOWN_ENGINE = -1
+
+
+class GenerationFailed(OrreryError):
+    """One request failed. Other requests are not affected."""
+
+    exit_code = 1
+
+
+class OutOfConnections(RunFailed):
+    """This process or its host could not open one more connection before the call's deadline."""
+
+
+class EngineGone(RunFailed):
+    """No engine (or router) answers at its address."""
+
+
+class UpdateFailed(RunFailed):
+    """An engine did not load the published weights."""
+
+
+class UpdateInterrupted(UpdateFailed):
+    """The sender, or another engine of the same transfer, failed. This engine is well."""
+
+
+class VersionGone(UpdateInterrupted):
+    """The trainer has sent the version and has stepped since. The next version will do."""
+
+
+class WeightsDiffer(UpdateFailed):
+    """The weights inside an engine are not the published ones. The run must end."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The result of one request. The arrays have one entry a generated token."""
+
+    request_id: str
+    token_ids: np.ndarray  # i32 [n]
+    logprobs: np.ndarray  # f32 [n], under the sampled distribution (temperature applied)
+    versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
+    finish_reason: str  # "stop" | "length" | "abort"
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    routes: tuple[Routes, ...] = ()  # of all tokens but the last, if they were requested
+    kv_transfer: dict[str, Any] | None = None  # of a prefill request: where its KV blocks are
+    engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
+
+
+@dataclass(frozen=True)
+class TensorAttestation:
+    """One tensor as an engine holds it.
+
+    `how`: "resident" (read back from the processed model) or "as_consumed" (fingerprinted during
+    loading, because the engine repacks it).
+    """
+
+    fingerprint: int  # 64 bits, see `orrery.wire.fingerprint`
+    how: str
+
+
+class Attested(msgspec.Struct):
+    """The digest of all tensors of an engine, and the number of tensors by attestation kind."""
+
+    digest: str
+    how: dict[str, int]
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """Numbers of an engine's Prometheus page. Totals count from the engine's start."""
+
+    running: int
+    waiting: int
+    kv_usage: float  # share of KV blocks in use, 0 to 1, the mean over data-parallel caches
+    kv_tokens: int  # capacity of the KV blocks of all caches, 0 if the page does not say
+    preemptions_total: int
+    generation_tokens_total: int
+    loading: int = 0  # waiting requests whose KV is being loaded into their blocks
+    external_hit_tokens_total: int = 0  # found in host, disk, store or another engine's cache
+
+
+# The response of /inference/v1/generate. msgspec skips all other fields without decoding them.
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _PromptLogprobs(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+
+
+def parse_generation(
+    request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
+) -> Generation:
+    """Return the arrays of a response. Raises GenerationFailed if it lacks what was requested."""
+    try:
+        answer, routes = split(answer, routes_from or 0)
+        generated = _decode_generated(answer)
+        choice = generated.choices[0]
+        token_ids = np.asarray(choice.token_ids, dtype=np.int32)
+        content = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = np.array([each.logprob for each in content], dtype=np.float32)
+        unset = START_VERSION - 1
+        versions = np.full(len(token_ids), unset, dtype=np.int32)
+        for span in choice.weight_versions or ():
+            version = START_VERSION if span.version == "default" else int(span.version)
+            versions[span.start : span.end] = version
+    except (msgspec.MsgspecError, ValueError, IndexError) as error:
+        raise GenerationFailed(
+            f"{engine} gave an answer to request {request_id!r} that is not a generation: {error}"
+        ) from error
+    num_unversioned = int((versions <= unset).sum())
+    if len(logprobs) != len(token_ids) or num_unversioned:
+        raise GenerationFailed(
+            f"{engine} gave request {request_id!r} {len(token_ids)} tokens, "
+            f"{len(logprobs)} log-probs, {num_unversioned} tokens without a version"
+        )
+    if routes_from is not None and choice.finish_reason != "abort":
+        expected = prompt_tokens + len(token_ids) - 1 - routes_from
+        if routes is None or routes.num_rows != expected:
+            found = "none" if routes is None else f"those of {routes.num_rows}"
+            raise GenerationFailed(
+                f"{engine} was asked for the routes of {expected} tokens by request "
+                f"{request_id!r}, and returned {found}"
+            )
+    details = generated.usage.prompt_tokens_details if generated.usage else None
+    return Generation(
+        request_id,
+        token_ids,
+        logprobs,
+        versions,
+        finish_reason=choice.finish_reason or "",
+        cached_tokens=(details.cached_tokens if details else None) or 0,
+        routes=(routes,) if routes is not None and routes_from is not None else (),
+        kv_transfer=generated.kv_transfer_params,
+    )
+
+
+def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
+    """Return log p of each token after the first, f32 [n − 1].
+
+    Raises ValueError, KeyError or msgspec.MsgspecError if the answer lacks one.
+    """
+    rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
+    pairs = zip(rows[1:], token_ids[1:], strict=True)
+    return np.array([(row or {})[str(token)].logprob for row, token in pairs], np.float32)
+
+
+METRICS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_preemptions_total": "preemptions_total",
+    "vllm:generation_tokens_total": "generation_tokens_total",
+    "vllm:external_prefix_cache_hits_total": "external_hit_tokens_total",
+}
+_CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
+
+
+def parse_metrics(page: str) -> EngineMetrics:
+    """Return `METRICS` of a Prometheus text page, summed over label sets. A missing series is 0."""
+    values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
+    num_caches = 0
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in METRICS:
+            values[METRICS[name]] += float(line.rpartition(" ")[2])
+            num_caches += METRICS[name] == "kv_usage"
+        elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
+            values["loading"] += float(line.rpartition(" ")[2])
+        elif name == "vllm:cache_config_info":  # its numbers are labels
+            sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
+            values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
+    usage = values.pop("kv_usage") / max(1, num_caches)
+    return EngineMetrics(kv_usage=usage, **{name: int(value) for name, value in values.items()})
+
+
+def error_sentence(status: int, answer: bytes) -> str:
+    """Return the server's own error message, shortened, with the HTTP status."""
+    text = answer.decode(errors="replace")
+    try:
+        content = msgspec.json.decode(answer)
+        if isinstance(content, dict):
+            content = content.get("error", content.get("detail", content))
+        if isinstance(content, dict):
+            content = content.get("message", content)
+        text = str(content)
+    except msgspec.MsgspecError:
+        pass
+    return f"{shortened(text)} (HTTP {status})"
+
+
+def shortened(text: str) -> str:
+    return text.strip()[:600] or "no words"

@@ -1,0 +1,389 @@
+"""All engines of a stage as one: generation through the router, updates of every engine.
+
+- Each engine is updated by itself, all at once, so a slow or lost one keeps no other paused.
+- With disaggregated prefill there is no router. `disaggregated` picks each request's two engines.
+- If the launcher does not restart engines, the first engine failure ends the run.
+- Otherwise `recovery` fences a failed engine and readmits its next incarnation. Its requests fail
+  as EngineGone. While no engine serves, requests wait, and so does an update.
+- The run still ends if an engine holds other weights than published, if every engine refuses an
+  update, or if an engine does not return.
+- Requests are never retried: a request lost with its engine is a failure, which the caller counts.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.orchestrator.engines.client import EngineClient, RouterClient
+from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
+from orrery.orchestrator.engines.messages import (
+    START_VERSION,
+    EngineGone,
+    EngineMetrics,
+    Generation,
+    TensorAttestation,
+    UpdateFailed,
+    UpdateInterrupted,
+    VersionGone,
+    WeightsDiffer,
+)
+from orrery.orchestrator.engines.recovery import EngineRecovery
+from orrery.orchestrator.engines.registry import EngineRegistry, Phase
+from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
+from orrery.runtime.timing import scaled
+from orrery.wire.weight_wire.leases import (
+    ROUND_S,
+    abandon_transfer,
+    acquire_lease,
+    release_lease,
+    retry_transfer,
+)
+
+if TYPE_CHECKING:
+    from orrery.runtime.role_context import RoleContext
+    from orrery.wire.weight_wire import Published
+
+T = TypeVar("T")
+
+# For an engine to end its update once another engine says that the transfer is over, scaled.
+ALONG_S = ROUND_S + 30.0
+
+
+class EnginePool:
+    """All engines of a stage."""
+
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        router_url: str | None = None,
+        token: str | None = None,
+        restarting: "RoleContext | None" = None,
+        incarnations: Sequence[int] = (),
+        handovers: Sequence[Mapping[str, Any]] = (),
+        model: str | None = None,
+        canary: Canary | None = None,
+    ) -> None:
+        """Raise OrreryError for several engines without a router.
+
+        - `restarting`: this process's context, if its launcher restarts engines.
+        - `incarnations`: of the engines; 0 by default.
+        - `handovers`: one for each prefill engine, which come first. See `DisaggregatedEngines`.
+        - `model`: see `EngineClient`.
+        - `canary`: the prompt that each engine must answer after an update.
+        """
+        if not engine_urls:
+            raise OrreryError("engine fleet: no engine; give at least one engine address")
+        if len(engine_urls) > 1 and router_url is None and not handovers:
+            raise OrreryError(
+                f"engine fleet: {len(engine_urls)} engines need a router; "
+                "set inference.router.kind to 'vllm_router'"
+            )
+        self._token, self._model, self._canary = token, model, canary
+        self.engines = [self.client(index, url) for index, url in enumerate(engine_urls)]
+        self.router = None
+        if router_url is not None:
+            self.router = RouterClient(router_url, token, "router", model)
+        self.registry = EngineRegistry(len(engine_urls), START_VERSION)
+        for index, incarnation in enumerate(incarnations or [0] * len(engine_urls)):
+            self.registry.listens(index, incarnation)
+            self.registry.took(index, incarnation, START_VERSION)
+            self.registry.serves(index, incarnation)
+        self.version = START_VERSION  # of the last attested update
+        self.published: Published | None = None  # the version that engines must hold
+        self.is_version_gone = False  # that version cannot be transferred any more
+        self.updating = asyncio.Lock()
+        self.admitted = set(range(len(engine_urls)))  # engines that get requests
+        self._proving: set[int] = set()  # resumed engines that have not answered the canary
+        self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
+        self._changed = asyncio.Event()
+        self.recovery = None if restarting is None else EngineRecovery(self, restarting)
+        self.disaggregated = None
+        if handovers:
+            self.disaggregated = DisaggregatedEngines(
+                self.engines, handovers, self.admitted, self._look_for_losses
+            )
+
+    def client(self, index: int, url: str) -> EngineClient:
+        return EngineClient(url, self._token, f"engine {index}", self._model)
+
+    async def __aenter__(self) -> Self:
+        if self.recovery is not None:
+            self.recovery.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self.disaggregated is not None:
+            await self.disaggregated.close()
+        clients = [*self.engines, *([self.router] if self.router else [])]
+        if self.recovery is not None:
+            await self.recovery.close()
+            clients += self.recovery.retired
+        await asyncio.gather(*(client.close() for client in clients))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request would find an engine, or one of each kind if disaggregated."""
+        if self.disaggregated is not None:
+            return self.disaggregated.is_serving
+        return bool(self.admitted)
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether a resumed engine has not answered the canary yet, or answered it wrongly."""
+        return bool(self._proving)
+
+    def check(self) -> None:
+        """Raise the error that ended the recovery of engines, if there is one."""
+        if self.recovery is not None:
+            self.recovery.check()
+
+    async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
+        """Run `EngineClient.generate` on an engine that the router picks.
+
+        Raises EngineGone if the engine was lost meanwhile.
+        """
+        recovery = self.recovery
+        if recovery is None:
+            return await self._front().generate(token_ids, **options)
+        if not self.is_serving:  # not part of the request's own time; `check` ends this wait
+            await self._until(lambda: self.is_serving)
+        lost_before = recovery.num_lost
+        try:
+            return await self._front().generate(token_ids, **options)
+        except OrreryError as error:
+            await recovery.look_for_losses()
+            if recovery.num_lost > lost_before:
+                raise EngineGone(f"{error}; {recovery.last_loss}") from error
+            raise
+
+    def _front(self) -> EngineClient | DisaggregatedEngines:
+        return self.disaggregated or self.router or self.engines[0]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort on every engine, since the router forwards no aborts by id."""
+        among = None
+        if self.disaggregated is not None:
+            self.disaggregated.abort(request_ids)
+            among = self.disaggregated.consumers
+        await self._every(lambda engine: engine.abort(request_ids), among)
+
+    async def pause(self) -> None:
+        await self._every(EngineClient.pause)
+
+    async def resume(self) -> None:
+        await self._every(EngineClient.resume)
+
+    async def metrics(self) -> dict[int, EngineMetrics]:
+        """Return the metrics of the engines that get requests, by index."""
+        every = await self._every(EngineClient.metrics)
+        return {index: metrics for index, metrics in every.items() if index in self.admitted}
+
+    async def health(self) -> list[bool]:
+        return list(await asyncio.gather(*(engine.health() for engine in self.engines)))
+
+    async def fingerprints(self) -> dict[int, dict[str, TensorAttestation]]:
+        """Return the fingerprints of the engines that are up, by index."""
+        return await self._every(EngineClient.fingerprints)
+
+    async def update(self, published: "Published") -> UpdateReport | None:
+        """Update every engine to `published` with requests in flight. Return the slowest's report.
+
+        Return None if `published` is gone already, because a newer version will come. Raises a
+        RunFailed that names the engine, and the tensor if there is one. A failed engine stays
+        paused.
+        """
+        async with self.updating:
+            self.registry.want(published.version)
+            self.published, self.is_version_gone = published, False
+            self._reports.clear()
+            if self.recovery is not None:
+                self.recovery.set_deadlines()
+            stale = self.registry.at(Phase.STALE)
+            incarnations = {index: self.registry[index].incarnation for index in stale}
+            failures = await self.transfer(published, stale)
+            if failures is None:
+                return None
+            self._raise_if_fatal(failures, len(stale))
+            for index, error in failures.items():
+                why = f"update to version {published.version}: {error}"
+                assert self.recovery is not None
+                await self.recovery.fence(index, incarnations[index], why)
+        await self._until(lambda: bool(self._reports) or self.is_version_gone)
+        if not self._reports:
+            return None
+        self.version = published.version
+        return max(self._reports.values(), key=lambda report: report.paused_s)
+
+    def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
+        """Raise an error that fencing cannot cure. Prefer one of an engine at fault."""
+        errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
+        for error in errors:
+            is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
+            if self.recovery is None or is_fatal:
+                raise error
+        refused = [error for error in errors if isinstance(error, UpdateFailed)]
+        if refused and len(refused) == len(errors) == num_engines:
+            raise errors[0]  # the engines are well, so the version is not
+
+    async def transfer(
+        self, published: "Published", indices: list[int]
+    ) -> dict[int, BaseException] | None:
+        """Update these engines. Return the failures by engine, or None if the version is gone.
+
+        On a direct wire a lost engine interrupts the others, which retry under the same lease. One
+        that is too late for the retry stays paused until the next version.
+        """
+        leased = acquire_lease(published, [self.engines[index].name for index in indices])
+        if leased is None:
+            self.note_version_gone()
+            return None
+        failures: dict[int, BaseException] = {}
+        waiting, num_blameless, begin = list(indices), 0, time.perf_counter()
+        try:
+            while True:
+                failed = await self._transfer_once(waiting, leased, begin)
+                failures = {i: e for i, e in failures.items() if i not in waiting} | failed
+                if any(isinstance(error, VersionGone) for error in failed.values()):
+                    self.note_version_gone()
+                    interrupted = UpdateInterrupted
+                    return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
+                waiting = [i for i, e in failed.items() if isinstance(e, UpdateInterrupted)]
+                # One transfer may fail although no engine is lost, not two.
+                num_blameless += len(waiting) == len(failed)
+                if not waiting or num_blameless > 1 or self.recovery is None:
+                    return failures
+                leased = retry_transfer(leased, [self.engines[index].name for index in waiting])
+        finally:
+            release_lease(leased)
+
+    async def _transfer_once(
+        self, indices: list[int], leased: "Published", begin: float
+    ) -> dict[int, BaseException]:
+        """Run one transfer to these engines. Return the failures.
+
+        `begin` is when the lease's first transfer began, since when engines are paused.
+        """
+        limits: dict[int, asyncio.Timeout] = {}
+
+        async def update(index: int) -> None:
+            try:
+                async with asyncio.timeout(None) as limits[index]:
+                    await self._update_one(index, leased, begin)
+            except TimeoutError as error:
+                raise EngineGone(
+                    f"engine {index} hung in a take that was over for another "
+                    f"{scaled(ALONG_S):g} s before"
+                ) from error
+            except UpdateFailed as error:
+                if isinstance(error, UpdateInterrupted):
+                    del limits[index]
+                    end_s = asyncio.get_running_loop().time() + scaled(ALONG_S)
+                    for limit in limits.values():  # the wire's own deadlines are over by then
+                        if limit.when() is None:
+                            limit.reschedule(end_s)
+                else:
+                    abandon_transfer(leased.folder)  # no process need wait for this engine
+                # A worker may have died, which the engine's other workers report differently.
+                if isinstance(error, WeightsDiffer):
+                    raise
+                if (why := await self.engines[index].death()) is not None:
+                    raise EngineGone(why) from error
+                raise
+            except BaseException:
+                abandon_transfer(leased.folder)
+                raise
+            finally:
+                limits.pop(index, None)
+
+        results = await asyncio.gather(*map(update, indices), return_exceptions=True)
+        pairs = zip(indices, results, strict=True)
+        return {index: each for index, each in pairs if isinstance(each, BaseException)}
+
+    async def _update_one(self, index: int, published: "Published", begin: float) -> None:
+        engine, incarnation = self.engines[index], self.registry[index].incarnation
+        started = time.perf_counter()
+        report = await update_engine(engine, published, self._canary, self._prove(index))
+        report = replace(report, paused_s=report.paused_s + started - begin)
+        if self.registry.took(index, incarnation, published.version):
+            await self.admit(index, incarnation)
+            self._reports[index] = report
+            self.wake()
+
+    @contextmanager
+    def _prove(self, index: int) -> Iterator[None]:
+        """Mark an engine as unproven while the body runs, and for good if its log-probs differ.
+
+        The run then ends, and none of its later tokens is trained.
+        """
+        self._proving.add(index)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, WeightsDiffer):
+                self._proving.discard(index)
+            raise
+        self._proving.discard(index)
+
+    async def admit(self, index: int, incarnation: int) -> None:
+        """Give requests to an engine that holds the wanted version."""
+        url, is_new = self.engines[index].url, index not in self.admitted
+        if is_new and self.router is not None:
+            await self.router.admit(url)
+        if not self.registry.serves(index, incarnation):
+            if is_new and self.recovery is not None:
+                # It was fenced meanwhile, and the router may have added it after removing it.
+                await self.recovery.dismiss(url)
+            return
+        self.admitted.add(index)
+        if self.recovery is not None:
+            self.recovery.note_return(index, incarnation)
+        self.wake()
+
+    async def _every(
+        self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
+    ) -> dict[int, T]:
+        """Run `call` on all engines that are up. Wait for all and return the results by index.
+
+        Fences engines that are gone. Raises the first error of the others.
+        """
+        up = self.registry.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+        up = [index for index in up if among is None or index in among]
+        results = await asyncio.gather(
+            *(call(self.engines[index]) for index in up), return_exceptions=True
+        )
+        by_index = dict(zip(up, results, strict=True))
+        if self.recovery is not None and any(isinstance(r, EngineGone) for r in results):
+            await self.recovery.look_for_losses()
+            fenced = self.registry.at(Phase.FENCED)
+            by_index = {index: by_index[index] for index in up if index not in fenced}
+        for result in by_index.values():
+            if isinstance(result, BaseException):
+                raise result
+        return by_index  # type: ignore[return-value]
+
+    async def _look_for_losses(self) -> None:
+        if self.recovery is not None:
+            await self.recovery.look_for_losses()
+
+    def note_version_gone(self) -> None:
+        self.is_version_gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Have all waits look at their conditions."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.check()
+            await self._changed.wait()

@@ -1,0 +1,166 @@
+"""Update one engine: pause, load, attest, resume, then check the canary.
+
+- Requests in flight wait. They continue with the new weights on the KV cache that they have.
+- Attestation compares the fingerprint of every tensor inside the engine with the published one.
+- The canary is a fixed prompt whose log-probs the engine must compute like the trainer, which
+  publishes them with the version (`Published.canary`). Fingerprints show which weights arrived;
+  the canary shows that the engine computes with them. The run's seed draws the tokens: such
+  unlikely text has log-probs that change with any change of the weights.
+- An engine that fails stays paused, so no token is sampled from unknown weights.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.messages import (
+    GenerationFailed,
+    TensorAttestation,
+    UpdateFailed,
+    WeightsDiffer,
+)
+from orrery.runtime.timing import scaled
+from orrery.wire.engine_api import canary_tokens
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
+    from orrery.wire.weight_wire import Published
+
+CANARY_S = 120.0  # scaled
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The prompt, and the bound on the mean |difference| of log-probs after its first token.
+
+    A mean, because one token may be far off if a mixture chooses another expert.
+    """
+
+    token_ids: tuple[int, ...]
+    bound: float
+
+    @classmethod
+    def of(cls, manifest: "Manifest") -> "Canary | None":
+        """Return the run's canary, or None if the manifest has no bound."""
+        bound = manifest.trainer.mismatch.canary_logprob_difference
+        return None if bound is None else cls(canary_tokens(manifest), bound)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Durations of one engine's update, and its attestation."""
+
+    version: int
+    digest: str
+    pause_s: float  # until the engine had paused
+    update_s: float  # start, load, finish
+    attest_s: float  # fetching and comparing fingerprints
+    paused_s: float  # from the pause request until the engine had resumed
+    attested: dict[str, int]  # tensors by attestation kind, "resident" or "as_consumed"
+    canary_s: float = 0.0  # duration of the canary, after the engine had resumed
+    canary_difference: float | None = None  # mean |difference| to the trainer, None: not checked
+
+
+async def update_engine(
+    engine: EngineClient,
+    published: "Published",
+    canary: Canary | None = None,
+    proving: AbstractContextManager[object] | None = None,
+) -> UpdateReport:
+    """Update one engine to `published`, resume it, and check its `canary` if there is one.
+
+    `proving` is entered before the engine samples a token and left after the canary's answer.
+    Raises EngineGone, UpdateFailed, or WeightsDiffer, which names engine and tensor.
+    """
+    begin = time.perf_counter()
+    await engine.pause()
+    paused = time.perf_counter()
+    await engine.update_weights(published)
+    updated = time.perf_counter()
+    found = await engine.attested()
+    if found is None or found.digest != published.digest:
+        compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
+        raise WeightsDiffer(
+            f"{engine.name}: what it holds has not the digest {published.digest} "
+            f"of version {published.version}"
+        )
+    attested = time.perf_counter()
+    difference, canary_s = None, 0.0
+    with nullcontext() if proving is None else proving:
+        await engine.resume()
+        resumed = time.perf_counter()
+        if canary is not None and published.canary:
+            difference = await check_canary(engine, canary, published.version, published.canary)
+            canary_s = time.perf_counter() - resumed
+    return UpdateReport(
+        version=published.version,
+        digest=published.digest,
+        pause_s=paused - begin,
+        update_s=updated - paused,
+        attest_s=attested - updated,
+        paused_s=resumed - begin,
+        attested=found.how,
+        canary_s=canary_s,
+        canary_difference=difference,
+    )
+
+
+async def check_canary(
+    engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
+) -> float:
+    """Return the mean |difference| of a resumed engine's canary log-probs to `known`.
+
+    Pauses the engine and raises WeightsDiffer if it is beyond the bound. Raises UpdateFailed if
+    the engine gives no log-probs, and EngineGone.
+    """
+    try:
+        found = await engine.prompt_logprobs(
+            canary.token_ids, f"canary-{version}", scaled(CANARY_S)
+        )
+    except GenerationFailed as error:
+        raise UpdateFailed(
+            f"{engine.name} did not answer the canary of version {version}: {error}"
+        ) from error
+    if len(found) != len(known):
+        raise UpdateFailed(
+            f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, "
+            f"not {len(known)}"
+        )
+    difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
+    if not difference <= canary.bound:  # also true for NaN
+        with suppress(OrreryError):  # the run ends anyway
+            await engine.pause()
+        raise WeightsDiffer(
+            f"{engine.name}: with version {version} its log-probs of the canary are "
+            f"{difference:.3g} from the trainer's on average, more than "
+            f"trainer.mismatch.canary_logprob_difference = {canary.bound:g}; "
+            "it does not compute what is trained, the run stops"
+        )
+    return difference
+
+
+def compare(
+    version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
+) -> None:
+    """Raise WeightsDiffer, naming a tensor, unless the engine holds the published tensors."""
+    common = published.keys() & held.keys()
+    different = {name for name in common if held[name].fingerprint != published[name]}
+    for names, verb in (
+        (different, "differs from"),
+        (published.keys() - held.keys(), "is missing after"),
+        (held.keys() - published.keys(), "is not part of"),
+    ):
+        if names:
+            name = min(names)
+            how = f" (attested {held[name].how})" if name in held else ""
+            more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
+            raise WeightsDiffer(
+                f"{engine}: tensor {name!r}{how} {verb} published version {version}{more}; "
+                "the run stops before another token is sampled"
+            )

@@ -1,0 +1,235 @@
+"""The evaluate stage: the same held-out problems on the policy before and after RL.
+
+- Both policies are loaded from the files in `weights/`, whatever wire the RL stage has, and are
+  attested like any update. Both use the same seeds.
+- Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.plan import stage
+from orrery.manifest.publish import make_folder, write_atomic
+from orrery.orchestrator import assemble, samples
+from orrery.orchestrator.admission import Admission
+from orrery.orchestrator.concurrency import Notifier
+from orrery.orchestrator.dispatch import TIMEOUT, Dispatch, TimeoutClassifier
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, describe_counts
+from orrery.orchestrator.requests import Failed, Request
+from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
+from orrery.orchestrator.runner import RolloutRunner
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import Pace
+from orrery.wire import checkpoints
+from orrery.wire.weight_wire import make_publisher
+
+TICK_S = 0.5
+COUNTS = ("num_rollouts", "num_failed", "failures", "num_timeouts")
+
+
+async def run(ctx: RoleContext) -> None:
+    num_nodes = stage(ctx.manifest, ctx.stage).num_nodes
+    async with await assemble.engine_pool(ctx) as pool:
+        publisher = make_publisher("files", ctx.run_dir, ctx.attempt, num_nodes, keep=2)
+        try:
+            results = await _both(ctx, pool, publisher)
+        finally:
+            publisher.close()
+    _write(ctx, results)
+
+
+async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
+    # RL may have ended early, with a checkpoint of its last step.
+    after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
+    policies = {
+        "before": (0, assemble.policy_dir(ctx, "sft", "init")),
+        "after": (after, assemble.policy_dir(ctx, "rl")),
+    }
+    chat, tasks = await assemble.read_in_thread(
+        ctx, lambda: (assemble.renderer(ctx, "rl"), assemble.tasks(ctx.manifest))
+    )
+    evaluation = EvaluationLoop(ctx, pool, chat, tasks, last_step=after)
+    results = {}
+    for policy, (version, folder) in policies.items():
+        with ctx.metrics.span("update", version):
+            published = await asyncio.to_thread(publisher.publish_folder, version, folder)
+            if policy == "after":
+                check_last(ctx, version, folder, published.digest)
+            report = await pool.update(published)
+            assert report is not None  # files stay
+        ctx.metrics.write(
+            version,
+            event="update",
+            version=version,
+            digest=published.digest,
+            drain_s=0.0,
+            pause_s=report.paused_s,
+            update_s=report.update_s,
+            attest_s=report.attest_s,
+            num_in_flight=0,
+            attested=report.attested,
+        )
+        ctx.health.doing(f"evaluating the policy {policy} RL")
+        results[policy] = await evaluation.run(version)
+        for row in results[policy].rows:
+            about = {"event": "evaluation", "policy": policy, "digest": published.digest}
+            ctx.metrics.write(version, **about, **row)
+            task, times = row["task"], (row["start_s"], row["end_s"])
+            ctx.metrics.add_span("evaluation", *times, version, task=task)
+            counts = describe_counts(row)
+            ctx.log.info("%s RL: %s %.3f (%s)", policy, task, row["reward_mean"], counts)
+    return results
+
+
+def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
+    """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
+
+    Only the wire `files` carries the same tensors in the same precision. For other wires the
+    launcher compares `folder` with the receipt.
+    """
+    newest = checkpoints.latest(ctx.run_dir)
+    if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
+        return
+    file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
+    done = ctx.run_dir / "stages" / "rl" / "DONE"
+    remedy = f"remove {done} and run rl again: it goes on from its last checkpoint"
+    try:
+        published = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        expected = {int(step): text for step, text in published.items()}[version]
+    except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise RunFailed(
+            f"{file}: does not say what was published as version {version} ({error!r}); {remedy}"
+        ) from error
+    if digest != expected:
+        raise RunFailed(
+            f"{folder}: has weights {digest}, but the trainer published {expected} as its last "
+            f"version; {remedy}"
+        )
+
+
+class EvaluationLoop:
+    def __init__(self, ctx: RoleContext, pool: Any, renderer: Any, tasks: dict, last_step: int):
+        manifest = ctx.manifest
+        settings, orchestrator = manifest.stages.evaluate, manifest.orchestrator
+        self.ctx, self.pool = ctx, pool
+        self.timeouts = TimeoutClassifier(orchestrator.rollout_timeout_s)
+        self._timeouts_are_zero = orchestrator.on_timeout == "zero"
+        self.evaluations = Evaluations(
+            manifest.tasks.evaluation,
+            max(last_step, 1),
+            settings.num_problems,
+            settings.rollouts_per_problem,
+            last_step,
+        )
+        max_model_len_tokens = manifest.inference.max_model_len_tokens
+        self.dispatch = Dispatch(Admission(orchestrator.admission, max_model_len_tokens))
+        self.changed = Notifier()
+        self.runner = RolloutRunner(manifest, tasks, renderer, pool, self._finished, self._failed)
+        self.result: EvaluationResult | None = None
+
+    async def run(self, version: int) -> EvaluationResult:
+        watching = asyncio.create_task(self._watch_engines())
+        try:
+            return await self._evaluate(version)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _watch_engines(self) -> None:
+        pace, admission = Pace(ENGINE_POLL_S, time.monotonic()), self.dispatch.admission
+        while True:
+            await asyncio.sleep(ENGINE_POLL_S)
+            self.timeouts.observe(await poll_engines(self.ctx, self.pool, admission, pace))
+            self.changed.notify_all()
+
+    async def _evaluate(self, version: int) -> EvaluationResult:
+        self.result = None
+        for group in self.evaluations.begin(version, time.time()):
+            self.dispatch.offer(group)
+        try:
+            while self.result is None:
+                self.runner.check()
+                self.pool.check()
+                self._end_expired(time.monotonic())
+                if self.pool.is_serving:
+                    self.runner.start(self.dispatch.start(version, time.monotonic()))
+                await self.changed.wait(TICK_S)
+        finally:
+            await self.runner.close()
+        return self.result
+
+    def _end_expired(self, now_s: float) -> None:
+        expired = self.dispatch.expired(now_s, self.timeouts.timeout_s, self.pool.is_serving)
+        for request, reason, detail in self.timeouts.reasons(
+            expired, self.runner.is_generating, now_s
+        ):
+            self._failed(request, reason, detail)
+            self.runner.cancel([request])
+
+    def _finished(self, request: Request, rollout: Rollout) -> None:
+        self._leave(request, rollout)
+
+    def _failed(self, request: Request, reason: str, detail: str) -> None:
+        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        if reason == ENGINE_GONE and self.dispatch.restart(request.name):
+            self.changed.notify_all()
+            return
+        is_zero = reason == TIMEOUT and self._timeouts_are_zero
+        self._leave(request, Failed(reason, detail, is_zero))
+
+    def _leave(self, request: Request, outcome: Rollout | Failed) -> None:
+        if self.dispatch.leave(request.name):
+            self.result = self.evaluations.add(request, outcome, time.time()) or self.result
+            self.changed.notify_all()
+
+
+def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
+    """Return the content of `result.json`: the reward of each policy, and by task.
+
+    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included. The `num_failed` rollouts
+      have no reward. `num_timeouts` counts all timeouts.
+    - A policy's mean weights each task by all rollouts asked for.
+    """
+    content: dict[str, Any] = {"tasks": {}}
+    for policy, result in results.items():
+        failures = sum((Counter(row["failures"]) for row in result.rows), Counter())
+        content[policy] = {
+            "reward_mean": result.reward_mean,
+            "num_rollouts": sum(row["num_rollouts"] for row in result.rows),
+            "num_failed": sum(row["num_failed"] for row in result.rows),
+            "failures": dict(sorted(failures.items())),
+            "num_timeouts": sum(row["num_timeouts"] for row in result.rows),
+        }
+        for row in result.rows:
+            kept = {name: row[name] for name in ("reward_mean", *COUNTS)}
+            content["tasks"].setdefault(row["task"], {})[policy] = kept
+    return content
+
+
+def _write(ctx: RoleContext, results: dict[str, EvaluationResult]) -> None:
+    uses = ctx.manifest.tasks.evaluation
+    lines = [
+        samples.line(
+            rollout,
+            policy=policy,
+            version=result.version,
+            task=uses[group.task_index].name,
+            problem=group.problem_index,
+        )
+        for policy, result in results.items()
+        for group, rollout in result.rollouts
+    ]
+    samples.write(ctx.run_dir / "rollouts" / "evaluate.jsonl", lines)
+    path = ctx.run_dir / "stages" / "evaluate" / "result.json"
+    make_folder(path.parent)
+    write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

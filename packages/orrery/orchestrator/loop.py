@@ -1,0 +1,351 @@
+"""The RL stage: four activities in one event loop. They share only the scheduler's state.
+
+    generate       permits become rollouts, and each ends finished, failed or dropped
+    train          when the trainer is close enough: take a batch, snapshot, pack, record, send
+    follow         load new versions into the engines, and start evaluations of some of them
+    watch_engines  adapt the limit of rollouts in flight to the engines' load
+
+When preempted, `train` waits until the trainer has done its work, writes a checkpoint and ends.
+After the last batch the trainer gets the last evaluation's rollouts to compare log-probs, because a
+single version made them.
+"""
+
+import asyncio
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from orrery.manifest.errors import RunFailed
+from orrery.orchestrator import batching, samples, snapshot
+from orrery.orchestrator.concurrency import Notifier
+from orrery.orchestrator.dispatch import TimeoutClassifier
+from orrery.orchestrator.engine_load import ENGINE_POLL_S, EngineActivity, poll_engines
+from orrery.orchestrator.evaluation import EvaluationResult, describe_counts
+from orrery.orchestrator.preemption import PreemptionWatch, stop_trainer
+from orrery.orchestrator.requests import Request
+from orrery.orchestrator.rollout import Rollout
+from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.scheduler import Scheduler, TrainBatch
+from orrery.orchestrator.updates import Updates
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import Pace, scaled
+from orrery.wire import checkpoints, column_files
+
+TICK_S = 0.5  # the precision of rollout timeouts
+POLL_S = 0.03  # between looks for a publication
+FIRST_VERSION_S = 600.0  # scaled; for the trainer's start
+NUM_SAMPLES = 4  # decoded rollouts per batch
+
+
+class Loop:
+    def __init__(
+        self,
+        ctx: RoleContext,
+        scheduler: Scheduler,
+        tasks: dict,
+        renderer: Any,
+        pool: Any,
+        watch: Any,
+        sender: Any,
+    ):
+        self.ctx, self.scheduler, self.pool, self.sender = ctx, scheduler, pool, sender
+        self.manifest = scheduler.manifest
+        self.temperature = self.manifest.orchestrator.sampling.temperature
+        self.changed = Notifier()
+        callbacks = self._finished, self._failed, self._may_be_last
+        self.runner = RolloutRunner(self.manifest, tasks, renderer, pool, *callbacks)
+        self.timeouts = TimeoutClassifier(self.manifest.orchestrator.rollout_timeout_s)
+        self.updates = Updates(ctx, scheduler, self.runner, pool, watch)
+        self.activity = EngineActivity(ctx.metrics.add_span)
+        self._pace = Pace(ENGINE_POLL_S, time.monotonic())
+        self._evaluation: EvaluationResult | None = None  # of the last version
+        self._reported: str | None = None
+        self._has_warned = False
+        self._preemption = PreemptionWatch(ctx)
+        # The checkpoint that this attempt resumes from, or 0.
+        self._first_step = scheduler.clock.next_batch - 1
+
+    async def run(self) -> None:
+        """Run until the last batch is trained and evaluated. Raise Preempted if preempted."""
+        activities = [
+            asyncio.create_task(each(), name=each.__name__)
+            for each in (self.generate, self.train, self.follow, self.watch_engines)
+        ]
+        try:
+            with ExitStack() as waits:
+                self._waits = waits
+                done, _ = await asyncio.wait(activities, return_when=asyncio.FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                await self._send_comparison()
+        finally:
+            for each in activities:
+                each.cancel()
+            await asyncio.gather(*activities, return_exceptions=True)
+            await self.runner.close()
+            self.activity.close(time.time())
+
+    async def generate(self) -> None:
+        while not self.scheduler.done:
+            self.runner.check()
+            self.pool.check()
+            self._end_expired(time.monotonic())
+            # When preempted, rollouts in flight may still finish and are kept.
+            if not self._preemption.is_requested and self.pool.is_serving:
+                self.runner.start(self.scheduler.start(time.monotonic()))
+            if not self._is_routed:
+                self.activity.observe(0, self.runner.num_running, time.time())
+            self._report_health()
+            await self.changed.wait(TICK_S)
+
+    async def train(self) -> None:
+        scheduler = self.scheduler
+        while not scheduler.clock.all_batches_taken:
+            if self._preemption.poll():
+                await self._end_preempted()
+            scheduler.wanted = await self.sender.wanted()
+            start_s = time.time()
+            # Do not train tokens of an engine before it has attested its weights.
+            batch = None if self.pool.is_proving else scheduler.take_batch()
+            if batch is None:
+                await self.changed.wait(POLL_S)
+                continue
+            self.ctx.metrics.add_span("cut", start_s, time.time(), batch.step)
+            is_due = checkpoints.is_due(batch.step, self.manifest)
+            kept = scheduler.snapshot() if is_due else None
+            row = batching.row(batch, self.manifest, time.monotonic())
+            self.changed.notify_all()  # the next batch may allow new groups
+            if kept is not None:
+                where = self.ctx.run_dir, batch.step, self.ctx.attempt
+                await asyncio.to_thread(snapshot.write, *where, kept, self.temperature)
+            await self._send(batch, row)
+        await self.runner.cancel(scheduler.end_training())
+
+    async def follow(self) -> None:
+        while not self.scheduler.done:
+            if await self.updates.take_newest():
+                self.changed.notify_all()
+            if self.scheduler.begin_evaluation(time.time()):
+                self.changed.notify_all()
+            await asyncio.sleep(POLL_S)  # not at every change, because a look reads files
+
+    async def watch_engines(self) -> None:
+        scheduler = self.scheduler
+        while not scheduler.done:
+            await asyncio.sleep(ENGINE_POLL_S)
+            if scheduler.updating:  # a paused engine's load is meaningless
+                continue
+            admission = scheduler.dispatch.admission
+            loads = await poll_engines(self.ctx, self.pool, admission, self._pace)
+            self.timeouts.observe(loads)
+            for index, load in loads.items() if self._is_routed else ():
+                self.activity.observe(index, load.running + load.waiting, time.time())
+            self.changed.notify_all()
+
+    # Ends of rollouts ---------------------------------------------------------------------------
+
+    def _finished(self, request: Request, rollout: Rollout) -> None:
+        self._settle(self.scheduler.finished(request, rollout, time.time()))
+
+    def _failed(self, request: Request, reason: str, detail: str) -> None:
+        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
+        self._settle(self.scheduler.failed(request, reason, detail, time.time()))
+
+    def _end_expired(self, now_s: float) -> None:
+        expired = self.scheduler.expired(now_s, self.pool.is_serving)
+        for request, reason, detail in self.timeouts.reasons(
+            expired, self.runner.is_generating, now_s
+        ):
+            # Fail the request before it is cancelled, so that a late result is void.
+            self._failed(request, reason, detail)
+            self.runner.cancel([request])
+
+    def _settle(self, result: EvaluationResult | None) -> None:
+        if result is not None:
+            self._record(result)
+        self.changed.notify_all()
+
+    def _record(self, result: EvaluationResult) -> None:
+        version, num_batches = result.version, self.scheduler.clock.num_batches
+        if self.scheduler.stop_early(result):
+            num_batches = self.scheduler.clock.num_batches
+            stop_at = self.manifest.orchestrator.evaluation.stop_at
+            self.ctx.log.info(
+                "held-out reward %.3f of version %d has reached orchestrator.evaluation.stop_at "
+                "%g: batch %d is the last",
+                result.reward_mean,
+                version,
+                stop_at,
+                num_batches,
+            )
+        if version == num_batches:
+            self._evaluation = result  # only its rollouts are compared
+        for row in result.rows:
+            task, digest = row["task"], self.scheduler.digests[version]
+            self.ctx.metrics.write(version, event="evaluation", digest=digest, **row)
+            times = row["start_s"], row["end_s"]
+            self.ctx.metrics.add_span("evaluation", *times, version, task=task)
+            counts = describe_counts(row)
+            text = "evaluation of version %d: %s %.3f (%s)"
+            self.ctx.log.info(text, version, task, row["reward_mean"], counts)
+
+    # Sending ------------------------------------------------------------------------------------
+
+    async def _send(self, batch: TrainBatch, row: dict) -> None:
+        step, scheduler = batch.step, self.scheduler
+        documents = [batching.document(rollout, self.temperature) for rollout in batch.rollouts]
+        digests = batching.digests(batch.rollouts, scheduler.digests)
+        info = {"digests": digests}
+        with self.ctx.metrics.span("pack", step):
+            packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
+        # Written before it is sent, since a batch that a checkpoint counts is never taken again.
+        self.ctx.metrics.write(
+            step,
+            **row,
+            version=max(map(int, digests)),
+            digests=digests,
+            num_in_flight=scheduler.dispatch.num_in_flight,
+            num_queued_rollouts=scheduler.buffer.num_queued,
+            dropped=dict(scheduler.buffer.dropped),
+        )
+        self._warn_of_little_signal(step, row)
+        await asyncio.to_thread(self._keep, batch, documents, digests)
+        with (
+            self.ctx.metrics.span("send", step),
+            self.ctx.health.waiting(f"the trainer to take batch {step}"),
+        ):
+            await self.sender.send(packed)
+        text = "batch %d sent: reward %.3f, staleness %.2f"
+        self.ctx.log.info(text, step, row["reward_mean"], row["staleness_mean"])
+
+    def _warn_of_little_signal(self, step: int, row: dict) -> None:
+        """Warn once if most rollouts carry no signal."""
+        if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
+            return
+        self._has_warned = True
+        self.ctx.log.warning(
+            "batch %d: %d of %d sampled rollouts carry no signal, as all rewards of their group "
+            "are equal; make the task harder or easier, raise orchestrator.algorithm.group_size, "
+            "or end RL at a held-out reward (orchestrator.evaluation.stop_at)",
+            step,
+            row["num_without_signal"],
+            row["num_sampled"],
+        )
+
+    async def _end_preempted(self) -> NoReturn:
+        """End both roles after the last sent batch."""
+        step = self.scheduler.clock.next_batch - 1
+        with self.ctx.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
+            await self.sender.wanted(step + 1)
+        await self._write_now(step)
+        await stop_trainer(self.ctx, self.sender, step)
+
+    async def _write_now(self, step: int) -> None:
+        """Write our half of checkpoint `step`, the last batch sent, unless it is 0."""
+        if step:
+            where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
+            is_resumed = step == self._first_step
+            await asyncio.to_thread(snapshot.write_now, *where, kept, self.temperature, is_resumed)
+
+    def _may_be_last(self, version: int) -> bool:
+        """Whether `version` may be the stage's last once it is evaluated."""
+        has_stop = self.manifest.orchestrator.evaluation.stop_at is not None
+        return has_stop or version == self.scheduler.clock.num_batches
+
+    async def _send_comparison(self) -> None:
+        """Send the last evaluation's rollouts. The trainer scores them without training."""
+        evaluation = self._evaluation
+        assert evaluation is not None and evaluation.version == self.scheduler.clock.num_batches
+        version, step = evaluation.version, evaluation.version + 1
+        if not evaluation.rollouts:
+            raise RunFailed(
+                f"evaluation of version {version}: every rollout timed out, so no log-prob can be "
+                "compared; raise orchestrator.rollout_timeout_s"
+            )
+        if self.scheduler.stopped_early:
+            await self._keep_early_end(evaluation)
+        compared = [
+            replace(
+                rollout,
+                advantage=0.0,
+                group_id=group.group_id,
+                task_index=group.task_index,
+                dispatch_version=version,
+            )
+            for group, rollout in evaluation.rollouts
+        ]
+        documents = [batching.document(rollout, self.temperature) for rollout in compared]
+        info = {"compare": True, "digests": batching.digests(compared, self.scheduler.digests)}
+        with (
+            self.ctx.metrics.span("send", step),
+            self.ctx.health.waiting("the trainer to compare log-probs"),
+        ):
+            packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
+            await self.sender.send(packed)
+
+    async def _keep_early_end(self, evaluation: EvaluationResult) -> None:
+        """Write the last checkpoint's half, and the row `stopped_early`."""
+        step = evaluation.version
+        await self._write_now(step)
+        self.ctx.metrics.write(
+            step,
+            event="stopped_early",
+            version=step,
+            reward_mean=evaluation.reward_mean,
+            num_steps=self.manifest.stages.rl.num_steps,
+            stop_at=self.manifest.orchestrator.evaluation.stop_at,
+        )
+
+    def _keep(self, batch: TrainBatch, documents: list, digests: dict[str, str]) -> None:
+        run_dir, step = self.ctx.run_dir, batch.step
+        column_files.write_batch(run_dir, step, documents, digests=digests)
+        column_files.prune_batches(run_dir, step, self.manifest.orchestrator.keep_batches)
+        lines = [
+            samples.line(
+                rollout,
+                step=step,
+                attempt=self.ctx.attempt,
+                version=rollout.dispatch_version,
+                task=self.manifest.tasks.train[rollout.task_index].name,
+                group=rollout.group_id,
+                advantage=rollout.advantage,
+            )
+            for rollout in batch.rollouts[:NUM_SAMPLES]
+        ]
+        samples.append(run_dir / "rollouts" / "samples.jsonl", lines)
+
+    # Health -------------------------------------------------------------------------------------
+
+    @property
+    def _is_routed(self) -> bool:
+        return self.manifest.inference.num_replicas > 1
+
+    def _report_health(self) -> None:
+        """Write to health what the stage does or waits for, when it changes."""
+        clock = self.scheduler.clock
+        step = min(clock.next_batch, clock.num_batches)
+        waits, deadline_s = None, None
+        if self._preemption.is_requested:
+            doing = "winding down"
+        elif clock.version < 0:
+            doing, waits = "starting", "the first weights from trainer"
+            deadline_s = scaled(FIRST_VERSION_S)
+        elif self.scheduler.dispatch.num_in_flight:
+            doing = f"generating for batch {step}"
+            if clock.all_batches_taken:
+                doing = f"evaluating version {clock.version}"
+        elif clock.all_batches_taken:
+            doing, waits = "ending", f"version {clock.num_batches} from trainer"
+        elif self.scheduler.buffer.has_batch:
+            doing, waits = f"holding batch {step}", f"trainer to ask for batch {clock.next_batch}"
+        else:
+            doing, waits = f"collecting batch {step}", f"version {clock.version + 1} from trainer"
+        report = f"{doing}/{waits}"
+        if report == self._reported:
+            return
+        self._reported = report
+        self._waits.close()
+        self.ctx.health.doing(doing, step=step)
+        if waits is not None:
+            self._waits.enter_context(self.ctx.health.waiting(waits, deadline_s=deadline_s))

@@ -1,0 +1,275 @@
+"""Run one episode of a task and return it as arrays, a `Rollout`.
+
+- A sampled token is never decoded and encoded again on its way to the trainer.
+- Prompt and tool tokens are untrained and have NO_VERSION.
+- If routed experts are replayed, each turn returns its new input tokens' experts.
+- `truncated`: the last turn reached a length limit. The rollout is judged as it is.
+- Failures of engine, task or judge, and empty generations, are `RolloutFailed(reason)`, never a
+  reward. A broken judge (`JudgeBroken`) ends the run.
+"""
+
+import asyncio
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Sampling
+from orrery.orchestrator.concurrency import WorkerThread
+from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
+from orrery.runtime.role_context import Terminated
+from orrery.tasks.task import JudgeBroken, Message, Problem
+from orrery.wire.route_bytes import Routes, column
+from orrery.wire.routed_experts import RouteShape
+
+PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
+NO_VERSION = -1
+ENGINE_GONE = "engine_gone"  # the reason if the engine was lost
+
+
+class RolloutFailed(Exception):
+    """A failed episode. Metrics count the word `reason`; `detail` is the error sentence."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+# Raised through a task's code, but not by the task.
+NOT_THE_TASKS = (
+    RolloutFailed,
+    JudgeBroken,
+    asyncio.CancelledError,
+    GeneratorExit,
+    KeyboardInterrupt,
+    Terminated,
+)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished episode. The arrays have one entry for each token of the conversation.
+
+    The fields from `advantage` on are set once the rollout's group is complete.
+    """
+
+    token_id: np.ndarray  # i32 [n]
+    logprob: np.ndarray  # f32 [n]
+    trained: np.ndarray  # bool [n]
+    version: np.ndarray  # i32 [n]
+    reward: float
+    truncated: bool
+    messages: list[Message]
+    metrics: dict[str, float] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None  # [n, layers, top_k], or None if not replayed
+    engine: int = UNKNOWN_ENGINE  # the engine that sampled all turns
+    advantage: float | None = None
+    group_id: int = -1
+    member: int = -1
+    task_index: int = -1
+    dispatch_version: int = NO_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_id)
+
+    @property
+    def sampled_versions(self) -> np.ndarray:
+        """The versions of the sampled tokens, at least one."""
+        return self.version[self.trained]
+
+    @cached_property  # read at every event while the rollout is queued
+    def oldest_version(self) -> int:
+        return int(self.sampled_versions.min())
+
+
+class Engine(Protocol):
+    """The part of `EnginePool` that a rollout uses."""
+
+    async def generate(self, token_ids: np.ndarray, **options: Any) -> Any: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+
+class _Tokens:
+    """The conversation so far, in chunks."""
+
+    def __init__(self, prompt: list[int]):
+        self.chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.length = 0
+        self.routes: list[Routes] = []
+        self.engines: set[int] = set()
+        self.append(prompt)
+
+    def append(self, ids: list[int]) -> None:
+        n = len(ids)
+        zeros, untrained = np.zeros(n, np.float32), np.zeros(n, np.bool_)
+        versions = np.full(n, NO_VERSION, np.int32)
+        self.chunks.append((np.asarray(ids, dtype=np.int32), zeros, untrained, versions))
+        self.length += n
+
+    def append_sampled(self, generation: Any) -> None:
+        n, trained = len(generation.token_ids), np.ones(len(generation.token_ids), np.bool_)
+        chunk = (generation.token_ids, generation.logprobs, trained, generation.versions)
+        self.chunks.append(chunk)
+        self.length += n
+        self.routes += generation.routes
+        self.engines.add(generation.engine)
+
+    @property
+    def routes_from(self) -> int:
+        """The first token without routes: the last sampled one. It only now becomes an input."""
+        return max((part.start + part.num_rows for part in self.routes), default=0)
+
+    def column(self, index: int) -> np.ndarray:
+        return np.concatenate([chunk[index] for chunk in self.chunks])
+
+
+async def run_episode(
+    *,
+    task: Any,
+    problem_index: int,
+    max_turns: int,
+    renderer: Any,
+    engine: Engine,
+    sampling: Sampling,
+    max_model_len_tokens: int,
+    cache_salt: str,
+    name: str,
+    timeout_s: float,
+    seed: int | None = None,
+    routes: RouteShape | None = None,
+) -> Rollout:
+    """Run problem `problem_index` from its prompt to its judgement. Raise RolloutFailed.
+
+    - `name` is unique among rollouts in flight.
+    - With `seed`, turn t samples with `seed + t`.
+    - With `routes`, the shape of the model's routed experts, the rollout has `routed_experts`.
+    - Cancelling aborts the request in the engine.
+    """
+    problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
+    messages = list(problem.messages)
+    tokens = _Tokens(_guard("task", lambda: renderer.prompt(messages, problem.tools)))
+    if tokens.length >= max_model_len_tokens:
+        detail = f"problem {problem_index} has a prompt of {tokens.length} tokens; "
+        detail += f"inference.max_model_len_tokens is {max_model_len_tokens}"
+        raise RolloutFailed("prompt_too_long", detail)
+    max_tokens = problem.exact_tokens or sampling.max_tokens_per_turn
+    truncated = False
+    for turn in range(max_turns):
+        generation = await _generate(
+            engine,
+            f"{name}-{turn}",
+            tokens.column(0),
+            session=name,
+            max_tokens=min(max_tokens, max_model_len_tokens - tokens.length),
+            temperature=sampling.temperature,
+            cache_salt=cache_salt,
+            stop_token_ids=() if problem.exact_tokens else renderer.stop_token_ids,
+            ignore_eos=problem.exact_tokens is not None,
+            seed=None if seed is None else seed + turn,
+            timeout_s=timeout_s,
+            **({} if routes is None else {"routes_from": tokens.routes_from}),
+        )
+        tokens.append_sampled(generation)
+        sampled = generation.token_ids.tolist()
+        messages.append(_guard("task", lambda ids=sampled: renderer.parse(ids)))
+        truncated = generation.finish_reason == "length" and problem.exact_tokens is None
+        if truncated or turn + 1 == max_turns:
+            break
+        reply = await _guard_async("task", lambda: task.reply(problem, messages))
+        if reply is None:
+            break
+        turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
+        if tokens.length + len(turn_tokens) >= max_model_len_tokens:
+            truncated = True  # there is no room for an answer, so the reply is left out too
+            break
+        messages.extend(reply)
+        tokens.append(turn_tokens)
+    reward, metrics = await _judge(task, problem, messages)
+    routed_experts = None
+    if routes is not None:
+        routed_experts = _guard("engine", lambda: column(tokens.length, tokens.routes, routes))
+    return Rollout(
+        token_id=tokens.column(0),
+        logprob=tokens.column(1),
+        trained=tokens.column(2),
+        version=tokens.column(3),
+        reward=reward,
+        truncated=truncated,
+        messages=messages,
+        metrics=metrics,
+        routed_experts=routed_experts,
+        engine=tokens.engines.pop() if len(tokens.engines) == 1 else UNKNOWN_ENGINE,
+    )
+
+
+async def _judge(
+    task: Any, problem: Problem, messages: list[Message]
+) -> tuple[float, dict[str, float]]:
+    judgement = await _guard_async("judge", lambda: task.judge(problem, messages))
+    reward = _guard("judge", lambda: float(judgement.reward))
+    metrics: dict[str, float] = _guard(
+        "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
+    )
+    # JSON has no infinities, so a checkpoint could not hold them.
+    if not np.isfinite([reward, *metrics.values()]).all():
+        detail = f"problem {problem.index} was judged {reward} with {metrics}; "
+        raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
+    return reward, metrics
+
+
+async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **options: Any) -> Any:
+    try:
+        generation = await engine.generate(token_ids, request_id=request_id, **options)
+    except asyncio.CancelledError:
+        # A router keeps the engine's connection open, so the request must be aborted by name.
+        await asyncio.shield(_abort(engine, request_id))
+        raise
+    except OrreryError as error:
+        reason = ENGINE_GONE if isinstance(error, EngineGone) else "engine"
+        raise RolloutFailed(reason, str(error)) from error
+    request = f"request {request_id}"
+    if generation.finish_reason == "abort":
+        raise RolloutFailed("aborted", f"{request} was aborted in the engine")
+    if len(generation.token_ids) == 0:
+        raise RolloutFailed("empty", f"{request} came back without a token")
+    if (generation.versions < 0).any():
+        detail = f"{request} came back with tokens of no published version"
+        raise RolloutFailed("unversioned", detail)
+    return generation
+
+
+async def _abort(engine: Engine, request_id: str) -> None:
+    with suppress(OrreryError):  # a lost engine has no requests
+        await engine.abort([request_id])
+
+
+def _failed(reason: str, error: BaseException) -> RolloutFailed:
+    return RolloutFailed(reason, f"{reason} raised {type(error).__name__}: {error}")
+
+
+def _guard(reason: str, call: Any) -> Any:
+    """Return `call()`. Any exception of the task, even SystemExit, becomes RolloutFailed."""
+    try:
+        return call()
+    except NOT_THE_TASKS:
+        raise
+    except BaseException as error:
+        raise _failed(reason, error) from error
+
+
+async def _guard_async(reason: str, call: Any) -> Any:
+    result = _guard(reason, call)
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return await result
+    except NOT_THE_TASKS:
+        raise
+    except BaseException as error:
+        raise _failed(reason, error) from error

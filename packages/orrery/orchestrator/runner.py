@@ -1,0 +1,135 @@
+"""Run requests as asyncio tasks, one per rollout, and cancel them.
+
+- Every request ends in one call of `on_finished` or `on_failed`, unless it is cancelled.
+- Any exception other than `RolloutFailed` ends the run: `check` raises it in the loop.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from orrery.manifest.schema import Manifest, TaskUse
+from orrery.orchestrator.requests import Request
+from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, run_episode
+from orrery.wire.engine_api import request_s
+from orrery.wire.routed_experts import route_shape
+
+# A dead engine refuses at once. The pause keeps its rollouts from failing in a tight loop.
+GONE_PAUSE_S = 1.0
+
+
+class RolloutRunner:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tasks: dict[str, Sequence[Any]],
+        renderer: Any,
+        engine: Engine,
+        on_finished: Callable[[Request, Rollout], None],
+        on_failed: Callable[[Request, str, str], None],
+        is_compared: Callable[[int], bool] = lambda version: False,
+    ):
+        """Take the built tasks by purpose, in the manifest's order.
+
+        `is_compared` tells whether the trainer may compare log-probs on evaluations of a version.
+        """
+        self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
+        self.on_finished, self.on_failed = on_finished, on_failed
+        self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
+        self._is_compared = is_compared
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._generating: set[str] = set()  # names of requests in an engine
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
+        self._error: BaseException | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def is_generating(self, request: Request) -> bool:
+        """Whether the rollout is in an engine now, rather than in its task or judge."""
+        return request.name in self._generating
+
+    async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
+        """Call `Engine.generate` and note it while it lasts. `session` is the rollout's name."""
+        name = options["session"]
+        self._generating.add(name)
+        try:
+            return await self.engine.generate(token_ids, **options)
+        finally:
+            self._generating.discard(name)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(request_ids)
+
+    def start(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._run(request), name=request.name)
+            self._running[request.name] = task
+            task.add_done_callback(self._ended)  # also runs if cancelled before the start
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._leaving.discard(task)
+        if self._running.get(task.get_name()) is task:  # the request may have been restarted
+            del self._running[task.get_name()]
+
+    def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
+        """Cancel these rollouts without a result. Await it to wait until they left the engines."""
+        names = [request.name for request in requests]
+        return self._cancel([self._running[name] for name in names if name in self._running])
+
+    async def close(self) -> None:
+        await self._cancel(list(self._running.values()))
+
+    def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
+        for task in tasks:
+            task.cancel()
+            self._leaving.add(task)
+        return asyncio.gather(*self._leaving, return_exceptions=True)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _run(self, request: Request) -> None:
+        try:
+            try:
+                rollout = await self._rollout(request)
+            except RolloutFailed as failed:
+                if failed.reason == ENGINE_GONE:
+                    await asyncio.sleep(GONE_PAUSE_S)
+                self.on_failed(request, failed.reason, failed.detail)
+            else:
+                self.on_finished(request, rollout)
+        except Exception as error:
+            self._error = self._error or error
+
+    async def _rollout(self, request: Request) -> Rollout:
+        group, manifest = request.group, self.manifest
+        use: TaskUse = getattr(manifest.tasks, group.purpose)[group.task_index]
+        is_train = group.purpose == "train"
+        needs_routes = is_train or self._is_compared(request.version)
+        return await run_episode(
+            task=self.tasks[group.purpose][group.task_index],
+            problem_index=group.problem_index,
+            max_turns=use.max_turns,
+            renderer=self.renderer,
+            engine=self,
+            sampling=manifest.orchestrator.sampling,
+            max_model_len_tokens=manifest.inference.max_model_len_tokens,
+            cache_salt=str(request.version),
+            name=request.name,
+            timeout_s=request_s(manifest),
+            seed=None if is_train else evaluation_seed(manifest.seed, request),
+            routes=self._routes if needs_routes else None,
+        )
+
+
+def evaluation_seed(seed: int, request: Request) -> int:
+    """Return a rollout's own seed, the same for every version, so policies compare fairly."""
+    group = request.group
+    text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

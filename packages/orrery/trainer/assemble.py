@@ -1,0 +1,166 @@
+"""Build the objects of a stage from the manifest and this process's place in the run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from orrery.manifest.plan import stage
+from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
+from orrery.models import lora, weights
+from orrery.models.hf_tensors import hf_tensors
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
+from orrery.trainer.checkpoint import base_sha256
+from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
+from orrery.trainer.learner import Learner
+from orrery.trainer.loop import RlLoop, start_weights
+from orrery.trainer.mismatch import MismatchGuard
+from orrery.trainer.parallel import build_network, build_policy, fsdp
+from orrery.trainer.parallel.world import (
+    COLLECTIVE_DEADLINE_S,
+    World,
+    destroy_world,
+    device_for,
+    init_world,
+    open_rendezvous,
+)
+from orrery.trainer.policy import Policy
+from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
+from orrery.trainer.stage_checkpoints import StageCheckpoints, resume
+from orrery.wire.rendezvous import await_endpoints
+from orrery.wire.rollout_wire import make_receiver
+from orrery.wire.weight_wire import (
+    DIRECT_KINDS,
+    check_room,
+    make_publisher,
+    make_weight_sender,
+)
+
+STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
+ORCHESTRATOR_DEADLINE_S = 900.0  # an engine that starts on the same disks may delay its address
+
+
+@contextmanager
+def assemble_world(ctx: RoleContext) -> Iterator[World]:
+    """Join the other ranks. A failing rank does not shut the process group down.
+
+    nccl's shutdown would wait for collectives that other ranks never reach, before the error.
+    """
+    trainer = ctx.manifest.trainer
+    ctx.health.doing("joining the other ranks")
+    device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
+    torch.manual_seed(ctx.manifest.seed + ctx.index)
+    store = open_rendezvous(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
+    with heartbeat(ctx, device):
+        with ctx.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
+            world = init_world(trainer.mesh, ctx.index, device, store)
+        try:
+            yield world
+        except Preempted:  # all ranks raise it together
+            destroy_world(world)
+            raise
+        destroy_world(world)
+
+
+def assemble_learner(
+    ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
+) -> Learner:
+    """Load the weights in `start`, sharded over the mesh, with a fresh optimizer."""
+    ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
+    policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
+    learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
+    if ctx.manifest.trainer.lora is not None:
+        learner.base_sha256 = base_sha256(ctx.run_dir, ctx.stage, start)
+    return learner
+
+
+def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Policy:
+    policy = build_policy(model, trainer, world)
+    weights.load(policy.network, start, on_tensor=mark_part)
+    if trainer.lora is not None:
+        lora.initialize(policy.network, trainer.lora.seed)
+    return policy
+
+
+@contextmanager
+def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
+    """Build the RL loop, at the newest complete checkpoint or at version 0."""
+    manifest = ctx.manifest
+    if world.is_first:
+        _check_room(ctx)
+    trainer, start = manifest.trainer, start_weights(ctx)
+    learner = assemble_learner(ctx, world, start, trainer.optimizer, trainer.max_grad_norm)
+    num_nodes = stage(manifest, ctx.stage).num_nodes
+    publisher = _publisher(ctx, learner.policy, world, num_nodes)
+    learner.before_step = publisher.settle
+    learner.guard = MismatchGuard(manifest, world, ctx.log)
+    resumed = resume(ctx, learner, "rl")
+    if resumed is not None and world.is_first:
+        publisher.restore(resumed / "trainer")
+    orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
+    receiver = make_receiver(manifest.transport.rollouts, ctx.run_dir, orchestrator.url, ctx.index)
+    try:
+        yield RlLoop(
+            ctx=ctx,
+            world=world,
+            learner=learner,
+            publisher=publisher,
+            receiver=receiver,
+            checkpoints=StageCheckpoints(ctx, learner, "rl", beside="orchestrator"),
+            batch_deadline_s=scaled(STEP_DEADLINE_S) + 4 * manifest.orchestrator.rollout_timeout_s,
+            batch_behind_s=_batch_behind_s(manifest, world),
+            publish_still_s=_publish_still_s(manifest, world, num_nodes),
+        )
+    finally:
+        receiver.close()
+        publisher.close()
+
+
+def _batch_behind_s(manifest: Manifest, world: World) -> float:
+    """Return how long a rank may wait for a batch that others have. Other nodes may lag."""
+    is_one_node = world.size <= manifest.hardware.devices_per_node
+    if is_one_node and manifest.transport.rollouts != "files":
+        return step_stall_s(False, world.size)
+    return io_stall_s(world.size)
+
+
+def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
+    """Return how long a publication may show no progress: longest through files, or a direct wire.
+
+    It exceeds `weight_wire.coordinator.MEET_S`, after which rank 0 names absent ranks.
+    """
+    if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
+        return step_stall_s(False, world.size)
+    return io_stall_s(world.size)
+
+
+def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -> Publisher:
+    kind = ctx.manifest.transport.weights
+    engine_dtype = getattr(torch, ctx.manifest.inference.dtype)
+    place = ctx.run_dir, ctx.attempt, num_nodes
+    if kind in DIRECT_KINDS:
+        source = make_weight_sender(kind, *place, ctx.host, world.rank, world.size, world.device)
+        return DirectPublisher(policy, source, engine_dtype, ctx)
+    wire = make_publisher(kind, *place, _num_kept(ctx.manifest)) if world.is_first else None
+    if kind == "adapters":
+        return AdapterPublisher(policy, wire, engine_dtype)
+    return Publisher(policy, wire)
+
+
+def _num_kept(manifest: Manifest) -> int:
+    # The loaded version, then one a batch: in training, queued and ahead.
+    return manifest.orchestrator.max_batches_ahead + 3
+
+
+def _check_room(ctx: RoleContext) -> None:
+    """Raise OrreryError if the kept versions do not fit. Adapters are small and not checked."""
+    manifest = ctx.manifest
+    if manifest.transport.weights != "files":
+        return
+    network = build_network(manifest.model, manifest.trainer, "meta")
+    version_bytes = sum(hf.num_bytes for hf in hf_tensors(network))
+    keep = min(_num_kept(manifest), manifest.stages.rl.num_steps)
+    check_room(ctx.run_dir, stage(manifest, ctx.stage).num_nodes, keep, version_bytes)

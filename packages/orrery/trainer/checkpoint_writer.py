@@ -1,0 +1,327 @@
+"""Write checkpoints beside training. `checkpoint.py` describes the files.
+
+- Training waits only for the copy into host memory, and for the checkpoint before.
+- A thread of each rank writes, syncs and hashes its own part, then a checksum file. It takes part
+  in no collective. Its error is raised at the rank's next step.
+- The first rank's thread waits for all checksum files and renames the folder.
+- Only finite values are stored. Otherwise the newest checkpoint would fail every later attempt.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from orrery.manifest.errors import RunFailed, explain_os_error
+from orrery.manifest.publish import make_folder, publish_folder
+from orrery.models.placement import local_tensor
+from orrery.runtime.timing import scaled
+from orrery.trainer.checkpoint import (
+    StateTensor,
+    checksum_file,
+    dtype_name,
+    rng_state,
+    state_header,
+    state_of,
+)
+from orrery.trainer.heartbeat import io_stall_s
+from orrery.trainer.learner import Learner
+from orrery.trainer.optim import last_not_finite
+from orrery.trainer.parallel.world import World
+from orrery.trainer.safetensors_file import HostCopy, Stopped, write
+from orrery.wire import checkpoints, nfs
+
+WRITE_DEADLINE_S = 1800.0
+ABANDON_S = 20.0  # for the thread to notice that its process ends
+POLL_S = 0.1
+
+Stop = Callable[[], bool]
+Waiting = Callable[[str, float, float | None], AbstractContextManager[object]]
+log = logging.getLogger(__name__)
+
+
+def save(learner: Learner, folder: Path) -> None:
+    """Write the learner's state as `folder`, durably. A collective."""
+    with CheckpointWriter(learner.world) as writer:
+        writer.copy(learner, folder)
+        writer.write()
+
+
+def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractContextManager:
+    return nullcontext()
+
+
+class CheckpointWriter:
+    """One rank's writer: `copy` and `write` every checkpoint, `check` at every step.
+
+    Waits happen inside the context `waiting(what, deadline_s, behind_s)`. The exit completes the
+    last checkpoint, or abandons it after an exception.
+    """
+
+    def __init__(self, world: World, waiting: Waiting = _no_wait):
+        self._world, self._waiting = world, waiting
+        self._host = HostCopy(world.device)
+        self._copied: _CopiedCheckpoint | None = None
+        self._work: _BackgroundWork | None = None
+        self._incomplete: tuple[str, Path] | None = None  # (description, marker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        elif self._work is not None:
+            self._work.abandon()
+
+    def reserve(self, learner: Learner) -> None:
+        """Allocate host memory for the first copy, in the background. A collective."""
+        self.wait()
+        tensors = list(rng_state(self._world.device).values())
+        tensors += [tensor.local for tensor in state_of(learner).values() if tensor.writes]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._host.check_room(num_bytes, self._world)
+        self._work = _BackgroundWork(
+            lambda stop: self._host.reserve(num_bytes), _host_memory(num_bytes)
+        )
+
+    def copy(
+        self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
+    ) -> float:
+        """Copy the state, and return the seconds taken. `files` are added. A collective.
+
+        Raise RunFailed if replicas differ or a value is not finite.
+        """
+        begin_s = time.monotonic()
+        self._await_complete()
+        _check_finite(learner)
+        partial = folder.with_name(f"{folder.name}.partial")
+        if self._world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            make_folder(partial)
+        compare_replicas(learner.weights.values(), self._world, learner.step)
+        self._world.barrier()
+        state = state_of(learner).items()
+        mine = {name: tensor for name, tensor in state if tensor.writes and tensor.local.numel()}
+        self._fill(
+            {name: tensor.local for name, tensor in mine.items()} | rng_state(self._world.device)
+        )
+        files = dict(files or {}) | {"state.json": _json(state_header(learner))}
+        self._copied = _CopiedCheckpoint(folder, partial, _json(_index(mine)), files)
+        return time.monotonic() - begin_s
+
+    def _fill(self, pieces: dict[str, torch.Tensor]) -> None:
+        num_bytes = sum(piece.nbytes for piece in pieces.values())
+        if not self._host.has_room(num_bytes):
+            with self._waiting(_host_memory(num_bytes), scaled(WRITE_DEADLINE_S), None):
+                self._host.reserve(num_bytes)
+        self._host.fill(pieces)
+
+    def write(
+        self, on_written: Callable[[], object] = lambda: None, marker: Path | None = None
+    ) -> None:
+        """Write the copy in the background. The first rank calls `on_written` after the rename.
+
+        `marker` is the last path that `on_written` creates. It defaults to the folder.
+        """
+        copied, self._copied = self._copied, None
+        assert copied is not None, "copy first"
+        what = f"the checkpoint in {copied.folder.parent.name}"
+        self._incomplete = what, marker or copied.folder
+        self._work = _BackgroundWork(lambda stop: self._write(copied, on_written, stop), what)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._work is None or self._work.is_done
+
+    def check(self) -> None:
+        """Raise the error of finished background work. Does not wait."""
+        if self.is_idle:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for this rank's background work, and raise its error."""
+        if (work := self._work) is None:
+            return
+        deadline_s = scaled(WRITE_DEADLINE_S)
+        is_done = work.is_done
+        with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
+            work.join(deadline_s)
+        self._work = None  # only now, so that an interrupted wait abandons the work
+        if work.error is not None:
+            raise work.error
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete for every rank. A collective."""
+        self._await_complete()
+        self._world.barrier()
+
+    def _await_complete(self) -> None:
+        """Wait for the last checkpoint's marker. A collective would time out earlier."""
+        self.wait()
+        expected, self._incomplete = self._incomplete, None
+        if expected is not None and not self._world.is_first:
+            what, marker = expected
+            deadline_s = scaled(WRITE_DEADLINE_S)
+            with self._waiting(what, deadline_s, io_stall_s(self._world.size)):
+                if not nfs.appears(marker, deadline_s):
+                    raise _too_slow(what, deadline_s)
+
+    def _write(
+        self, copied: "_CopiedCheckpoint", on_written: Callable[[], object], stop: Stop
+    ) -> None:
+        rank = self._world.rank
+        tensors, index = (
+            copied.partial / f"rank_{rank}.{suffix}" for suffix in ("safetensors", "json")
+        )
+        written = {
+            tensors.name: write(tensors, self._host.buffers(), stop),
+            index.name: write(index, [copied.index], stop),
+        }
+        checkpoints.write_note(copied.partial / checksum_file(rank), written)
+        if self._world.is_first:
+            for name, content in copied.files.items():
+                (copied.partial / name).write_bytes(content)
+            _await_checksums(copied.partial, self._world.size, stop)
+            publish_folder(copied.partial, copied.folder)
+            on_written()
+
+
+@dataclass(frozen=True)
+class _CopiedCheckpoint:
+    folder: Path
+    partial: Path
+    index: bytes
+    files: dict[str, bytes]
+
+
+class _BackgroundWork:
+    def __init__(self, work: Callable[[Stop], object], what: str):
+        self.what = what
+        self._work, self._stop = work, threading.Event()
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._stop.is_set)
+        except OSError as error:
+            self.error = RunFailed(
+                f"{explain_os_error(error)}; the run goes on from its newest whole checkpoint"
+            )
+            self.error.__cause__ = error
+        except Exception as error:  # raised by `wait`
+            self.error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self, deadline_s: float) -> None:
+        self._thread.join(deadline_s)
+        if not self.is_done:
+            raise _too_slow(self.what, deadline_s)
+
+    def abandon(self) -> None:
+        self._stop.set()
+        self._thread.join(ABANDON_S)
+        if not self.is_done:
+            log.warning("%s: left unfinished", self.what)
+
+
+def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
+    end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
+    while True:
+        found = set(os.listdir(partial))  # network file systems cache that a name is missing
+        missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
+        if not missing:
+            return
+        if stop():
+            raise Stopped(partial)
+        if time.monotonic() >= end_s:
+            raise RunFailed(
+                f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; "
+                f"see logs/trainer.{missing[0]}.log"
+            )
+        time.sleep(POLL_S)
+
+
+def _check_finite(learner: Learner) -> None:
+    """Raise RunFailed on every rank if a weight or optimizer moment is not finite."""
+    state, step = state_of(learner), learner.step
+    found = learner.world.all_gather(last_not_finite(tensor.local for tensor in state.values()))
+    if (worst := max(found)) >= 0:
+        raise RunFailed(
+            f"step {step}: after its update {list(state)[worst]} is not finite on rank "
+            f"{found.index(worst)}; nothing of it is stored: start again from the checkpoint "
+            f"before it, and where that ends the same, lower the optimizer's lr or max_grad_norm"
+        )
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
+    """Raise RunFailed on every rank if replicas (HSDP) differ in a bit. A collective.
+
+    Only the first replica is stored and published, so another could diverge unnoticed.
+    """
+    count = world.axis_size("dp_replicate")
+    if count == 1:
+        return
+    prints, num_shards = world.all_gather(fingerprint(weights)), world.size // count
+    for rank, found in enumerate(prints[num_shards:], num_shards):
+        if found != prints[first := rank % num_shards]:
+            raise RunFailed(
+                f"step {step}: the weights of rank {rank} are not those of rank {first}, of which "
+                f"they are a copy (dp_replicate {count}); this step is not stored: check "
+                f"the devices of both, and start again from the checkpoint before it"
+            )
+
+
+@torch.no_grad()
+def fingerprint(weights: Iterable[torch.Tensor]) -> int:
+    """Hash the bits of all local shards: word sums, mixed in order."""
+    sums = []
+    for weight in weights:
+        shard = local_tensor(weight.detach())
+        sums.append(shard.contiguous().view(-1).view(_WORDS[shard.itemsize]).sum(dtype=torch.int64))
+    if not sums:
+        return 0
+    device, mixed = sums[0].device, 0
+    same_device = [value if value.device == device else value.cpu() for value in sums]
+    for value in torch.stack(same_device).tolist():
+        mixed = (mixed * 1_000_003 + value) % (2**61 - 1)
+    return mixed
+
+
+def _index(state: Mapping[str, StateTensor]) -> dict[str, Any]:
+    return {
+        name: {"shape": tensor.shape, "dtype": dtype_name(tensor.local.dtype), "box": tensor.box}
+        for name, tensor in state.items()
+    }
+
+
+def _too_slow(what: str, deadline_s: float) -> RunFailed:
+    return RunFailed(
+        f"{what}: not done after {deadline_s:.0f} s; "
+        f"is the disk of this run reachable, and fast enough?"
+    )
+
+
+def _host_memory(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB of host memory for checkpoints"
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content) + "\n").encode()

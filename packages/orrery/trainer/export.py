@@ -1,0 +1,230 @@
+"""Write the policy as a Hugging Face folder: a stage's result, or a checkpoint on request.
+
+    python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
+
+`orrery export RUN …` runs that command on one CPU, beside a running stage or after its end.
+
+- Folders appear complete. A checkpoint's export has the bytes that the stage itself would write
+  after that step, except that merged adapters round differently on another device.
+- `export_checkpoint` holds the tensors of one output file in memory.
+- Weights under adapters, and buffers, come from the folder that the stage started from.
+"""
+
+import argparse
+import copy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
+from orrery.manifest.identity import load
+from orrery.manifest.publish import make_folder, publish_folder
+from orrery.manifest.schema import Manifest, Model
+from orrery.models import hf_folder
+from orrery.models.causal_lm import CausalLm
+from orrery.models.families import hf_config, ignored_hf_names
+from orrery.models.hf_tensors import HfTensor, hf_tensors
+from orrery.models.lora import adapters, merged
+from orrery.models.weights import MAX_FILE_BYTES, save
+from orrery.trainer.checkpoint import CheckpointReader, base_sha256
+from orrery.trainer.parallel import build_network
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+from orrery.wire import checkpoints
+
+PREFIX = "weight/network."  # how a checkpoint names a parameter of the network
+
+
+def export_policy(
+    policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
+) -> None:
+    """Write the policy, and the files of the folder `tokenizer`, durably. A collective."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    if world.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+    world.barrier()
+    save(policy.network, model, partial)
+    if world.is_first:
+        _copy_tokenizer(tokenizer, partial)
+        publish_folder(partial, folder)
+    world.barrier()
+
+
+def _copy_tokenizer(start: Path, folder: Path) -> None:
+    """Copy the files of `start` that hold no weights, and that `folder` does not have."""
+    for file in start.iterdir():
+        holds_weights = file.suffix == ".safetensors" or file.name == hf_folder.INDEX_FILE
+        if file.is_file() and not holds_weights and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def export_checkpoint(
+    run_dir: Path, stage: str = "rl", step: int | None = None, to: Path | None = None
+) -> Path:
+    """Write the policy after `step` (default: the newest checkpoint's) as `to`, and return `to`.
+
+    Raise OrreryError if it cannot be exported.
+    """
+    if not (run_dir / "manifest.json").exists():
+        raise OrreryError(
+            f"{run_dir}: holds no manifest.json, so no run has begun there; "
+            f"`orrery status` says which have"
+        )
+    manifest = load(run_dir / "manifest.json")
+    step = _choose_step(run_dir, stage, step)
+    name = f"step_{step}" if stage == "rl" else f"{stage}_step_{step}"
+    to = to or run_dir / "weights" / name
+    if to.exists():
+        raise OrreryError(f"{to}: is there already; remove it, or name another folder with --to")
+    folder = checkpoints.whole_dir(run_dir, step, stage)
+    checkpoints.verify(folder, remedy="export another step with --step")
+    is_first_stage = stage == "sft" or manifest.stages.sft is None
+    start = run_dir / "weights" / ("init" if is_first_stage else "sft")
+    partial = to.with_name(f"{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    try:
+        stored = CheckpointReader(folder / "trainer")
+        _check_base(stored, run_dir, stage, start, folder)
+        write(stored, manifest, start, partial)
+        _copy_tokenizer(start, partial)
+        publish_folder(partial, to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return to
+
+
+def _check_base(
+    stored: CheckpointReader, run_dir: Path, stage: str, start: Path, folder: Path
+) -> None:
+    if stored.base_sha256 is None:
+        return
+    found = base_sha256(run_dir, stage, start)
+    if stored.base_sha256 != found:
+        raise RunFailed(
+            f"{start}: its weights have sha256 {found}, but the adapters of {folder} were trained "
+            f"on {stored.base_sha256}; restore the latter"
+        )
+
+
+def write(
+    stored: CheckpointReader,
+    manifest: Manifest,
+    start: Path,
+    folder: Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights of `stored`, the other weights in `start`, and `config.json`."""
+    network = build_network(manifest.model, manifest.trainer, "meta")
+    tensors = hf_tensors(network)
+    files = hf_folder.assign_files(tensors, max_file_bytes)
+    ignored, is_tied = ignored_hf_names(network.config), network.config.tie_embeddings
+    hf_folder.remove_weights(folder)
+    with hf_folder.open_tensors(start, tensors, ignored, is_tied) as base:
+        source = _Tensors(stored, network, base)
+        for file, group in files.items():
+            content = {hf.name: source[hf].to(hf.dtype, copy=True).contiguous() for hf in group}
+            hf_folder.write_file(folder / file, content)
+            del content
+    dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+    hf_folder.finish(folder, files, {**hf_config(manifest.model), "dtype": dtype})
+
+
+def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
+    steps = checkpoints.steps(run_dir, stage)
+    if not steps:
+        other = {"rl": "sft", "sft": "rl"}[stage]
+        hint = "trainer.checkpoint.interval_steps says when it has"
+        if checkpoints.steps(run_dir, other):
+            hint = f"its {other} stage has: add --stage {other}"
+        result = run_dir / "weights" / "sft"
+        if stage == "sft" and result.exists():
+            raise OrreryError(
+                f"{run_dir}: its sft stage is done: {result} is what it made, "
+                f"and it has no checkpoints"
+            )
+        raise OrreryError(f"{run_dir}: its {stage} stage has no complete checkpoint yet; {hint}")
+    if step is not None and step not in steps:
+        raise OrreryError(
+            f"--step: there is no complete checkpoint of step {step}; "
+            f"there are {', '.join(map(str, steps))}"
+        )
+    return steps[-1] if step is None else step
+
+
+class _Tensors:
+    """Any tensor of the policy. In the order of `hf_tensors` every byte is read once."""
+
+    def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
+        self._stored, self._network, self._base = stored, network, base
+        names = [name for name in stored.shapes if name.startswith(PREFIX)]
+        self._held = {name.removeprefix(PREFIX) for name in names}
+        parameters = network.named_parameters()
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
+        if odd := sorted(trained ^ self._held):
+            where = "model" if odd[0] in trained else "checkpoint"
+            raise RunFailed(
+                f"{odd[0]} is only in the {where}; "
+                f"the checkpoint is of another model than manifest.json"
+            )
+        self._names = {module: name for name, module in network.named_modules()}
+        self._adapter_of = dict(adapters(network))
+        self._parts: dict[str, list[HfTensor]] = {}
+        for hf in hf_tensors(network):
+            self._parts.setdefault(hf.parameter_name, []).append(hf)
+        self._merged: tuple[str, Tensor] | None = None  # the last adapted parameter
+
+    def __getitem__(self, hf: HfTensor) -> Tensor:
+        name = hf.parameter_name
+        if name in self._adapter_of:
+            if self._merged is None or self._merged[0] != name:
+                self._merged = None  # never two at a time
+                self._merged = (name, self._merge(name))
+            return hf.view_of(self._merged[1])
+        if name not in self._held:
+            return hf_folder.read(self._base, hf)
+        part = torch.empty([stop - start for start, stop in hf.box], dtype=hf.dtype)
+        self._stored.read(PREFIX + name, hf.box, part)
+        return part if hf.expert is None else part[0]
+
+    def _merge(self, name: str) -> Tensor:
+        like = self._network.get_parameter(name)
+        weight = torch.empty_like(like, device="cpu", requires_grad=False)
+        for hf in self._parts[name]:
+            hf.view_of(weight).copy_(hf_folder.read(self._base, hf))
+        adapter = copy.deepcopy(self._adapter_of[name]).to_empty(device="cpu").requires_grad_(False)
+        prefix = f"{PREFIX}{self._names[self._adapter_of[name]]}"
+        for key, parameter in adapter.named_parameters():
+            box = tuple((0, size) for size in parameter.shape)
+            self._stored.read(f"{prefix}.{key}", box, parameter)
+        return merged(weight, adapter)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m orrery.trainer.export", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--stage", choices=("rl", "sft"), default="rl")
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument(
+        "--to", type=Path, help="the folder to write; default: weights/step_<n> of the run"
+    )
+    args = parser.parse_args(argv)
+    try:
+        print(export_checkpoint(args.run_dir, args.stage, args.step, args.to))
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        print(f"error: {explain_os_error(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

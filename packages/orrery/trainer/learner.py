@@ -1,0 +1,364 @@
+"""The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
+
+- Every rank has equally many micro-batches, and takes them as they arrive.
+- Gradients are reduced once, in the backward pass of the last micro-batch.
+- A non-finite loss or gradient, or a wrong count of members, raises before the weights change. The
+  error names step, rank and tensor.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.schema import Optimizer, Schedule, Trainer
+from orrery.trainer.heartbeat import mark_micro_batch
+from orrery.trainer.loss import COMPONENTS, StepSums, loss
+from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
+from orrery.trainer.mismatch import MismatchGuard
+from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
+from orrery.trainer.parallel import compiled, context_parallel
+from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+from orrery.wire.columns import Columns
+from orrery.wire.routed_experts import route_shape
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Metrics of a step, and (begin, end) of its phases as `time.time()`."""
+
+    metrics: dict[str, float | int | None]
+    wait_s: float  # for micro-batches to arrive
+    forward_backward: tuple[float, float]
+    optimizer: tuple[float, float]
+
+
+class Learner:
+    """Policy and optimizer on this rank. `step` is the last finished step: the weights' version."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        world: World,
+        trainer: Trainer,
+        optimizer: Optimizer,
+        max_grad_norm: float,
+    ):
+        self.policy, self.world, self.trainer = policy, world, trainer
+        self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
+        self.route_shape = route_shape(policy.network.config)
+        self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
+        self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
+        parameters = policy.named_parameters()
+        self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
+        self.step = 0
+        self.base_sha256: str | None = None  # of the frozen weights; None without adapters
+        self.guard: MismatchGuard | None = None  # only for batches from engines
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took
+        # In backward order, at the embedding's output and where cp ranks exchange gradients.
+        self._max_gradients: list[torch.Tensor] = []
+        embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
+        if (embedding := next(embeddings, None)) is not None:
+            embedding.register_forward_hook(self._watch_embedding)
+        context_parallel.watch(policy, self._watch)
+
+    def learn(
+        self,
+        micro_batches: Iterable[Columns],
+        num_micro_batches: int,
+        totals: dict[str, int],
+        lr_factor: float,
+    ) -> StepResult:
+        """Train one batch. `totals` holds N_c of the loss (`count_totals`).
+
+        Raise RunFailed, or OrreryError if blocks do not compile.
+        """
+        step = self.step + 1
+        begin_s = time.time()
+        with compiled.explain_compile_error(self.policy.network.config):
+            sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
+        # Queued during the backward pass, so that the device does not wait for the host.
+        norm = gradient_norm(self.weights.values(), self.world)
+        divisor = clip(norm, self.max_grad_norm)
+        self.optimizer.prepare()
+        values = self._check_sums(step, sums, totals)  # waits for the device's backward pass
+        grad_norm = norm.item()
+        backward_s = time.time()
+        if not math.isfinite(grad_norm):
+            self._name_gradient(step)
+        if self.guard is not None:
+            values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
+        settle_s = self.before_step()
+        self.optimizer.set_rate(lr_factor)
+        self.optimizer.step(divisor)  # the host does not wait for it
+        self.optimizer.zero_grad()
+        self.step = step
+        rate = self.peak_lr * lr_factor
+        values |= {"grad_norm": grad_norm, "learning_rate": rate, "settle_s": settle_s}
+        return StepResult(values, wait_s, (begin_s, backward_s), (backward_s, time.time()))
+
+    @torch.no_grad()
+    def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
+        """Return (largest |log π − log μ|, scored tokens) of rollouts. A collective.
+
+        The difference is None if no sample was made by the current version alone.
+        """
+        sums = StepSums.zero(self.world.device)
+        totals = dict.fromkeys(COMPONENTS, 1)
+        for columns in micro_batches:
+            batch = self._micro_batch(columns)
+            with compiled.explain_compile_error(self.policy.network.config):
+                logprob, entropy = self.policy(batch)
+            sums.add(loss(logprob, entropy, batch.loss, totals, self.loss)[1])
+        reshard_all(self.policy)
+        values = self._add_up(f"version {self.step}", sums)
+        peak = float(sums.peaks)
+        return peak if peak >= 0 else None, int(values["scored"])
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log p of each token after the first, at temperature 1, with the present weights.
+
+        A collective. Blocks run uncompiled: a graph for this short length would change how later
+        graphs are made.
+        """
+        positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: each token's index
+        token = {
+            "token_id": np.asarray(token_ids, dtype=np.int32),
+            "trained": positions > 0,
+            "logprob": positions,
+        }
+        offsets = np.array([0, len(token_ids)], dtype=np.int64)
+        batch = self._micro_batch(Columns(offsets, token, {}))
+        with torch.compiler.set_stance("force_eager"):
+            logprob, _ = self.policy(batch)
+        reshard_all(self.policy)
+        found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
+        if self.world.data_rank == 0:  # one context-parallel group is enough: all compute the same
+            is_scored = batch.loss.rl_weight != 0
+            found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
+        return self.world.sum(found)[1:].tolist()
+
+    def check_weights(self) -> None:
+        """Raise RunFailed if a weight is not finite: no later loss would show it. A collective."""
+        if name := self._not_finite():
+            raise RunFailed(
+                f"step {self.step}: after its update the weight {name} is not finite; "
+                f"lower the optimizer's lr or max_grad_norm"
+            )
+
+    def weights_to_blame(self) -> str:
+        """Return the end of an error about numbers that are not finite. A collective."""
+        name = self._not_finite()
+        return f" (weight {name} is not finite)" if name else "; all weights are finite"
+
+    def _micro_batch(self, columns: Columns) -> MicroBatch:
+        return micro_batch(columns, self.step + 1, self.world.device, self.shard, self.route_shape)
+
+    def _accumulate(
+        self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
+    ) -> tuple[StepSums, float]:
+        sums, arrivals = StepSums.zero(self.world.device), _TimedIterator(micro_batches)
+        self._max_gradients.clear()
+        if self.guard is not None:
+            self.guard.clear()
+        for index, columns in enumerate(arrivals):
+            is_last = index == count - 1
+            mark_micro_batch(self.world.device)
+            batch = self._micro_batch(columns)
+            set_gradient_sync(self.policy, is_last, self.trainer.fsdp)
+            logprob, entropy = self.policy(batch)
+            value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
+            if is_last:
+                self.optimizer.prefetch()
+            value.backward()
+            sums.add(part)
+            if self.guard is not None:
+                self.guard.add(batch, logprob)
+            sums.count(
+                batch.num_samples,
+                batch.num_tokens,
+                batch.routes_missing,
+                batch.routes_replayed,
+                self.policy.network.num_routes_differ,
+            )
+        reshard_all(self.policy)
+        if arrivals.count != count:
+            raise RunFailed(
+                f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, "
+                f"{count} were announced"
+            )
+        return sums, arrivals.wait_s
+
+    def _check_sums(
+        self, step: int, sums: StepSums, totals: dict[str, int]
+    ) -> dict[str, float | int | None]:
+        values = self._add_up(f"step {step}", sums)
+        for name in COMPONENTS:
+            if (found := values[f"members_{name}"]) != totals[name]:
+                raise RunFailed(
+                    f"step {step}: the batch announces {totals[name]} {name} tokens, "
+                    f"{found:.0f} arrived; its normalisation would be wrong"
+                )
+        return _metrics(values, float(sums.peaks))
+
+    def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
+        """Sum over all ranks, in place. Raise RunFailed if a sum is not finite."""
+        mine = sums.sums.clone()
+        self.world.sum(sums.sums)
+        self.world.max(sums.peaks)
+        values = sums.values()
+        for index, name in enumerate(StepSums.NAMES):
+            if not math.isfinite(values[name]):
+                is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
+                # A sum may overflow though every rank's part is finite.
+                where = is_bad.index(1) if any(is_bad) else "none alone"
+                blame = self.weights_to_blame()
+                raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
+        return values
+
+    def _not_finite(self) -> str:
+        """Return the name of a weight that is not finite, or "". A collective."""
+        last = max(self.world.all_gather(last_not_finite(self.weights.values())))
+        return list(self.weights)[last] if last >= 0 else ""
+
+    def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            if not hidden.requires_grad:  # a frozen embedding; its gradient is only watched
+                hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
+            self._watch(hidden)
+
+    def _watch(self, hidden: torch.Tensor) -> None:
+        def record(gradient: torch.Tensor) -> None:
+            self._max_gradients.append(torch.linalg.vector_norm(gradient, math.inf))
+
+        if hidden.requires_grad:
+            hidden.register_hook(record)
+
+    def _name_gradient(self, step: int) -> None:
+        """Raise RunFailed with the tensor and the ranks of a non-finite gradient.
+
+        A bad value spreads from the loss toward the embedding, so the last bad weight is named.
+        Weight gradients are sums over ranks: if no rank's own pass broke, the shard is named.
+        """
+        found = self.world.all_gather(
+            last_not_finite(weight.grad for weight in self.weights.values())
+        )
+        if max(found) < 0:
+            raise RunFailed(
+                f"step {step}: the gradient norm overflows though every gradient is finite; "
+                f"lower the optimizer's lr"
+            )
+        ranks = [0] if self.world.size == 1 else self._ranks_that_broke()
+        where = f"in the shard of rank {found.index(max(found))}"
+        if ranks:
+            where = f"on rank {', '.join(map(str, ranks))}"
+        raise RunFailed(
+            f"step {step}: the gradient of {list(self.weights)[max(found)]} is not finite {where}; "
+            f"weights stay as before the step"
+        )
+
+    def _ranks_that_broke(self) -> list[int]:
+        """Return the ranks whose own backward pass broke, the first of each cp group."""
+        maxima = [float(value) for value in self._max_gradients]
+        own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
+        broke = self.world.all_gather(own)
+        groups = self.world.all_gather(
+            self.world.data_rank
+        )  # ranks of a cp group train the same data
+        first: dict[int, int] = {}
+        for group, index in zip(groups, broke, strict=True):
+            if index >= 0:
+                first[group] = min(index, first.get(group, index))
+        pairs = enumerate(zip(groups, broke, strict=True))
+        return [rank for rank, (group, index) in pairs if index >= 0 and index == first[group]]
+
+
+def _drop_gradient(hidden: torch.Tensor) -> None:
+    hidden.grad = None
+
+
+class _TimedIterator:
+    """An iterator that counts its items and the seconds spent waiting for them."""
+
+    def __init__(self, items: Iterable[Columns]):
+        self._items, self.wait_s, self.count = iter(items), 0.0, 0
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self
+
+    def __next__(self) -> Columns:
+        begin_s = time.monotonic()
+        try:
+            item = next(self._items)
+        finally:
+            self.wait_s += time.monotonic() - begin_s
+        self.count += 1
+        return item
+
+
+def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
+    """Return N_c over all ranks. Ranks that share micro-batches count them once. A collective."""
+    counts = []
+    if world.axis_rank("cp") == 0:
+        counts = [count_members(columns) for columns in micro_batches]
+    mine = [sum(count[name] for count in counts) for name in COMPONENTS]
+    totals = world.sum(torch.tensor(mine, dtype=torch.int64, device=world.device))
+    return dict(zip(COMPONENTS, totals.tolist(), strict=True))
+
+
+def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | None]:
+
+    def mean(name: str, over: str) -> float | None:
+        return sums[name] / sums[over] if sums[over] else None
+
+    losses = {f"loss_{name}": mean(f"loss_{name}", f"members_{name}") for name in COMPONENTS}
+    has_routes = sums["routes_missing"] or sums["routes_replayed"]
+    return {
+        "loss": sum(value for value in losses.values() if value is not None),
+        **losses,
+        "entropy": mean("entropy", "scored"),
+        "mismatch_kl": mean("mismatch_kl", "members_rl"),
+        "mismatch_kl_same_weights": mean("mismatch_kl_same_weights", "same_weights"),
+        "logprob_max_abs_diff_same_weights": peak if peak >= 0 else None,
+        "masked_share": mean("masked", "members_rl"),
+        "routes_missing": int(sums["routes_missing"]) if has_routes else None,
+        "routes_differ": mean("routes_differ", "routes_replayed"),
+        "num_samples": int(sums["samples"]),
+        "num_tokens": int(sums["tokens"]),
+        "num_trained_tokens": int(sums["scored"]),
+    }
+
+
+# Learning-rate schedules --------------------------------------------------------------------------
+
+
+def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
+    """Return the factor, in [0, 1], of the peak rate at `step` (1 … num_steps).
+
+    Warm-up reaches 1 at step `warmup_steps`, a decay `final_fraction` exactly at `num_steps`.
+    """
+    if step < schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    start = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        start = max(num_steps - schedule.decay_steps, start)
+    progress = _progress(step, start, num_steps)
+    rest = 1.0 - progress
+    if schedule.kind == "cosine":
+        rest = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.final_fraction + (1.0 - schedule.final_fraction) * rest
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 0.0

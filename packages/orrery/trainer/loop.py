@@ -1,0 +1,218 @@
+"""The RL stage on the trainer's side. Batch n (from 1) trains version n − 1 and makes version n.
+
+- A batch marked `compare` comes after the last one, or earlier if the policy is good enough. It
+  holds rollouts of the last version alone. Their log-probs are compared, not trained.
+- A batch marked `wind_down` is not trained. Every rank checkpoints the last step and ends.
+- A step's row is written before its checkpoint counts. A checkpoint of step n also needs the
+  orchestrator's half, written before batch n is sent. It becomes complete some time later.
+- Every wait has a name and a deadline.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orrery.manifest.errors import RunFailed
+from orrery.runtime.preemption import Preempted
+from orrery.runtime.role_context import RoleContext
+from orrery.trainer.export import export_policy
+from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
+from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
+from orrery.trainer.loss import COMPONENTS
+from orrery.trainer.parallel.world import World
+from orrery.trainer.publish import Publisher
+from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.wire.engine_api import canary_tokens
+from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
+
+SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, if trainer and engine compute in float32 on a CPU
+
+
+@dataclass
+class RlLoop:
+    """One rank of the RL stage."""
+
+    ctx: RoleContext
+    world: World
+    learner: Learner
+    publisher: Publisher
+    receiver: RolloutReceiver
+    checkpoints: StageCheckpoints
+    batch_deadline_s: float
+    batch_behind_s: float  # how long this rank may wait for a batch that other ranks have
+    publish_still_s: float  # how long a publication, except the first, may show no progress
+    start_step: int = field(init=False)  # the last step of the previous attempt, or 0
+
+    def __post_init__(self) -> None:
+        self.start_step = self.learner.step
+
+    def run(self) -> None:
+        """Train all remaining batches, then write `weights/rl`."""
+        self.publish(is_first=True)
+        with self.checkpoints:
+            for step in range(self.start_step + 1, self.num_steps + 1):
+                self.checkpoints.check()
+                begin_s = time.monotonic()
+                batch = self.receive(step)
+                if batch.info.get("compare"):
+                    self.checkpoint_last_step()
+                    break
+                wait_s = time.monotonic() - begin_s
+                result = self.train(batch)
+                publish_s = self.publish()
+                is_due = self.checkpoints.is_due(step)
+                blocked_s = self.copy_checkpoint() if is_due else 0.0
+                self.record(result, begin_s, wait_s, publish_s, blocked_s)
+                if is_due:
+                    self.checkpoints.write()
+            else:
+                batch = self.receive(self.num_steps + 1)
+            self.compare(batch)
+            self.export()
+
+    @property
+    def num_steps(self) -> int:
+        return self.ctx.manifest.stages.rl.num_steps
+
+    def receive(self, step: int) -> ReceivedBatch:
+        """Wait for batch `step`. Raise Preempted if the run is asked to end."""
+        waiting = self.ctx.health.waiting(
+            f"batch {step} from orchestrator",
+            deadline_s=self.batch_deadline_s,
+            behind_s=self.batch_behind_s,
+        )
+        with self.ctx.metrics.span("wait", step=step), waiting:
+            batch = self.receiver.receive(step, self.batch_deadline_s)
+        if batch.info.get("wind_down"):
+            self.checkpoint_last_step()
+            self.checkpoints.finish()  # other ranks may still use this one's process group
+            raise Preempted(self.learner.step)
+        if self.world.is_first:
+            self.publisher.check(step, batch.info.get("digests"))
+        return batch
+
+    def train(self, batch: ReceivedBatch) -> StepResult:
+        step = self.learner.step + 1
+        is_first = step == self.start_step + 1
+        self.ctx.health.doing("training", step=step, still_s=self._step_stall_s(is_first))
+        if missing := [name for name in COMPONENTS if name not in batch.totals]:
+            raise RunFailed(
+                f"batch {batch.step}: announces no count of its {missing[0]} tokens, "
+                f"so its loss cannot be normalised"
+            )
+        totals = {name: int(batch.totals[name]) for name in COMPONENTS}
+        schedule = self.ctx.manifest.trainer.schedule
+        lr_factor = learning_rate_factor(schedule, step, self.num_steps)
+        result = self.learner.learn(batch, batch.num_micro_batches, totals, lr_factor)
+        difference = result.metrics["logprob_max_abs_diff_same_weights"]
+        self._check_same_weights(f"step {step}", difference)
+        return result
+
+    def publish(self, is_first: bool = False) -> float:
+        """Publish the learner's weights, and return the seconds that it took."""
+        ctx, version, begin_s = self.ctx, self.learner.step, time.time()
+        limit_s = max(self.publish_still_s, self._step_stall_s(is_first))
+        ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
+        has_canary = ctx.manifest.trainer.mismatch.canary_logprob_difference is not None
+        canary = self.learner.logprobs(canary_tokens(ctx.manifest)) if has_canary else ()
+        published = self.publisher.publish(version, canary)
+        end_s = time.time()
+        if published is not None:
+            ctx.metrics.add_span("publish", begin_s, end_s, step=version, digest=published.digest)
+            ctx.log.info("version %d published, weights %s", version, published.digest)
+        return end_s - begin_s
+
+    def copy_checkpoint(self) -> float:
+        """Return the seconds that training waited."""
+        return self.checkpoints.copy(self.publisher.checkpoint_files())
+
+    def checkpoint_last_step(self) -> None:
+        """Write a checkpoint of the last step, unless it has one. All ranks decide alike."""
+        step = self.learner.step
+        if step != self.start_step and not self.checkpoints.is_due(step):
+            self.copy_checkpoint()
+            self.checkpoints.write()
+
+    def compare(self, batch: ReceivedBatch) -> None:
+        """Compare the engines' log-probs of the last version. Raise RunFailed if they differ."""
+        ctx, version = self.ctx, self.learner.step
+        what = "comparing log-probs with the engines"
+        ctx.health.doing(what, step=version, still_s=self._step_stall_s())
+        found, num_tokens = self.learner.compare(batch)
+        if found is None or not batch.info.get("compare"):
+            raise RunFailed(
+                f"version {version}: none of the rollouts to compare was made by it alone; "
+                f"see logs/orchestrator.0.log"
+            )
+        if self.world.is_first:
+            ctx.metrics.write(
+                None,
+                event="compare",
+                version=version,
+                logprob_max_abs_diff_same_weights=found,
+                num_trained_tokens=num_tokens,
+            )
+            ctx.log.info(
+                "version %d: log-probs of trainer and engines differ by at most %.2e on %d tokens",
+                version,
+                found,
+                num_tokens,
+            )
+        self._check_same_weights(f"version {version}", found)
+
+    def export(self) -> None:
+        ctx, weights = self.ctx, self.ctx.run_dir / "weights"
+        still_s = io_stall_s(self.world.size)
+        ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
+        self.learner.check_weights()  # the comparison may not have used every expert
+        start = start_weights(ctx)
+        export_policy(self.learner.policy, self.world, ctx.manifest.model, start, weights / "rl")
+
+    def record(
+        self,
+        result: StepResult,
+        begin_s: float,
+        wait_s: float,
+        publish_s: float,
+        checkpoint_blocked_s: float,
+    ) -> None:
+        if not self.world.is_first:
+            return
+        ctx, step, step_time_s = self.ctx, self.learner.step, time.monotonic() - begin_s
+        ctx.metrics.add_span("forward_backward", *result.forward_backward, step=step)
+        ctx.metrics.add_span("optimizer", *result.optimizer, step=step)
+        forward_backward_s, optimizer_s = (
+            end_s - start_s for start_s, end_s in (result.forward_backward, result.optimizer)
+        )
+        wait_s += result.wait_s
+        ctx.metrics.write(
+            step,
+            **result.metrics,
+            step_time_s=step_time_s,
+            wait_s=wait_s,
+            forward_backward_s=forward_backward_s - result.wait_s,
+            optimizer_s=optimizer_s,
+            publish_s=publish_s,
+            checkpoint_blocked_s=checkpoint_blocked_s,
+            tokens_per_s=result.metrics["num_tokens"] / step_time_s,
+        )
+        loss = result.metrics["loss"]
+        ctx.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, loss, wait_s, step_time_s)
+
+    def _step_stall_s(self, is_first: bool = False) -> float:
+        world = self.world
+        return step_stall_s(is_first, world.size, warms_up(self.ctx.manifest.trainer, world.device))
+
+    def _check_same_weights(self, what: str, difference: float | None) -> None:
+        manifest = self.ctx.manifest
+        dtypes = {manifest.trainer.compute_dtype, manifest.inference.dtype}
+        is_exact = manifest.hardware.accelerator == "cpu" and dtypes == {"float32"}
+        if is_exact and difference is not None and difference > SAME_WEIGHTS_TOLERANCE:
+            raise RunFailed(
+                f"{what}: log-probs of trainer and engine differ by {difference:.2e} on the same "
+                f"weights, more than {SAME_WEIGHTS_TOLERANCE:g}; they do not compute the same model"
+            )
+
+
+def start_weights(ctx: RoleContext) -> Path:
+    return ctx.run_dir / "weights" / ("init" if ctx.manifest.stages.sft is None else "sft")

@@ -1,0 +1,256 @@
+"""Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
+
+Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
+margin. CUDA and NCCL report other errors than torch's allocator, without numbers: pinning host
+memory failed if the device has room, a field that pins is on, and the error is not NCCL's.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema import Manifest, Model, Trainer
+from orrery.runtime.role_context import RoleContext
+from orrery.trainer.host_memory import available_bytes
+from orrery.trainer.learner import Learner
+from orrery.trainer.memory_plan.options import ChosenOptions, choose_options
+from orrery.trainer.memory_plan.plan import Workload, plan_memory
+from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
+from orrery.wire.weight_wire import DIRECT_KINDS
+
+MARGIN = 0.02  # of the device, for fragments
+END_S = 10.0  # for an orderly end; it may wait for collectives
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PINNING_FIELDS = (
+    ("memory", "activation_offload"),
+    ("memory", "optimizer_offload"),
+    ("fsdp", "cpu_offload"),
+)
+
+
+class StageProgress:
+    """`learner` is None while it is being built."""
+
+    learner: Learner | None = None
+
+
+@contextmanager
+def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
+    """Raise RunFailed with an explanation if the stage runs out of memory.
+
+    Rank 0 first logs a warning if the plan predicts that.
+    """
+    progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
+    ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
+    if ctx.index == 0:
+        host_bytes = available_bytes() // ranks_here
+        text = predict_out_of_memory(ctx.manifest, ctx.stage, device_bytes(), host_bytes)
+        if text is not None:
+            ctx.log.warning(text)
+    try:
+        yield progress
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        step = None if progress.learner is None else progress.learner.step + 1
+        trainer, load = stage_workload(ctx.manifest, ctx.stage)
+        model = ctx.manifest.model
+        text = describe_error(error, ctx.index, step, model, trainer, load, ranks_here)
+        if world_size > 1:
+            _end_soon(ctx, text)
+        raise RunFailed(text) from None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def describe_error(
+    error: RuntimeError,
+    rank: int,
+    step: int | None,
+    model: Model,
+    trainer: Trainer,
+    load: Workload,
+    ranks_here: int,
+) -> str:
+    """Return the sentence for an out-of-memory error. `step` None: before the first step.
+
+    `ranks_here`: ranks that share this host's memory.
+    """
+    capacity, available = device_bytes(), available_bytes()
+    is_torchs = isinstance(error, torch.OutOfMemoryError)
+    pinning = " or ".join(
+        f"trainer.{section}.{field}"
+        for section, field in PINNING_FIELDS
+        if getattr(getattr(trainer, section), field)
+    )
+    is_devices = is_torchs or "NCCL" in str(error) or not pinning
+    if is_devices or free_bytes() <= MARGIN * capacity:
+        own = available // ranks_here
+        text = describe_device_error(str(error), rank, step, model, trainer, load, capacity, own)
+        if is_torchs:
+            return text
+        return f"{text} (it was not torch's allocator that ran out: {_line(error)})"
+    left = f"{_size(available)} of it are left to the {ranks_here} ranks of this node together"
+    remedy = f"set {pinning} to false in the manifest's memory axis"
+    return (
+        f"rank {rank} could not have host memory pinned {_when(step)}, "
+        f"though its device has room; {left}; {remedy}"
+    )
+
+
+def predict_out_of_memory(
+    manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
+) -> str | None:
+    """Return a warning if the stage's plan exceeds the device's `capacity` bytes.
+
+    `host_bytes`: host memory that a rank may use.
+    """
+    if not capacity:
+        return None
+    model = manifest.model
+    trainer, load = stage_workload(manifest, stage)
+    try:
+        counted = count_parameters(model, trainer.lora)
+        plan = plan_memory(model, trainer, load, capacity, counted)
+        missing = plan.peak_bytes + int(MARGIN * capacity) - capacity
+        if missing <= 0:
+            return None
+        left = host_bytes - plan.host_bytes
+        chosen = choose_options(model, trainer, load, capacity, missing, counted, left)
+    except OrreryError:
+        return None
+    return (
+        f"a step is planned to take {_size(plan.peak_bytes)} of the {_size(capacity)} "
+        f"of each device, which may run out in the middle of the run; {advice(chosen, missing)}"
+    )
+
+
+def device_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
+    """Return the stage's trainer and its largest workload, with samples of full length."""
+    trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
+    tokens = trainer.memory.max_tokens_per_micro_batch
+    longest = manifest.inference.max_model_len_tokens
+    if stage == "sft":
+        longest = min(tokens, manifest.model.max_positions)
+        if (sft := manifest.stages.sft) is not None:
+            samples = sft.examples_per_batch
+            trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
+    per_rank = -(-samples // trainer.mesh.num_data_ranks)
+    is_direct = manifest.transport.weights in DIRECT_KINDS
+    merged_width = 0
+    if stage == "rl" and trainer.lora is not None and is_direct:
+        merged_width = dtype_bytes(manifest.inference.dtype)
+    micro_batches = -(-per_rank // max(1, tokens // longest))
+    return trainer, Workload(tokens, longest, micro_batches, merged_width)
+
+
+def describe_device_error(
+    error: str,
+    rank: int,
+    step: int | None,
+    model: Model,
+    trainer: Trainer,
+    load: Workload,
+    capacity: int = 0,
+    host_bytes: int = sys.maxsize,
+) -> str:
+    """Return the sentence for torch's text `error`. `step` None: before the first step.
+
+    `capacity`: bytes of the device, if the text has none. `host_bytes`: host memory that this rank
+    may use beside its present use.
+    """
+    asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
+    capacity = _bytes(error, "total capacity of") or capacity
+    head = f"rank {rank} ran out of device memory {_when(step)}"
+    if asked is not None:
+        head += f": {_size(asked)} were asked for"
+        if free is not None and capacity:
+            head += f", {_size(free)} of {_size(capacity)} were free"
+        own = _bytes(error, "this process has")
+        if free is not None and own is not None:
+            others = capacity - free - own
+            head += f" and {_size(others)} other processes'" if others > MARGIN * capacity else ""
+    try:
+        counted = count_parameters(model, trainer.lora)
+        needed = (asked or 0) + int(MARGIN * capacity)
+        allocated = _bytes(error, "Of the allocated memory")
+        if allocated is not None:
+            reserved = _bytes(error, "and", "is reserved by PyTorch")
+            peak = plan_memory(model, trainer, load, capacity, counted).peak_bytes
+            excess = peak - allocated - (reserved or 0) - (free or 0)
+            needed = max(needed, excess + int(MARGIN * capacity))
+        chosen = choose_options(model, trainer, load, capacity, needed, counted, host_bytes)
+        return f"{head}; {advice(chosen, needed)}"
+    except OrreryError as unknown:
+        return f"{head}; there is no plan of its memory: {unknown}"
+
+
+def _line(error: RuntimeError) -> str:
+    return next(line.strip() for line in str(error).splitlines() if "out of memory" in line)
+
+
+def _when(step: int | None) -> str:
+    return "while it was being built" if step is None else f"in step {step}"
+
+
+def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
+    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
+    if not options:
+        return (
+            "no memory option of the manifest frees any; it takes a smaller model, "
+            "shorter contexts or other devices"
+        )
+    needed = f"{needed_bytes / 2**30:.1f} GiB"
+    places = " and ".join(dict.fromkeys(option.place for option in options))
+    if len(options) == 1:
+        text = f"{options[0]} frees {freed} (cost: {options[0].cost}); set it in {places}"
+    else:
+        each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
+        text = (
+            f"no memory option alone frees the {needed} that are missing; "
+            f"together these free {freed}: {each}; set them in {places}"
+        )
+    if chosen.is_enough:
+        return text
+    return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
+
+
+def _bytes(text: str, before: str, after: str = "") -> int | None:
+    number = rf"{re.escape(before)} ([\d.]+) (bytes|KiB|MiB|GiB)[^.]*?{re.escape(after)}"
+    found = re.search(number, text)
+    return None if found is None else int(float(found[1]) * UNITS[found[2]])
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30 // 10:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _end_soon(ctx: RoleContext, text: str) -> None:
+    def end() -> None:
+        ctx.health.failed(text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(RunFailed.exit_code)
+
+    timer = threading.Timer(END_S, end)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,212 @@
+"""Micro-batches: from columns to the tensors of one forward pass.
+
+- Token t of a sample is scored from row t − 1, if it is trained and has a component weight. Only
+  scored tokens reach the LM head.
+- A micro-batch without samples becomes one unweighted token, so that the rank takes part in every
+  collective, with zero gradients.
+- It is built on the host, sharded there among context-parallel ranks, then sent to the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.trainer.loss import COMPONENTS, Targets
+from orrery.wire.columns import Columns
+from orrery.wire.routed_experts import COLUMN, RouteShape, check_routes
+
+_DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass over T packed tokens that scores M of them, on the device."""
+
+    token_id: torch.Tensor  # i64 [T]
+    position: torch.Tensor  # i64 [T], from 0 in every document
+    cu_seqlens: torch.Tensor  # i32 [documents + 1]
+    max_seqlen: int
+    row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
+    target: torch.Tensor  # i64 [M], the scored tokens
+    temperature: torch.Tensor  # f32 [M]
+    routed_experts: torch.Tensor | None  # integers [T, L, K]; None: the router chooses
+    loss: Targets  # [M]
+    origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
+    num_samples: int
+    num_tokens: int
+    routes_missing: int = 0  # tokens, except the last of a sample, that lack a route in a layer
+    routes_replayed: int = 0  # choices: K for each token and layer with a route
+
+
+def member_weights(columns: Columns) -> dict[str, np.ndarray]:
+    """Return each component's weights, f32 [T], zero for non-members."""
+    trained = columns.token["trained"]
+    weights = {}
+    for name in COMPONENTS:
+        weight = columns.token.get(f"{name}_weight", _DEFAULT_WEIGHT[name])
+        weights[name] = np.where(trained, weight, 0.0).astype(np.float32)
+    return weights
+
+
+def count_members(columns: Columns) -> dict[str, int]:
+    """Return N_c of the loss for these columns."""
+    if not columns.num_samples:
+        return dict.fromkeys(COMPONENTS, 0)
+    return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
+
+
+def micro_batch(
+    columns: Columns,
+    step: int,
+    device: torch.device,
+    shard: Callable[[MicroBatch], MicroBatch] | None = None,
+    routes: RouteShape | None = None,
+) -> MicroBatch:
+    """Build the micro-batch that trains policy version `step` − 1.
+
+    `shard` takes this rank's part, on the CPU. `routes` is the shape of the network's routes.
+    Raise RunFailed if a sample's first token is trained, or if routes do not fit.
+    """
+    whole = _with_routes(_whole(columns, step), columns, step, routes)
+    return _on_device(whole if shard is None else shard(whole), device)
+
+
+def _whole(columns: Columns, step: int) -> MicroBatch:
+    if not columns.num_tokens:
+        return _dummy()
+    offsets, token = columns.offsets, columns.token
+    starts = offsets[:-1][columns.lengths > 0]
+    weights = member_weights(columns)
+    scored = np.flatnonzero(np.logical_or.reduce([weight != 0 for weight in weights.values()]))
+    if np.isin(scored, starts).any():
+        raise RunFailed(
+            f"batch {step}: the first token of a sample is marked trained, "
+            f"and no token before it predicts it"
+        )
+    if not len(scored):  # score one token without weight, to keep the LM head in the graph
+        scored = np.array([min(1, columns.num_tokens - 1)])
+    sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
+    ones = np.ones(columns.num_samples, dtype=np.float32)
+    temperature = columns.sample.get("temperature", ones)
+
+    def scored_of(name: str) -> torch.Tensor:
+        if name in token:
+            return _tensor(token[name][scored])
+        return torch.zeros(len(scored), dtype=torch.float32)
+
+    targets = Targets(
+        engine_logprob=scored_of("logprob"),
+        advantage=scored_of("advantage"),
+        reference_logprob=scored_of("reference_logprob"),
+        rl_weight=_tensor(weights["rl"][scored]),
+        cross_entropy_weight=_tensor(weights["cross_entropy"][scored]),
+        reference_kl_weight=_tensor(weights["reference_kl"][scored]),
+        same_weights=_tensor(_same_weights(columns, step, sample_of)[scored]),
+    )
+    return MicroBatch(
+        token_id=_tensor(token["token_id"].astype(np.int64)),
+        position=_tensor(np.arange(columns.num_tokens) - np.repeat(offsets[:-1], columns.lengths)),
+        cu_seqlens=_tensor(np.append(starts, columns.num_tokens).astype(np.int32)),
+        max_seqlen=int(columns.lengths.max()),
+        row=_tensor(np.maximum(scored - 1, 0)),
+        target=_tensor(token["token_id"][scored].astype(np.int64)),
+        temperature=_tensor(temperature[sample_of[scored]]),
+        routed_experts=None,
+        loss=targets,
+        origin=_tensor(_origin(columns, step, sample_of)[scored]),
+        num_samples=columns.num_samples,
+        num_tokens=columns.num_tokens,
+    )
+
+
+def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
+    """Return bool [T]: whether the whole sample was dispatched and sampled at version step − 1."""
+    if "version" not in columns.token or "dispatch_version" not in columns.sample:
+        return np.zeros(columns.num_tokens, dtype=bool)
+    other = columns.token["trained"] & (columns.token["version"] != step - 1)
+    fresh = np.bincount(sample_of[other], minlength=columns.num_samples) == 0
+    return (fresh & (columns.sample["dispatch_version"] == step - 1))[sample_of]
+
+
+def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
+    """Return i64 [T, 2]: the engine of each token, and its age in versions."""
+    engine, version = columns.sample.get("engine"), columns.token.get("version")
+    unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
+    age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
+    number = unknown if engine is None else engine.astype(np.int64)[sample_of]
+    return np.stack([number, age], axis=1)
+
+
+def _with_routes(
+    batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None
+) -> MicroBatch:
+    if not columns.num_tokens or COLUMN not in columns.token:
+        return batch
+    if shape is None:
+        raise RunFailed(
+            f"batch {step}: it carries {COLUMN}, and this network has no experts; "
+            f"set transport.routed_experts to false"
+        )
+    checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
+    checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
+    return replace(
+        batch,
+        routed_experts=_tensor(checked.ids),
+        routes_missing=int(np.count_nonzero(checked.is_missing)),
+        routes_replayed=checked.num_routed * shape.top_k,
+    )
+
+
+def _name(columns: Columns, step: int) -> str:
+    groups = np.unique(columns.sample["group_id"]).tolist() if "group_id" in columns.sample else []
+    if not groups:
+        return f"batch {step}"
+    more = ", …" if len(groups) > 8 else ""
+    return f"batch {step}, groups {', '.join(map(str, groups[:8]))}{more}"
+
+
+def _dummy() -> MicroBatch:
+    index, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    return MicroBatch(
+        token_id=index,
+        position=index,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_seqlen=1,
+        row=index,
+        target=index,
+        temperature=torch.ones(1),
+        routed_experts=None,
+        loss=Targets(zero, zero, zero, zero, zero, zero, torch.zeros(1, dtype=torch.bool)),
+        origin=torch.zeros(1, 2, dtype=torch.int64),
+        num_samples=0,
+        num_tokens=0,
+    )
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Copy, because columns may be read-only views of a received frame."""
+    return torch.from_numpy(np.array(array))
+
+
+def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    def sent(record: MicroBatch | Targets) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return {name: _send(tensor, device) for name, tensor in tensors.items()}
+
+    return replace(batch, **sent(batch), loss=replace(batch.loss, **sent(batch.loss)))
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to `device` from pinned memory, so that the host does not wait for the device.
+
+    numpy fills that memory in this thread. torch's copy would first wake a thread a core.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    np.copyto(pinned.numpy(), tensor.numpy())
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,198 @@
+"""The ranks of a trainer and their meshes, innermost axis last.
+
+    mesh          dp_replicate × dp_shard × cp       documents; a cp group shares them
+    fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
+    expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
+
+A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from orrery.kernels.grouped_matmul import reserve_multiprocessors
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.schema import Mesh
+from orrery.runtime.network import name_interface
+from orrery.runtime.timing import scaled
+
+if TYPE_CHECKING:
+    from orrery.runtime.role_context import RoleContext
+
+COLLECTIVE_DEADLINE_S = 600.0
+JOIN_DEADLINE_S = 600.0  # slow imports from a shared disk
+COLLECTIVE_BLOCKS = 16  # of an NCCL collective
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all ranks. With one rank every collective is the identity."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None  # None: one rank
+    fsdp_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None  # None: ep is 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.mesh is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.mesh is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def all_gather(self, value: int) -> list[int]:
+        """Return every rank's `value`, in rank order."""
+        if self.mesh is None:
+            return [value]
+        own = torch.tensor([value], device=self.device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
+        return [int(one) for one in every]
+
+    def barrier(self) -> None:
+        if self.mesh is not None:  # backends' own barriers guess the device
+            self.sum(torch.zeros(1, device=self.device))
+
+    @property
+    def replica(self) -> int:
+        return self.axis_rank("dp_replicate")
+
+    @property
+    def data_rank(self) -> int:
+        shards = self.axis_size("dp_shard")
+        return self.axis_rank("dp_replicate") * shards + self.axis_rank("dp_shard")
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh | None:
+        if self.expert_mesh is None:
+            return None
+        if self.axis_size("dp_replicate") > 1:
+            return self.expert_mesh["dp_replicate", "expert_fsdp"]
+        return self.expert_mesh["expert_fsdp"]
+
+    def axis_size(self, axis: str) -> int:
+        mesh = self._mesh_with(axis)
+        return 1 if mesh is None else mesh[axis].size()
+
+    def axis_rank(self, axis: str) -> int:
+        mesh = self._mesh_with(axis)
+        return 0 if mesh is None else mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along `axis`."""
+        mesh = self._mesh_with(axis)
+        assert mesh is not None, f"no mesh has an axis {axis!r}"
+        return mesh.get_group(axis)
+
+    def _mesh_with(self, axis: str) -> DeviceMesh | None:
+        for mesh in (self.mesh, self.fsdp_mesh, self.expert_mesh):
+            if mesh is not None and axis in (mesh.mesh_dim_names or ()):
+                return mesh
+        return None
+
+
+def device_for(accelerator: str, index: int) -> torch.device:
+    """Return the rank's CUDA device, or the CPU with OMP_NUM_THREADS (default 1) threads."""
+    if accelerator == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        return torch.device("cpu")
+    # The launcher sets CUDA_VISIBLE_DEVICES per process, so ordinals restart at 0.
+    device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
+    """Form the process group over `store`. Without a store the world is one rank."""
+    if store is None:
+        return World(rank, 1, device, None)
+    name_interface()
+    if device.type == "cuda":
+        _divide_multiprocessors()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=mesh.world_size,
+        timeout=timedelta(seconds=scaled(COLLECTIVE_DEADLINE_S)),
+    )
+    return make_world(mesh, rank, device)
+
+
+def _divide_multiprocessors() -> None:
+    """Limit collectives to a few multiprocessors, and keep grouped products off these."""
+    blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
+    if not blocks.isdigit():
+        raise RunFailed(
+            f"NCCL_MAX_CTAS = {blocks!r}: is no number of multiprocessors; unset it, "
+            f"or set it to {COLLECTIVE_BLOCKS}"
+        )
+    reserve_multiprocessors(int(blocks))
+
+
+def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
+    """Build the meshes. A collective. Raise RunFailed if the group has another size."""
+    if (found := dist.get_world_size()) != mesh.world_size:
+        size = f"dp_replicate·dp_shard·cp = {mesh.world_size}"
+        raise RunFailed(f"trainer.mesh: {size}, but {found} ranks are here")
+    sharded, replicas = mesh.dp_shard * mesh.cp, mesh.dp_replicate
+
+    def axes(**sizes: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    documents = axes(dp_replicate=replicas, dp_shard=mesh.dp_shard, cp=mesh.cp)
+    repeated = {"dp_replicate": replicas} if replicas > 1 else {}
+    weights = axes(**repeated, fsdp=sharded)
+    experts = None
+    if mesh.ep > 1:
+        experts = axes(dp_replicate=replicas, expert_fsdp=sharded // mesh.ep, ep=mesh.ep)
+    return World(rank, mesh.world_size, device, documents, weights, experts)
+
+
+def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
+    """Return the stage's TCPStore. Rank 0 serves and publishes it."""
+    from orrery.wire import rendezvous
+
+    timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
+    if ctx.index == 0:
+        # TCPStore binds all interfaces unless it is given a bound socket.
+        listener = socket.create_server((ctx.host, ctx.port))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            ctx.host,
+            port,
+            world_size,
+            True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        rendezvous.publish(ctx, f"tcp://{ctx.host}:{port}")
+        return store
+    with ctx.health.waiting("the address of trainer.0", deadline_s=scaled(JOIN_DEADLINE_S)):
+        first = rendezvous.await_endpoints(ctx, "trainer", 1, scaled(JOIN_DEADLINE_S))[0]
+    host, _, port = first.url.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(
+        host, int(port), world_size, False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def destroy_world(world: World) -> None:
+    if world.mesh is not None:
+        dist.destroy_process_group()

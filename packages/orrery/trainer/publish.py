@@ -1,0 +1,154 @@
+"""Publish the policy's weights after every step, under Hugging Face names.
+
+- On the wire `files` each tensor is gathered and rank 0 writes it, so no rank holds two whole
+  tensors. On a direct wire every rank sends its own shards on request.
+- Direct wires and the wire `adapters` send the engines' dtype. Buffers keep their own dtype.
+- Rank 0 keeps the digests of all versions, across resumes too, and checks the digests in batches.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from orrery.manifest.errors import RunFailed
+from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
+from orrery.models.lora import adapters, merged_shard
+from orrery.models.placement import local_tensor
+from orrery.models.weights import named_hf_slices, named_hf_tensors
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
+from orrery.trainer.checkpoint import REMEDY
+from orrery.trainer.policy import Policy
+from orrery.wire.checkpoints import PUBLISHED
+from orrery.wire.weight_wire import Published, WeightPublisher
+from orrery.wire.weight_wire.buckets import HeldTensor
+from orrery.wire.weight_wire.sender import SETTLE_S, WeightSender
+
+
+class Publisher:
+    """The trainer's end of the wire `files`. `wire` is None except on rank 0.
+
+    The wire stays open, because engines may still load the last version. The launcher frees its
+    shared memory when the stage ends.
+    """
+
+    def __init__(self, policy: Policy, wire: WeightPublisher | None):
+        self._policy, self._wire = policy, wire
+        self.digests: dict[int, str] = {}  # by version; rank 0 only
+
+    def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
+        """Publish `version` with its log-probs of the canary. Return the publication on rank 0."""
+        tensors = self._named_tensors()
+        if self._wire is not None:
+            published = self._wire.publish(version, tensors, canary)
+            self.digests[version] = published.digest
+            return published
+        deque(tensors, maxlen=0)  # take part in the gathers
+        return None
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_hf_tensors(self._policy.network)
+
+    def settle(self) -> float:
+        """Finish sending before the weights change, and return the seconds taken."""
+        return 0.0
+
+    def close(self) -> None:
+        """Release the wire after the last publication."""
+
+    def check(self, step: int, stamped: dict[str, str] | None) -> None:
+        """Raise RunFailed unless the batch's `stamped` = {version: digest} was published."""
+        if not stamped:
+            raise RunFailed(
+                f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
+            )
+        for version, digest in stamped.items():
+            published = self.digests.get(int(version))
+            if digest != published:
+                found = f"it with {published}" if published else "no such version"
+                raise RunFailed(
+                    f"batch {step}: its rollouts carry version {version} with digest {digest}, but "
+                    f"the trainer published {found}; the engines sampled from other weights"
+                )
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
+
+    def restore(self, folder: Path) -> None:
+        """Read the `checkpoint_files` in `folder`. Raise RunFailed if they cannot be read."""
+        path = folder / PUBLISHED
+        try:
+            rows = json.loads(path.read_text()).items()
+            self.digests = {int(version): digest for version, digest in rows}
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
+
+
+class AdapterPublisher(Publisher):
+    """The trainer's end of the wire `adapters`."""
+
+    def __init__(self, policy: Policy, wire: WeightPublisher | None, dtype: torch.dtype):
+        super().__init__(policy, wire)
+        self._dtype = dtype
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_peft_tensors(self._policy.network, self._dtype)
+
+
+class DirectPublisher(Publisher):
+    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves.
+
+    Adapters are merged into copies of their shards first, in the engines' dtype.
+    """
+
+    def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):
+        super().__init__(policy, None)
+        self._source, self._dtype, self._ctx = source, dtype, ctx
+        self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
+
+    def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
+        network = self._policy.network
+        self._merge()
+        standing = [local_tensor(tensor) for tensor in (*network.parameters(), *network.buffers())]
+        published = self._source.publish(version, self._held, standing, self._sent, canary)
+        if published is not None:
+            self.digests[version] = published.digest
+        return published
+
+    def settle(self) -> float:
+        what = "engines that have asked for these weights"
+        with self._ctx.health.waiting(what, deadline_s=scaled(SETTLE_S)):
+            return self._source.settle()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _merge(self) -> None:
+        weights = dict(self._policy.network.named_parameters())
+        for name, adapter in adapters(self._policy.network):
+            shard = merged_shard(weights[name], adapter)
+            self._merged.setdefault(name, torch.empty_like(shard, dtype=self._dtype)).copy_(shard)
+
+    def _held(self) -> list[HeldTensor]:
+        network = self._policy.network
+        trained = {name for name, _ in network.named_parameters()}
+        here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network, self._merged)}
+
+        def held(hf: HfTensor) -> HeldTensor:
+            dtype = self._dtype if hf.parameter_name in trained else hf.dtype
+            nothing = tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)
+            box, local = here.get(hf.name, nothing)
+            return HeldTensor(hf.name, hf.shape, dtype, box, local)
+
+        return [held(hf) for hf in hf_tensors(network)]
+
+    def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:
+        if self._source.rank == 0:
+            self._ctx.metrics.write(
+                version, event="weights_sent", version=version, error=error or None, **parts
+            )
+            if error:
+                self._ctx.log.warning("version %d was not sent: %s", version, error)

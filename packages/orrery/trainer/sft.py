@@ -1,0 +1,185 @@
+"""The SFT stage: train chats with all weight on the cross-entropy component, and validate.
+
+- Every rank computes the same packing and trains its own part, so ranks exchange no data.
+- The position in the data is the number of finished steps, so a resumed stage gives the same bits.
+- Validation runs before the first step, every `interval_steps` steps and after the last step. Its
+  loss is the mean cross-entropy of the trained tokens. It changes no bit of the weights.
+"""
+
+import hashlib
+import math
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.schema import Manifest
+from orrery.runtime.role_context import RoleContext
+from orrery.runtime.timing import scaled
+from orrery.trainer.chats import Chat, Chats
+from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s, warms_up
+from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
+from orrery.trainer.micro_batch import micro_batch
+from orrery.trainer.parallel.fsdp import reshard_all
+from orrery.trainer.parallel.world import World
+from orrery.trainer.sft_data import Examples, batches, open_examples, prefetch
+from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.wire.columns import Columns
+from orrery.wire.packing import pack_for
+
+TOKENISE_DEADLINE_S = 600.0
+VALIDATION = "stages.sft.validation"
+
+
+def sft(
+    learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
+) -> None:
+    """Train the remaining steps on `examples`."""
+    manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
+    first_step = learner.step + 1
+    with (
+        StageCheckpoints(ctx, learner, "sft") as checkpoints,
+        prefetch(batches(examples, manifest, learner.step)) as next_batch,
+    ):
+        for step in range(first_step, spec.num_steps + 1):
+            checkpoints.check()
+            if validation is not None and learner.step % spec.validation.interval_steps == 0:
+                _validate(validation, learner, ctx, is_first=step == first_step)
+            begin_s = time.monotonic()
+            what, deadline_s = f"batch {step} to be tokenised", scaled(TOKENISE_DEADLINE_S)
+            with ctx.health.waiting(what, deadline_s=deadline_s):
+                batch = next_batch()
+            wait_s = time.monotonic() - begin_s
+            limit_s = _step_stall_s(learner, ctx, is_first=step == first_step)
+            ctx.health.doing("sft", step=step, still_s=limit_s)
+            mine = _share(batch, manifest, world)
+            lr_factor = learning_rate_factor(spec.schedule, step, spec.num_steps)
+            result = learner.learn(mine, len(mine), count_totals(mine, world), lr_factor)
+            is_due = checkpoints.is_due(step)
+            blocked_s = checkpoints.copy() if is_due else 0.0
+            if world.is_first:
+                _record(ctx, step, result, time.monotonic() - begin_s, blocked_s, wait_s)
+            if is_due:
+                checkpoints.write()
+        if validation is not None:
+            _validate(validation, learner, ctx, is_first=False)
+
+
+def _share(batch: Columns, manifest: Manifest, world: World) -> list[Columns]:
+    """Return this rank's micro-batches."""
+    return [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
+
+
+def _step_stall_s(learner: Learner, ctx: RoleContext, is_first: bool) -> float:
+    world = learner.world
+    return step_stall_s(is_first, world.size, warms_up(ctx.manifest.trainer, world.device))
+
+
+def _record(
+    ctx: RoleContext,
+    step: int,
+    result: StepResult,
+    step_time_s: float,
+    checkpoint_blocked_s: float,
+    wait_s: float,
+) -> None:
+    ctx.metrics.write(
+        step,
+        **result.metrics,
+        step_time_s=step_time_s,
+        checkpoint_blocked_s=checkpoint_blocked_s,
+        tokens_per_s=result.metrics["num_tokens"] / step_time_s,
+        wait_s=wait_s,
+    )
+    num_steps = ctx.manifest.stages.sft.num_steps
+    if step % 20 == 0 or step == num_steps:
+        ctx.log.info("sft step %d of %d: loss %.4f", step, num_steps, result.metrics["loss"])
+
+
+# Validation ---------------------------------------------------------------------------------------
+
+
+class ValidationSet:
+    """This rank's micro-batches of examples that are never trained."""
+
+    def __init__(self, manifest: Manifest, examples: Columns, world: World):
+        self.micro_batches = _share(examples, manifest, world)
+
+    @torch.no_grad()
+    def loss(self, learner: Learner) -> tuple[float, int]:
+        """Return (nats a token, tokens). Raise RunFailed if it is not finite. A collective."""
+        world = learner.world
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for columns in self.micro_batches:
+            mark_micro_batch(world.device)
+            batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
+            logprob_M, _ = learner.policy(batch)
+            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for a padding row
+            total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
+        reshard_all(learner.policy)
+        nats, num_tokens = world.sum(total).tolist()
+        if not math.isfinite(nats):
+            raise RunFailed(
+                f"validation after step {learner.step}: "
+                f"cross-entropy is {nats}{learner.weights_to_blame()}"
+            )
+        return nats / num_tokens, int(num_tokens)
+
+
+def load_validation(
+    manifest: Manifest, tokenizer: Path, training: Chats, world: World
+) -> ValidationSet | None:
+    """Load the first `num_examples` of the validation data. A collective.
+
+    Raise OrreryError if there are too few, or if one is also in the `training` data.
+    """
+    spec = manifest.stages.sft.validation
+    if spec is None:
+        return None
+    examples = open_examples(manifest, spec.data, f"{VALIDATION}.data", tokenizer)
+    if len(examples) < spec.num_examples:
+        raise OrreryError(
+            f"{VALIDATION}.num_examples: {spec.num_examples} are asked for "
+            f"and data has {len(examples)}"
+        )
+    refuse_shared([examples.chats[index] for index in range(spec.num_examples)], training, world)
+    return ValidationSet(manifest, examples.columns(range(spec.num_examples)), world)
+
+
+def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
+    """Raise OrreryError on every rank if a validated chat is also trained. A collective."""
+    held = {_digest(chat): chat.where for chat in validated}
+    mine = range(world.rank, len(training), world.size)
+    found = next((index for index in mine if _digest(training[index]) in held), -1)
+    shared = [index for index in world.all_gather(found) if index >= 0]
+    if shared:
+        chat = training[min(shared)]
+        raise OrreryError(
+            f"{VALIDATION}.data: {held[_digest(chat)]} stands in the training data too, "
+            f"as {chat.where}; leave it out of one of them"
+        )
+
+
+def _digest(chat: Chat) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(chat.messages), digest_size=16).digest()
+
+
+def _validate(
+    validation: ValidationSet, learner: Learner, ctx: RoleContext, is_first: bool
+) -> None:
+    step, begin_s = learner.step, time.monotonic()
+    limit_s = _step_stall_s(learner, ctx, is_first)
+    ctx.health.doing("validating", step=step, still_s=limit_s)
+    with ctx.metrics.span("validation", step=step):
+        loss, num_tokens = validation.loss(learner)
+    if learner.world.is_first:
+        ctx.metrics.write(
+            step,
+            event="validation",
+            validation_loss=loss,
+            num_validation_tokens=num_tokens,
+            validation_s=time.monotonic() - begin_s,
+        )
+        ctx.log.info("sft step %d: validation loss %.4f on %d tokens", step, loss, num_tokens)

@@ -1,0 +1,296 @@
+"""Checkpoints: folders that count only once they are complete.
+
+- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
+  (sha256 of all files), and last `COMPLETE`. Everything is synced before the marker, and readers
+  look only for the marker. No attempt changes, completes or prunes a newer one's folders.
+- A rank that writes big files syncs and hashes them itself and leaves a note (`note_digests`), so
+  all ranks hash at once, and `complete` reads none of these files.
+- SFT checkpoints are in `checkpoints/sft/…`, and are removed when the RL stage begins.
+- Only `later.attempt_<k>/` may be added after the marker. It has its own marker. Attempt k writes
+  it if it winds down before the next checkpoint.
+- A discarded folder loses its marker first, then its name, then its files.
+"""
+
+import contextlib
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_as
+from orrery.manifest.publish import sync, write_atomic
+from orrery.manifest.schema import Manifest
+from orrery.runtime.run_directory import (
+    COMPLETE,
+    Checkpoint,
+    checkpoint_named,
+    checkpoints_dir,
+    whole_checkpoints,
+)
+from orrery.wire import nfs
+
+MARKER = COMPLETE
+FILES = "files.json"
+LATER = "later"  # orchestrator state of a wind-down after a complete checkpoint
+PUBLISHED = "published.json"  # of the trainer: {version: digest} of all published versions
+CHUNK_BYTES = 32 << 20
+DISCARDED = ".discarded"  # prefix of folders in `checkpoints/` that are being removed
+
+
+class _Noted(msgspec.Struct):
+    bytes: int
+    sha256: str
+
+
+def checkpoint_dir(run_dir: Path, step: int, attempt: int, stage: str = "rl") -> Path:
+    """Return the folder that attempt `attempt` writes for `step`."""
+    return checkpoints_dir(run_dir, stage) / Checkpoint(step, attempt).name
+
+
+def later_dir(checkpoint: Path, attempt: int) -> Path:
+    """Return the folder in `checkpoint` for the state of a later wind-down of attempt `attempt`."""
+    return checkpoint / f"{LATER}.attempt_{attempt}"
+
+
+def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
+    """Return whether the stage leaves a checkpoint after `step`.
+
+    RL leaves one after its last step, and trainer and orchestrator each write a half. SFT leaves
+    none, since its last weights are exported at once.
+    """
+    at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
+    if stage == "sft":
+        return at_interval and step < manifest.stages.sft.num_steps
+    return at_interval or step == manifest.stages.rl.num_steps
+
+
+def steps(run_dir: Path, stage: str = "rl") -> list[int]:
+    """Return the steps with a complete checkpoint, ascending."""
+    return sorted({one.step for one in whole_checkpoints(run_dir, stage)})
+
+
+def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
+    """Return the complete checkpoint with the highest step, then the newest attempt, or None."""
+    return max(whole_checkpoints(run_dir, stage), default=None)
+
+
+def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
+    """Return the folder of the newest attempt's complete checkpoint of `step`.
+
+    Raises OrreryError if there is none.
+    """
+    ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
+    if not ones:
+        raise OrreryError(
+            f"{checkpoints_dir(run_dir, stage)}: no complete checkpoint of step {step}; "
+            f"there are {steps(run_dir, stage)}"
+        )
+    return checkpoints_dir(run_dir, stage) / max(ones).name
+
+
+def note_digests(note: Path, files: Iterable[Path]) -> None:
+    """Write `note`: size and sha256 of `files`, which are synced and in the same folder."""
+    write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
+
+
+def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
+    """Write `note` from the known (bytes, sha256) of every file, by its name.
+
+    Call this last in the folder: a reader of the note may rename the folder at once. `complete`
+    syncs the note.
+    """
+    temporary = note.with_name(f".{note.name}.tmp")
+    noted = {name: _Noted(*one) for name, one in written.items()}
+    temporary.write_bytes(msgspec.json.encode(noted))
+    temporary.replace(note)
+
+
+def complete(folder: Path, notes: Sequence[str] = ()) -> None:
+    """Write the sha256 of every file in `folder`, then the marker.
+
+    `notes` are the required files of `note_digests`, relative to `folder`. Their files are not
+    read again. Raises RunFailed if one is missing, or if a file's size is not the noted one.
+    """
+    folder = Path(folder)
+    (folder / MARKER).unlink(missing_ok=True)
+    (folder / FILES).unlink(missing_ok=True)
+    digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
+    rest = [name for name in _files(folder) if name not in digests]
+    if not digests and not rest:
+        raise OrreryError(f"{folder}: nothing to complete; a checkpoint holds at least one file")
+    for name in rest:
+        sync(folder / name)
+    for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
+        sync(parent)
+    digests |= {name: _sha256(folder / name) for name in rest}
+    text = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
+    write_atomic(folder / FILES, text.encode())
+    write_atomic(folder / MARKER, b"")
+    sync(folder.parent)
+
+
+def verify(
+    folder: Path,
+    remedy: str | None = None,
+    share: tuple[int, int] = (0, 1),
+    each: Callable[[], object] = lambda: None,
+) -> None:
+    """Raise OrreryError, with `remedy`, naming a missing, damaged or unknown file.
+
+    With `share` (i, n) only the i-th of n shares of the files is read, one for each of n processes.
+    `each` is called, by several threads, after every CHUNK_BYTES.
+    """
+    folder = Path(folder)
+    remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
+    if not (folder / MARKER).exists():
+        raise OrreryError(f"{folder}: has no {MARKER}, so it is not whole; {remedy}")
+    expected = read_as(folder / FILES, dict[str, str], remedy)
+    found = _files(folder)
+    for name in sorted(expected.keys() | set(found)):
+        if name not in expected:
+            raise OrreryError(f"{folder / name}: is not in {FILES}; {remedy}")
+        if name not in found:
+            raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
+    index, count = share
+    # By suffix, so that big files are dealt evenly.
+    own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        digests = pool.map(lambda name: _sha256(folder / name, each), own)
+        for name, digest in zip(own, digests, strict=True):
+            if digest != expected[name]:
+                raise OrreryError(
+                    f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; "
+                    f"{remedy}"
+                )
+
+
+def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
+    """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
+
+    A folder that cannot be removed is tried again at the next call. The caller is attempt
+    `attempt`. Checkpoints of newer attempts stay.
+    """
+    if keep < 1:
+        raise OrreryError(
+            f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1"
+        )
+    removed = []
+    for one in whole_checkpoints(run_dir, stage)[:-keep]:
+        if one.attempt > attempt:
+            continue
+        folder = checkpoints_dir(run_dir, stage) / one.name
+        with contextlib.suppress(OSError):
+            (folder / MARKER).unlink()
+            removed.append(one.step)
+            discard(run_dir, folder)
+    return removed
+
+
+def discard_all(run_dir: Path, stage: str) -> list[int]:
+    """Remove all checkpoints of a finished stage. Return the steps.
+
+    A folder that cannot be removed is tried again at the next call.
+    """
+    removed = []
+    for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
+        if (one := checkpoint_named(folder.name)) is None:  # a user's own copy
+            continue
+        with contextlib.suppress(OSError):
+            (folder / MARKER).unlink(missing_ok=True)
+            discard(run_dir, folder)
+            removed.append(one.step)
+    return sorted(removed)
+
+
+def discard(run_dir: Path, folder: Path) -> None:
+    """Free the name of a checkpoint folder, if it exists, and remove what can be removed."""
+    aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(aside)
+        sync(folder.parent)  # else a power cut may restore the marked name without files
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
+    """Remove incomplete checkpoints of earlier attempts. Return the steps.
+
+    Call it before any process writes: for RL the orchestrator does, for SFT the trainer.
+    """
+    whole = set(whole_checkpoints(run_dir, stage))
+    removed = []
+    for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
+        one = checkpoint_named(folder.name)
+        if one is not None and one not in whole:
+            try:
+                discard(run_dir, folder)
+            except OSError as error:
+                raise OrreryError(
+                    f"{folder}: was never completed and cannot be moved aside ({error}); "
+                    "remove it and run again"
+                ) from error
+            removed.append(one.step)
+    for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
+        for folder in (Path(run_dir) / "checkpoints").glob(left):
+            shutil.rmtree(folder, ignore_errors=True)
+    return sorted(removed)
+
+
+def _files(folder: Path) -> list[str]:
+    every = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return sorted(
+        path.as_posix()
+        for path in every
+        if not path.parts[0].startswith(f"{LATER}.") and path.as_posix() not in (MARKER, FILES)
+    )
+
+
+def _noted(folder: Path, note: str) -> dict[str, str]:
+    """Return {name in `folder`: sha256} of a note, after checking the files' sizes."""
+    path = folder / note
+    if not nfs.appears(path):
+        raise RunFailed(
+            f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; "
+            "see the logs of the role"
+        )
+    try:
+        noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunFailed(
+            f"{path}: not a note of sizes and sha256 ({error}); "
+            "run again to go on from the checkpoint before it"
+        ) from error
+    for name, entry in noted.items():
+        file = path.with_name(name)
+        num_bytes = _size(file) if nfs.appears(file) else None
+        if num_bytes != entry.bytes:
+            has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
+            raise RunFailed(
+                f"{file}: {has}, but {path.name} says {entry.bytes} bytes; "
+                "run again to go on from the checkpoint before it"
+            )
+    return {
+        path.with_name(name).relative_to(folder).as_posix(): entry.sha256
+        for name, entry in noted.items()
+    }
+
+
+def _size(path: Path) -> int:
+    """Return the current size. NFS refreshes it when the file is opened, `stat` may be stale."""
+    with path.open("rb") as file:
+        return file.seek(0, 2)
+
+
+def _sha256(path: Path, each: Callable[[], object] = lambda: None) -> str:
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
+            each()
+    return digest.hexdigest()

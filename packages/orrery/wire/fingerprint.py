@@ -1,0 +1,282 @@
+"""Fingerprints: 64 bits that tell whether two processes hold the same tensor, bit for bit.
+
+Let b_i be the elements in row-major order, their raw bits read as signed integers:
+
+    F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
+    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two rounds of splitmix64
+
+- c_i depends only on the global position, so the slices' shares add up to the whole tensor's F.
+- One flipped bit always shows: it adds ±2^k · c_i, which is never 0 because c_i is odd.
+- Swapped elements show unless 2^64 divides (b_i − b_j) · (c_j − c_i).
+- It detects mistakes and damage, not an adversary. Torch is imported when first needed.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_ELEMENTS = 1 << 18  # fits a core's cache; chunks keep temporaries small
+GPU_CHUNK_ELEMENTS = 1 << 24  # hides the cost of fifteen launches
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+MASK = (1 << 64) - 1
+GROUP = 16  # consecutive elements that share one m
+
+
+def _mixed(index: np.ndarray) -> np.ndarray:
+    """Return `mix` | 1 of u64."""
+    value = (index + np.uint64(1)) * np.uint64(GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
+    return (value ^ (value >> np.uint64(31))) | np.uint64(1)
+
+
+FACTORS = _mixed(np.arange(1 << 63, (1 << 63) + GROUP, dtype=np.uint64))  # k(0), k(1), …
+
+
+def tensor_fingerprint(
+    tensor: "torch.Tensor",
+    full_shape: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
+) -> int:
+    """Return F of `tensor`, in [0, 2^64). Dtypes of 1, 2, 4 or 8 bytes, any device and strides.
+
+    With `full_shape` and `starts`, `tensor` is the slice of a larger tensor at that index, and the
+    result is its share of the whole tensor's F. Raises ValueError if it lies outside.
+    """
+    shape = tuple(tensor.shape)
+    full_shape = shape if full_shape is None else tuple(full_shape)
+    starts = (0,) * len(shape) if starts is None else tuple(starts)
+    if not len(shape) == len(full_shape) == len(starts) or any(
+        start < 0 or start + size > full
+        for start, size, full in zip(starts, shape, full_shape, strict=True)
+    ):
+        raise ValueError(f"a slice of shape {shape} at {starts} does not lie inside {full_shape}")
+    return int(slice_share(tensor.detach(), full_shape, starts).item()) & MASK
+
+
+def array_fingerprint(bits: np.ndarray) -> int:
+    """Return F of a whole tensor with the integers `bits` as elements. Needs no torch."""
+    total, flat = 0, bits.reshape(-1)
+    for start in range(0, flat.size, CHUNK_ELEMENTS):
+        part = flat[start : start + CHUNK_ELEMENTS]
+        chunk = np.zeros(-(-part.size // GROUP) * GROUP, np.uint64)  # zeros at the end add nothing
+        chunk[: part.size] = part.astype(np.int64).view(np.uint64) + np.uint64(1)
+        sums = (chunk.reshape(-1, GROUP) * FACTORS).sum(1, dtype=np.uint64)
+        mixed = _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))
+        total += int((sums * mixed).sum(dtype=np.uint64))
+    return total & MASK
+
+
+def digest(fingerprints: dict[str, int]) -> str:
+    """Return 16 hex digits for a set of named fingerprints, whatever their order."""
+    text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def slice_share(
+    tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
+) -> "torch.Tensor":
+    """Return the share as a signed i64 scalar on the tensor's device, without synchronizing.
+
+    The arguments are not checked.
+    """
+    import torch
+
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
+    shape = tuple(tensor.shape)
+    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # consecutive in the whole too
+    if not is_run and tensor.numel() > most:  # in halves, since flattening would copy it whole
+        dim = max(range(tensor.dim()), key=lambda d: shape[d])
+        half = shape[dim] // 2
+        after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
+        return slice_share(tensor.narrow(dim, 0, half), full_shape, starts) + slice_share(
+            tensor.narrow(dim, half, shape[dim] - half), full_shape, after
+        )
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.element_size() not in integers or tensor.is_complex():
+        raise ValueError(
+            f"fingerprint: {tensor.dtype} elements have no integer view; "
+            "view them as a smaller dtype first"
+        )
+    bits = tensor.contiguous().view(integers[tensor.element_size()]).reshape(-1)
+    if is_run:
+        first = starts[0] * math.prod(full_shape[1:]) if starts else 0
+        for start in range(0, len(bits), most):
+            total += _run(bits[start : start + most], first + start)
+        return total
+    if (shape[-1] | starts[-1] | full_shape[-1]) % GROUP == 0:
+        return _groups(bits, _positions(shape, full_shape, starts, GROUP, tensor.device))
+    return _scattered(bits, _positions(shape, full_shape, starts, 1, tensor.device))
+
+
+def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
+    """Return the share of elements at consecutive positions from `first` on."""
+    import torch
+
+    head = min(-first % GROUP, len(bits))
+    end = head + (len(bits) - head) // GROUP * GROUP
+    device = bits.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for ragged, position in ((bits[:head], first), (bits[end:], first + end)):
+        if len(ragged):
+            index = torch.arange(position, position + len(ragged), device=device)
+            total += _scattered(ragged, index)
+    if end > head:
+        group = (first + head) // GROUP
+        index = torch.arange(group, group + (end - head) // GROUP, device=device)
+        total += _groups(bits[head:end], index)
+    return total
+
+
+def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
+    """Return the share of whole groups with the numbers `index`, which is overwritten."""
+    import torch
+
+    terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
+    return terms.sum(1).mul_(_mix(index)).sum()
+
+
+def _scattered(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
+    """Return the share of elements at the positions `index`."""
+    import torch
+
+    terms = bits.to(torch.int64, copy=True).add_(1).mul_(_factors(bits.device)[index % GROUP])
+    return terms.mul_(_mix(index // GROUP)).sum()
+
+
+def _positions(
+    shape: tuple[int, ...],
+    full_shape: tuple[int, ...],
+    starts: tuple[int, ...],
+    run: int,
+    device: "torch.device",
+) -> "torch.Tensor":
+    """Return i64 [elements / run]: the positions, in runs, of a slice's runs in the full tensor."""
+    import torch
+
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim, (size, full, start) in enumerate(zip(shape, full_shape, starts, strict=True)):
+        unit = run if dim == len(shape) - 1 else 1
+        along = torch.arange(start // unit, (start + size) // unit, device=device)
+        index = (index[:, None] * (full // unit) + along).view(-1)
+    return index
+
+
+@functools.cache
+def _factors(device: "torch.device") -> "torch.Tensor":
+    import torch
+
+    return torch.from_numpy(FACTORS.view(np.int64)).to(device)
+
+
+def _mix(index: "torch.Tensor") -> "torch.Tensor":
+    """Return `mix` | 1, in place. `>>` keeps the sign, so a mask makes it logical."""
+    value = index.add_(1).mul_(_signed(GOLDEN))
+    value ^= (value >> 30) & ((1 << 34) - 1)
+    value.mul_(_signed(FIRST))
+    value ^= (value >> 27) & ((1 << 37) - 1)
+    value.mul_(_signed(SECOND))
+    value ^= (value >> 31) & ((1 << 33) - 1)
+    return value.bitwise_or_(1)
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+class SliceSpec(NamedTuple):
+    """A slice, dense and row-major from byte `offset` of a buffer.
+
+    It is the box at `starts` of a tensor of `full_shape`.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def rows(self) -> tuple[int, int, int] | None:
+        """(elements a row, positions between rows, first position); None if rows are uneven."""
+        strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
+        origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
+        dim = len(self.shape)
+        while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
+            dim -= 1
+        if dim:
+            dim -= 1  # a row is part of this dimension and all of the later ones
+        sizes = zip(self.shape[:dim], strides[:dim], strict=True)
+        outer = [(size, stride) for size, stride in sizes if size > 1]
+        if len(outer) > 1:
+            return None
+        return max(1, math.prod(self.shape[dim:])), outer[0][1] if outer else 0, origin
+
+
+class SliceFingerprints:
+    """Shares of many slices of one buffer, which lie at the same places every time.
+
+    On a CPU slice by slice. On a GPU one kernel handles all slices of an element size
+    (`fingerprint_kernel`): a mixture has tens of thousands of tensors, and a launch for each would
+    cost more than the bytes.
+    """
+
+    def __init__(
+        self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
+    ) -> None:
+        """`fused` selects the kernel. By default on a GPU with Triton."""
+        self._slices, self._device = list(slices), device
+        self._kernels: list[tuple[Any, torch.Tensor]] = []
+        self._alone = list(range(len(self._slices)))
+        if fused is None:
+            fused = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        if fused:
+            self._fuse()
+
+    def of(self, buffer: "torch.Tensor") -> "torch.Tensor":
+        """Return i64 [slices] on the device, each slice's share mod 2^64. `buffer` is u8."""
+        import torch
+
+        if len(self._kernels) == 1 and not self._alone:
+            return self._kernels[0][0].of(buffer)  # already in the slices' order
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        shares = torch.zeros(len(self._slices), dtype=torch.int64, device=self._device)
+        for kernel, positions in self._kernels:
+            shares[positions] = kernel.of(buffer)
+        for position in self._alone:
+            offset, shape, full_shape, starts, itemsize = self._slices[position]
+            data = buffer[offset : offset + itemsize * torch.Size(shape).numel()]
+            bits = data.view(integers[itemsize]).view(shape)
+            shares[position] = slice_share(bits, full_shape, starts)
+        return shares
+
+    def _fuse(self) -> None:
+        import torch
+
+        from orrery.wire.fingerprint_kernel import RowFingerprints, Rows
+
+        groups, self._alone = defaultdict(list), []
+        for position, one in enumerate(self._slices):
+            if (numbers := one.rows) is None:
+                self._alone.append(position)
+            else:
+                rows = Rows(one.offset // one.itemsize, math.prod(one.shape), *numbers)
+                groups[one.itemsize].append((position, rows))
+        for itemsize, found in groups.items():
+            positions = torch.tensor([position for position, _ in found], device=self._device)
+            kernel = RowFingerprints([rows for _, rows in found], itemsize, self._device)
+            self._kernels.append((kernel, positions))

@@ -1,0 +1,225 @@
+"""Packing: which samples form a micro-batch, on which rank, at which micro-step.
+
+- The plan is `[rank][micro_step]` sample indices. Documents stay apart: a micro-batch is a list of
+  documents.
+- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, including the padding of a
+  model that pads. Every rank has the same number of micro-steps.
+- Without padding, bins are filled by best-fit decreasing: at most 11/9 of the optimum plus one,
+  rounded up to whole micro-steps.
+- Collectives run in lock-step, so a micro-step lasts as long as its costliest rank. Micro-batches
+  of similar cost share a micro-step, and samples are spread to make all costs similar.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
+from typing import overload
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest, Model
+from orrery.wire.column_bytes import MicroBatch
+from orrery.wire.columns import Columns
+
+Plan = list[list[np.ndarray]]
+
+
+def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
+    """Return the plan for the manifest's trainer."""
+    model, trainer = manifest.model, manifest.trainer
+    limit = trainer.memory.max_tokens_per_micro_batch
+    return pack(
+        lengths, trainer.mesh.num_data_ranks, limit, quadratic_cost(model), is_padded(model)
+    )
+
+
+def pack(
+    lengths: np.ndarray,
+    num_ranks: int,
+    max_tokens: int,
+    quadratic: float = 0.0,
+    padded: bool = False,
+) -> Plan:
+    """Return sample indices (int64, ascending) as `[rank][micro_step]`. Empty for a dummy step.
+
+    - `lengths`: int64 [num_samples], tokens.
+    - `quadratic`: the cost of a sample of n tokens is n + quadratic · n². See `quadratic_cost`.
+    - `padded`: the model computes samples as rows of the longest. Those must fit `max_tokens`.
+
+    Raises OrreryError for a sample that no micro-batch can hold.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if num_ranks < 1:
+        raise OrreryError(f"packing: num_ranks {num_ranks} must be at least 1")
+    if len(lengths) == 0:
+        return [[] for _ in range(num_ranks)]
+    if lengths.min() < 1:
+        raise OrreryError(
+            f"packing: sample {int(lengths.argmin())} has {int(lengths.min())} tokens; "
+            "every sample needs at least one"
+        )
+    longest = int(lengths.max())
+    if longest > max_tokens:
+        raise OrreryError(
+            f"packing: sample {int(lengths.argmax())} has {longest} tokens, more than the "
+            f"{max_tokens} of one micro-batch; "
+            f"raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
+        )
+    costs = lengths + quadratic * lengths.astype(np.float64) ** 2
+    order = np.argsort(-lengths, kind="stable")
+    fill = _rows_of_like_length if padded else _best_fit_decreasing
+    full = fill(lengths, order, max_tokens)
+    num_bins = -(-(int(full.max()) + 1) // num_ranks) * num_ranks
+    candidates = [full]
+    if not padded:
+        even = _spread(lengths, costs, order, max_tokens, num_bins)
+        candidates += [] if even is None else [even]
+    plans = [_lock_step(bins, costs, num_bins, num_ranks) for bins in candidates]
+    _, bins_in_order, bins = min(plans, key=lambda plan: plan[0])
+    ends = np.cumsum(np.bincount(bins, minlength=num_bins))[:-1]
+    members = np.split(np.argsort(bins, kind="stable"), ends)
+    return [[members[each] for each in bins_in_order[rank::num_ranks]] for rank in range(num_ranks)]
+
+
+def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return every sample's bin, int64 [num_samples].
+
+    Longest first. A bin takes as many rows of its first sample's length as fit.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    begin = bin_index = 0
+    while begin < len(order):
+        end = begin + max_tokens // int(lengths[order[begin]])
+        bins[order[begin:end]] = bin_index
+        begin, bin_index = end, bin_index + 1
+    return bins
+
+
+def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return every sample's bin, int64 [num_samples].
+
+    Longest first. Each goes into the fullest bin that still holds it.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    # Sorted; room · stride + bin, so that one bisection finds the tightest bin.
+    rooms: list[int] = []
+    stride = len(lengths)
+    num_bins = 0
+    chosen = []
+    for length in lengths[order].tolist():
+        at = bisect_left(rooms, length * stride)
+        if at < len(rooms):
+            room, bin_index = divmod(rooms.pop(at), stride)
+        else:
+            room, bin_index = max_tokens, num_bins
+            num_bins += 1
+        chosen.append(bin_index)
+        if room > length:
+            insort(rooms, (room - length) * stride + bin_index)
+    bins[order] = chosen
+    return bins
+
+
+def _spread(
+    lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
+) -> np.ndarray | None:
+    """Return every sample's bin, or None if the search ends without a solution.
+
+    Costliest first. Each goes into the cheapest bin that holds it. The search skips only a few
+    full bins a sample on average, so it is fast for batches that fill their bins completely.
+    """
+    bins = np.empty(len(lengths), dtype=np.int64)
+    rooms = [max_tokens] * num_bins
+    heap = [(0.0, bin_index) for bin_index in range(num_bins)]
+    looks_left = 4 * len(lengths) + 1000
+    chosen = []
+    for length, cost in zip(lengths[order].tolist(), costs[order].tolist(), strict=True):
+        too_full = []
+        while heap and rooms[heap[0][1]] < length and looks_left > 0:
+            too_full.append(heappop(heap))
+            looks_left -= 1
+        if not heap or rooms[heap[0][1]] < length:
+            return None
+        load, bin_index = heap[0]
+        rooms[bin_index] -= length
+        chosen.append(bin_index)
+        heapreplace(heap, (load + cost, bin_index))
+        for full in too_full:
+            heappush(heap, full)
+    bins[order] = chosen
+    return bins
+
+
+def _lock_step(
+    bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return (total cost of the costliest ranks, bins by falling cost, bins).
+
+    The costliest micro-step comes first, so memory peaks early.
+    """
+    loads = np.bincount(bins, weights=costs, minlength=num_bins)
+    in_order = np.argsort(-loads, kind="stable")
+    return float(loads[in_order].reshape(-1, num_ranks)[:, 0].sum()), in_order, bins
+
+
+def is_padded(model: Model) -> bool:
+    """Return whether the model computes a micro-batch as rows of its longest sample."""
+    return model.family == "hugging_face"
+
+
+def quadratic_cost(model: Model) -> float:
+    """Return attention FLOPs a squared token over matrix FLOPs a token, for `pack`.
+
+    That is layers · heads · head_dim / active matrix parameters.
+    """
+    heads = model.num_heads * model.head_dim
+    attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
+    width = model.intermediate_size
+    if model.moe is not None:
+        width = model.moe.num_experts_per_token * model.moe.expert_intermediate_size
+    layer = attention + 3 * model.hidden_size * width
+    matrices = model.num_layers * layer + model.vocab_size * model.hidden_size
+    return model.num_layers * heads / matrices
+
+
+class LazyMicroBatches(Sequence[MicroBatch]):
+    """`length` micro-batches, each made by `make(index)` on access, so no batch is held whole.
+
+    A receiver may ask again. `make` must then return the same micro-batch.
+    """
+
+    def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
+        self._length = length
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> "LazyMicroBatches": ...
+    def __getitem__(self, index: "int | slice") -> "MicroBatch | LazyMicroBatches":
+        if isinstance(index, slice):
+            chosen = range(self._length)[index]
+            return LazyMicroBatches(len(chosen), lambda at: self._make(chosen[at]))
+        if not 0 <= index < self._length:
+            raise IndexError(f"micro-batch {index} of {self._length}")
+        return self._make(index)
+
+
+def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
+    """Return the plan's micro-batches, `[rank][micro_step]`, as uncopied parts.
+
+    `documents[i]` holds the plan's sample i. A dummy step has the same columns, of length 0.
+    """
+    empty = [documents[0].select([])] if len(documents) else []
+
+    def of_rank(steps: list[np.ndarray]) -> LazyMicroBatches:
+        def make(at: int) -> list[Columns]:
+            return [documents[i] for i in steps[at].tolist()] or empty
+
+        return LazyMicroBatches(len(steps), make)
+
+    return [of_rank(steps) for steps in plan]

@@ -1,0 +1,116 @@
+"""How the roles of a stage find one another's addresses.
+
+- A role that listens publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
+  wait for the file, with a deadline and a name for the wait.
+- A file appears whole and names its attempt. Files of an earlier attempt are ignored.
+- A process that was restarted within its attempt has another incarnation, so the address of a dead
+  process is not mistaken for its own.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from orrery.manifest.errors import RunFailed
+from orrery.manifest.publish import write_atomic
+from orrery.wire import nfs
+from orrery.wire.token import run_token
+
+if TYPE_CHECKING:
+    from orrery.runtime.role_context import RoleContext
+
+_POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one process listens. `info` holds JSON values that it chose to publish."""
+
+    role: str
+    index: int
+    url: str
+    pid: int
+    incarnation: int
+    info: dict[str, Any]
+
+
+class _File(msgspec.Struct):
+    role: str
+    index: int
+    url: str
+    pid: int
+    attempt: int
+    incarnation: int
+    info: dict[str, Any]
+
+
+def _folder(ctx: "RoleContext") -> Path:
+    return ctx.run_dir / "stages" / ctx.stage / "endpoints"
+
+
+def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
+    """Publish this process's address, replacing an earlier one.
+
+    Raises RunFailed if a launcher started this process without the run's token.
+    """
+    run_token()
+    folder = _folder(ctx)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _File(ctx.role, ctx.index, url, os.getpid(), ctx.attempt, ctx.incarnation, info)
+    write_atomic(folder / f"{ctx.role}.{ctx.index}.json", msgspec.json.encode(file))
+
+
+def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
+    """Return what `role` has published in this attempt so far, by index, without waiting."""
+    found = []
+    for path in _folder(ctx).glob(f"{role}.*.json"):
+        content = nfs.read(path)
+        if content is None:
+            continue
+        try:
+            file = msgspec.json.decode(content, type=_File)
+        except msgspec.DecodeError as error:
+            raise RunFailed(
+                f"{path}: not an endpoint file ({error}); remove it and run again"
+            ) from error
+        if file.attempt == ctx.attempt and file.role == role:
+            found.append(
+                Endpoint(file.role, file.index, file.url, file.pid, file.incarnation, file.info)
+            )
+    return sorted(found, key=lambda endpoint: endpoint.index)
+
+
+def await_endpoints(
+    ctx: "RoleContext",
+    role: str,
+    count: int,
+    deadline_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[Endpoint]:
+    """Return the endpoints of `role` with indices `0..count`, once all are published.
+
+    Blocks the thread. From asyncio call it through `asyncio.to_thread`. Calls `meanwhile` at every
+    look. Raises RunFailed after `deadline_s`.
+    """
+    with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
+        start = time.monotonic()
+        while True:
+            found = {endpoint.index: endpoint for endpoint in find_endpoints(ctx, role)}
+            missing = [index for index in range(count) if index not in found]
+            if not missing:
+                return [found[index] for index in range(count)]
+            meanwhile()
+            waited_s = time.monotonic() - start
+            if waited_s >= deadline_s:
+                raise RunFailed(
+                    f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} "
+                    f"{', '.join(map(str, missing))} to say where it listens; "
+                    f"read logs/{role}.{missing[0]}.log"
+                )
+            # Poll less often in a long wait, to spare a shared file system.
+            time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))

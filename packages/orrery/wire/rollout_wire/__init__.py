@@ -1,0 +1,56 @@
+"""Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind.
+
+- The receiver pulls: it asks for (step, rank) and the sender answers when it has it. So a rank
+  never joins too late, nothing is dropped, and a restarted rank asks again.
+- `send` waits while `keep` earlier batches are not yet acknowledged by all ranks.
+- Micro-batches are made, sent and received one by one: neither end holds a whole batch.
+- Every message carries its step. Refused are a batch that all ranks have acknowledged, and one
+  that comes after a batch which this rank has not received.
+- No pickle. Waits end at a deadline with an error that names the processes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from orrery.manifest.errors import OrreryError
+from orrery.wire.rollout_wire.contract import (
+    Batch,
+    ReceivedBatch,
+    RolloutReceiver,
+    RolloutSender,
+)
+from orrery.wire.rollout_wire.files import FilesReceiver, FilesSender
+from orrery.wire.rollout_wire.zeromq import ZmqReceiver, ZmqSender
+
+__all__ = [
+    "KINDS",
+    "Batch",
+    "ReceivedBatch",
+    "RolloutReceiver",
+    "RolloutSender",
+    "make_receiver",
+    "make_sender",
+]
+
+KINDS: dict[str, tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]] = {
+    "zmq": (ZmqSender, ZmqReceiver),
+    "files": (FilesSender, FilesReceiver),
+}
+
+
+def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]:
+    if kind not in KINDS:
+        raise OrreryError(
+            f"transport.rollouts: {kind!r} is not a rollout wire; choose from {', '.join(KINDS)}"
+        )
+    return KINDS[kind]
+
+
+def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
+    """Return the orchestrator's end, listening at `host`. `port` 0 takes a free one."""
+    return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
+
+
+def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:
+    """Return one trainer rank's end of the wire at `url`."""
+    return _kind(kind)[1](Path(run_dir), url, rank)

@@ -1,0 +1,101 @@
+"""The interface of every rollout wire. `rollout_wire/__init__.py` has the protocol."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.wire.column_bytes import MicroBatch
+from orrery.wire.columns import Columns
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's data.
+
+    - `micro_batches` is `[rank][micro_step]`, with the same length on all ranks. A rank's sequence
+      may be lazy, is read by index, possibly twice, and may be shared by several ranks. Its arrays
+      must not change until the batch is acknowledged.
+    - `totals` (counts for the loss) and `info` hold JSON values and reach every rank.
+    """
+
+    step: int
+    micro_batches: Sequence[Sequence[MicroBatch]]
+    totals: dict[str, int | float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, num_ranks: int, after_step: int | None) -> None:
+        """Raise OrreryError if the wire cannot take this batch."""
+        counts = [len(of_rank) for of_rank in self.micro_batches]
+        if len(counts) != num_ranks or len(set(counts)) != 1:
+            raise OrreryError(
+                f"batch {self.step}: micro-batches a rank {counts}; "
+                f"expected {num_ranks} ranks with equal counts"
+            )
+        if after_step is not None and self.step <= after_step:
+            raise OrreryError(
+                f"batch {self.step}: the wire already took batch {after_step}; steps only rise"
+            )
+
+
+@dataclass(frozen=True)
+class ReceivedBatch:
+    """One rank's share of a batch. Iterate over it once: micro-batches are fetched on demand."""
+
+    step: int
+    rank: int
+    num_micro_batches: int
+    totals: dict[str, int | float]
+    info: dict[str, Any]
+    micro_batches: Iterator[Columns]
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self.micro_batches
+
+
+class RolloutSender(Protocol):
+    """The orchestrator's end. Asyncio, one event loop."""
+
+    url: str
+
+    async def send(self, batch: Batch) -> None:
+        """Take the batch over. Wait while an earlier batch is unacknowledged by some rank."""
+
+    async def wanted(self, at_least: int = -1) -> int:
+        """Return the newest step that any rank has asked for, once it is `at_least` that.
+
+        −1 before the first ask.
+        """
+
+    async def drained(self, deadline_s: float | None) -> None:
+        """Return when all ranks have acknowledged everything.
+
+        Raises RunFailed after `deadline_s`; None waits without a deadline.
+        """
+
+    def close(self) -> None:
+        """Stop serving and drop unacknowledged batches."""
+
+
+class RolloutReceiver(Protocol):
+    """A trainer rank's end. Synchronous."""
+
+    def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
+        """Return this rank's share of batch `step`.
+
+        Raises RunFailed if nothing arrives for `deadline_s`, here or between micro-batches.
+        """
+
+    def close(self) -> None: ...
+
+
+def not_drained(deadline_s: float | None, missing: Mapping[int, set[int]]) -> RunFailed:
+    """Return the error of `drained`. `missing` maps a step to the ranks that lack it."""
+    late = "; ".join(
+        f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
+        for step, ranks in missing.items()
+    )
+    return RunFailed(
+        f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; "
+        "read logs/trainer.*.log"
+    )

@@ -1,0 +1,487 @@
+"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank. `bulk` for bytes.
+
+- Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
+  public key is ever sent. libzmq drops a peer without the token in the handshake.
+- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
+- A receiver sends `ZmqAsk(step, rank, micro_step)`. `micro_step` −1 asks for the batch's head. The
+  answer to any other is a layout and a ticket, which fetches the bytes into one buffer.
+- A receiver asks for at most two micro-batches at a time. The sender holds references to them.
+- An ask is repeated until it is answered, so a lost connection heals. If its bytes stop in the
+  middle, the new ask has a new number. The sender answers a number once per connection.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.wire.column_bytes import ColumnLayout, columns_from, layout_of
+from orrery.wire.columns import Columns
+from orrery.wire.rollout_wire.bulk import BufferPool, BulkSender, Ticket, fetch
+from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
+from orrery.wire.token import derived_key
+
+PROTOCOL = 2
+MAX_ASK_BYTES = 4096
+MAX_HEAD_BYTES = 64 << 20
+ASK_AGAIN_S = 2.0
+FETCH_AGAIN_S = 0.1
+SILENCE_S = 10.0  # without bytes; then the receiver asks for the rest on a new connection
+HANDSHAKE_S = 5.0
+NUM_HANDSHAKES = 5  # failures in a row; then the other end is not this run's orchestrator
+_HEAD = -1
+# Decoding errors. RecursionError and ValueError come of deep nesting and bad UTF-8.
+_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
+
+log = logging.getLogger(__name__)
+
+
+class ZmqAsk(msgspec.Struct, tag="ask"):
+    protocol: int
+    rank: int
+    step: int
+    micro_step: int
+    number: int
+    received: int  # the last step that this receiver has whole, −1 before the first
+
+
+class Acknowledgement(msgspec.Struct, tag="done"):
+    """This rank has everything of `step`."""
+
+    protocol: int
+    rank: int
+    step: int
+
+
+class BatchHead(msgspec.Struct, tag="batch"):
+    number: int
+    step: int
+    num_micro_batches: int
+    totals: dict[str, int | float]
+    info: dict[str, Any]
+
+
+class MicroBatchHead(msgspec.Struct, tag="micro_batch"):
+    number: int
+    step: int
+    micro_step: int
+    layout: ColumnLayout
+    ticket: Ticket
+
+
+class Refusal(msgspec.Struct, tag="refusal"):
+    number: int
+    reason: str
+
+
+Answer = BatchHead | MicroBatchHead | Refusal
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_sender = msgspec.msgpack.Decoder(ZmqAsk | Acknowledgement)
+_to_receiver = msgspec.msgpack.Decoder(Answer)
+
+
+def _authenticate(socket: Any, is_sender: bool) -> None:
+    """Restrict `socket` to peers with the run's token. Raises OrreryError if pyzmq lacks CURVE."""
+    if not zmq.has("curve"):
+        raise OrreryError(
+            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; "
+            "install pyzmq's own wheel"
+        )
+    secret_keys = {
+        role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
+        for role in ("sender", "receiver")
+    }
+    own = secret_keys["sender" if is_sender else "receiver"]
+    socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
+    if is_sender:
+        socket.curve_server = True
+    else:
+        socket.curve_serverkey = zmq.curve_public(secret_keys["sender"])
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES if is_sender else MAX_HEAD_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+
+_TURNED_AWAY = (
+    "and was turned away: the token is not this run's; both processes must be of one attempt; "
+    "does another program listen there?"
+)
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ZmqSender:
+    """See `contract.RolloutSender`."""
+
+    def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
+        self.num_ranks = num_ranks
+        self._num_ignored = 0
+        self._keep = keep
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound what is queued, a full queue drops
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            _authenticate(self._socket, is_sender=True)
+            self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OrreryError(
+                f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port"
+            ) from error
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._bulk = BulkSender(host)
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._held: dict[int, Batch] = {}
+        self._missing: dict[int, set[int]] = {}  # step → ranks that have not acknowledged it
+        self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
+        self._last_held: int | None = None
+        self._wanted = -1
+        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → peer, newest open ask
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, last answered number
+        self._changed = asyncio.Condition()
+        self._server: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def num_foreign(self) -> int:
+        """The number of refused peers and ignored messages."""
+        return self._num_ignored + self._bulk.num_foreign
+
+    async def send(self, batch: Batch) -> None:
+        batch.check(self.num_ranks, self._last_taken)
+        self._last_taken = batch.step
+        await self._until(lambda: len(self._held) < self._keep)
+        self._held[batch.step] = batch
+        self._missing[batch.step] = set(range(self.num_ranks))
+        self._last_held = batch.step
+        for peer, ask in list(self._waiting.values()):
+            await self._answer(peer, ask)
+
+    async def wanted(self, at_least: int = -1) -> int:
+        await self._until(lambda: self._wanted >= at_least)
+        return self._wanted
+
+    async def drained(self, deadline_s: float | None) -> None:
+        try:
+            await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
+        except TimeoutError:
+            raise not_drained(deadline_s, self._missing) from None
+
+    def close(self) -> None:
+        for task in (self._server, self._watcher):
+            if task is not None:
+                task.cancel()
+        self._bulk.close()
+        self._held.clear()
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        if self._server is None:
+            self._server = asyncio.create_task(self._serve(), name="rollout wire")
+            name = "rollout wire, handshakes"
+            self._watcher = asyncio.create_task(self._watch_handshakes(), name=name)
+        async with self._changed:
+            while True:
+                if self._server.done():
+                    cause = None if self._server.cancelled() else self._server.exception()
+                    raise RunFailed(
+                        f"rollout wire: the sender at {self.url} is closed ({cause or 'by close'})"
+                    ) from cause
+                if condition():
+                    return
+                await self._changed.wait()
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                peer, *parts = await self._socket.recv_multipart()
+                message = self._read(parts)
+                if message is None:
+                    continue
+                if isinstance(message, Acknowledgement):
+                    self._acknowledge(message.rank, message.step)
+                else:
+                    self._wanted = max(self._wanted, message.step)
+                    self._acknowledge(message.rank, message.received)
+                    if self._answered.get(message.rank) != (peer, message.number):
+                        await self._answer(peer, message)
+                async with self._changed:
+                    self._changed.notify_all()
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _watch_handshakes(self) -> None:
+        while True:
+            await recv_monitor_message(self._monitor)
+            self._count_foreign("a peer that does not hold this run's token")
+
+    def _read(self, parts: list[bytes]) -> ZmqAsk | Acknowledgement | None:
+        """Return the message, or None if it is not of this protocol."""
+        with contextlib.suppress(*_NOT_OF_THE_PROTOCOL):
+            message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
+            is_ours = message is not None and message.protocol == PROTOCOL
+            if is_ours and 0 <= message.rank < self.num_ranks:
+                return message
+        self._count_foreign("a message that is no ask of this protocol")
+        return None
+
+    def _count_foreign(self, why: str) -> None:
+        self._num_ignored += 1
+        if self._num_ignored.bit_count() == 1:  # 1, 2, 4, 8, …: a flood must not fill the disk
+            log.warning("rollout wire: turned away %s (%d so far)", why, self._num_ignored)
+
+    def _acknowledge(self, rank: int, up_to_step: int) -> None:
+        self._bulk.forget(rank, up_to_step)
+        for step in [step for step in self._held if step <= up_to_step]:
+            self._missing[step].discard(rank)
+            if not self._missing[step]:
+                del self._held[step], self._missing[step]
+
+    async def _answer(self, peer: bytes, ask: ZmqAsk) -> None:
+        """Answer the ask, or keep it until its batch is sent."""
+        self._waiting.pop(ask.rank, None)
+        try:
+            answer = self._answer_to(ask)
+        except OrreryError as error:
+            reason = f"it cannot be sent: {error.__cause__ or error}"
+            await self._post(peer, Refusal(ask.number, reason))
+            raise
+        if answer is None:
+            self._waiting[ask.rank] = (peer, ask)
+            return
+        await self._post(peer, answer)
+        self._answered[ask.rank] = (peer, ask.number)
+
+    def _answer_to(self, ask: ZmqAsk) -> Answer | None:
+        """Return the answer, or None if the batch is not there yet.
+
+        Raises OrreryError if the micro-batch cannot be sent.
+        """
+        step, rank, number = ask.step, ask.rank, ask.number
+        for other in self._held:
+            if other < step and rank in self._missing[other]:
+                reason = "trainer and orchestrator disagree about the next step"
+                return Refusal(number, f"batch {other} comes first; {reason}")
+        batch = self._held.get(step)
+        if batch is None:
+            if self._last_held is None or step > self._last_held:
+                return None
+            return Refusal(number, f"batch {step} is gone, the wire is at batch {self._last_held}")
+        micro_batches = batch.micro_batches[rank]
+        if ask.micro_step == _HEAD:
+            return BatchHead(number, step, len(micro_batches), batch.totals, batch.info)
+        if not 0 <= ask.micro_step < len(micro_batches):
+            reason = f"batch {step} has no micro-batch {ask.micro_step} on rank {rank}"
+            return Refusal(number, reason)
+        micro_batch = micro_batches[ask.micro_step]
+        try:
+            layout = layout_of(micro_batch)
+        except ValueError as error:
+            raise OrreryError(
+                f"batch {step}: micro-batch {ask.micro_step} of rank {rank} cannot be sent: {error}"
+            ) from error
+        ticket = self._bulk.issue(rank, step, micro_batch, layout)
+        return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
+
+    async def _post(self, peer: bytes, message: Any) -> None:
+        """Queue one message. A peer that has gone will ask again under a new identity."""
+        try:
+            await self._socket.send_multipart([peer, _encode(message)], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+
+class ZmqReceiver:
+    """See `contract.RolloutReceiver`."""
+
+    def __init__(self, run_dir: Path, url: str, rank: int) -> None:
+        self.rank = rank
+        self.url = url
+        self._host = urlsplit(url).hostname or ""
+        self._number = 0
+        self._received = -1
+        self._buffers = BufferPool()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are small and few; see `_send`
+        self._socket.setsockopt(zmq.LINGER, 500)  # lets the last acknowledgement out
+        try:
+            _authenticate(self._socket, is_sender=False)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        events = _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._num_failed_handshakes = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(url)
+
+    def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
+        head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
+        count = head.num_micro_batches
+        if count == 0:
+            self._done(step)
+        stream = self._stream(step, count, deadline_s)
+        return ReceivedBatch(step, self.rank, count, head.totals, head.info, stream)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    def _stream(self, step: int, num_micro_batches: int, deadline_s: float) -> Iterator[Columns]:
+        ask = self._ask(step, 0) if num_micro_batches else None
+        for micro_step in range(num_micro_batches):
+            assert ask is not None
+            head = self._await(ask, MicroBatchHead, deadline_s)
+            if head.micro_step != micro_step:
+                raise RunFailed(
+                    f"{self._asked(ask)} got micro-batch {head.micro_step} instead; "
+                    "sender and receiver differ in version"
+                )
+            is_last = micro_step + 1 == num_micro_batches
+            following = None if is_last else self._ask(step, micro_step + 1)
+            columns = self._gather(ask, head, deadline_s)
+            if is_last:
+                self._done(step)  # before the yield, since a reader may stop at the last one
+            ask = following
+            yield columns
+
+    def _done(self, step: int) -> None:
+        self._received = step
+        done = Acknowledgement(PROTOCOL, self.rank, step)
+        with contextlib.suppress(RunFailed):  # the next ask raises it
+            self._send(done, f"trainer rank {self.rank} has batch {step}")
+
+    def _send(self, message: ZmqAsk | Acknowledgement, asked: str) -> None:
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # libzmq gave up: the peer does not speak its protocol
+            raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
+
+    def _ask(self, step: int, micro_step: int) -> ZmqAsk:
+        self._number += 1
+        ask = ZmqAsk(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
+        self._send(ask, self._asked(ask))
+        return ask
+
+    def _await(
+        self, ask: ZmqAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
+    ) -> Any:
+        """Return the head that answers `ask`. Skip heads of older asks."""
+        start = last_asked = time.monotonic()
+        while True:
+            frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
+            if frame is None:
+                last_asked = time.monotonic()
+                if last_asked >= start + deadline_s:
+                    raise RunFailed(
+                        f"{self._asked(ask)}, but nothing came within {deadline_s:g} s; "
+                        "read logs/orchestrator.0.log"
+                    )
+                self._send(ask, self._asked(ask))
+                continue
+            try:
+                message = _to_receiver.decode(frame.buffer)
+            except _NOT_OF_THE_PROTOCOL as error:
+                raise RunFailed(
+                    f"{self._asked(ask)}, but got bytes that are no answer ({error}); "
+                    "are both of one version?"
+                ) from error
+            if message.number not in (ask.number, 0):
+                continue
+            if isinstance(message, Refusal):
+                raise RunFailed(f"{self._asked(ask)} and was refused: {message.reason}")
+            if type(message) is not kind or message.step != ask.step:
+                name = type(message).__name__
+                raise RunFailed(f"{self._asked(ask)}, but got {name} of batch {message.step}")
+            return message
+
+    def _gather(self, ask: ZmqAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
+        """Fetch one micro-batch into one buffer. Return it as columns."""
+        try:
+            head.layout.check()
+        except ValueError as error:
+            raise RunFailed(f"{self._asked(ask)}, but its layout is damaged: {error}") from error
+        buffer = self._buffers.take(head.layout.num_bytes)
+        filled, moved = 0, time.monotonic()
+        silence_s = min(SILENCE_S, deadline_s)
+        while True:
+            reached = fetch(self._host, head.ticket, filled, buffer.data, silence_s)
+            if reached == len(buffer):
+                break
+            now = time.monotonic()
+            moved = now if reached > filled else moved
+            filled = reached
+            if now >= moved + deadline_s:
+                raise RunFailed(
+                    f"{self._asked(ask)}, but after {filled} of {len(buffer)} bytes nothing came "
+                    f"for {deadline_s:g} s; read logs/orchestrator.0.log"
+                )
+            time.sleep(FETCH_AGAIN_S)
+            # Under a new number, because the sender answers each number once.
+            ask = self._ask(ask.step, ask.micro_step)
+            head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
+            if head.layout.num_bytes != len(buffer):
+                raise RunFailed(
+                    f"{self._asked(ask)}, but it has {head.layout.num_bytes} bytes now and had "
+                    f"{len(buffer)} before"
+                )
+        try:
+            return columns_from(head.layout, buffer)
+        except ValueError as error:
+            raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
+
+    def _next(self, ask: ZmqAsk, until: float) -> zmq.Frame | None:
+        """Return the next message, or None at `until`.
+
+        Raises RunFailed if the peer at the URL is not this run's orchestrator.
+        """
+        while True:
+            ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
+            if self._monitor in ready:
+                self._count_handshake(ask, recv_monitor_message(self._monitor)["event"])
+            if self._socket in ready:
+                return self._socket.recv_multipart(copy=False)[-1]
+            if not ready:
+                return None
+
+    def _count_handshake(self, ask: ZmqAsk, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_failed_handshakes = 0
+            return
+        self._num_failed_handshakes += 1
+        is_foreign = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if is_foreign or self._num_failed_handshakes >= NUM_HANDSHAKES:
+            raise RunFailed(f"{self._asked(ask)} {_TURNED_AWAY}")
+
+    def _asked(self, ask: ZmqAsk) -> str:
+        what = f"batch {ask.step}"
+        if ask.micro_step != _HEAD:
+            what = f"micro-batch {ask.micro_step} of {what}"
+        return f"trainer rank {self.rank} asked the orchestrator at {self.url} for {what}"

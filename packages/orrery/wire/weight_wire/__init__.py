@@ -1,0 +1,142 @@
+"""Weight wires: new policy versions from the trainer to the engines.
+
+- A version appears as one marker file, or not at all. Versions only rise. Every tensor has a
+  fingerprint, computed from the trainer's memory before it is sent.
+- `acquire_lease(published, engines)` before engines are updated, `release_lease` afterwards.
+- Kind `files`: rank 0 gathers and writes whole tensors. Engines read them (`files`). Kind
+  `adapters`: the same, with only the adapters of `trainer.lora`, by PEFT's names, the scale in B.
+- Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank. Nothing is
+  gathered or written. vLLM's own engines send whole tensors or need Ray, so this sender is ours;
+  loading is vLLM's. The README has the protocol.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+from orrery.wire.weight_wire.files import (
+    WeightPublisher,
+    WeightWatch,
+    check_room,
+    own,
+    read_weights,
+    remove_weight_dir,
+    weight_dir,
+)
+from orrery.wire.weight_wire.leases import (
+    Published,
+    TransferFailed,
+    WireFailed,
+    abandon_transfer,
+    acquire_lease,
+    is_direct,
+    release_lease,
+    retry_transfer,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from orrery.wire.weight_wire.sender import WeightSender
+
+__all__ = [
+    "ADAPTER",
+    "DIRECT_KINDS",
+    "KINDS",
+    "Published",
+    "TransferFailed",
+    "WeightPublisher",
+    "WeightWatch",
+    "WireFailed",
+    "abandon_transfer",
+    "acquire_lease",
+    "check_library",
+    "check_room",
+    "is_direct",
+    "make_publisher",
+    "make_watch",
+    "make_weight_sender",
+    "read_weights",
+    "release_lease",
+    "remove_weight_dir",
+    "retry_transfer",
+    "served_model",
+    "weight_dir",
+]
+
+KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {
+    "files": WeightPublisher,
+    "adapters": WeightPublisher,
+}
+DIRECT_KINDS = ("nccl", "nixl")
+ADAPTER = "adapter"
+
+
+def served_model(manifest: Manifest, stage: str) -> str | None:
+    """Return the model name of the stage's requests: ADAPTER, or None if engines have no adapter.
+
+    Engines of other stages than RL serve merged weights.
+    """
+    return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
+
+
+def make_publisher(
+    kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int
+) -> WeightPublisher:
+    """Return trainer rank 0's end in a stage on `num_nodes`, which keeps `keep` versions."""
+    _check(kind, tuple(KINDS))
+    return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
+
+
+def make_weight_sender(
+    kind: str,
+    run_dir: Path,
+    attempt: int,
+    num_nodes: int,
+    host: str,
+    rank: int,
+    num_ranks: int,
+    device: "torch.device",
+) -> "WeightSender":
+    """Return a trainer rank's end of a direct wire. Rank 0 listens at `host`.
+
+    Raises OrreryError if the wire's library cannot be loaded.
+    """
+    from orrery.wire.weight_wire import nixl
+    from orrery.wire.weight_wire.sender import WeightSender
+
+    _check(kind, DIRECT_KINDS)
+    if kind == "nixl":
+        nixl.load()
+    folder = weight_dir(run_dir, attempt, num_nodes)
+    if rank == 0:
+        own(folder)
+    return WeightSender(kind, folder, host, rank, num_ranks, device)
+
+
+def check_library(kind: str) -> None:
+    """Raise OrreryError if the package that an engine needs for this kind is not installed.
+
+    Does not load it, since vLLM sets NIXL's environment before it does.
+    """
+    if kind == "nixl" and find_spec("nixl") is None:
+        raise OrreryError(
+            "transport.weights 'nixl': NIXL is not installed here; "
+            "install nixl as locks/ has it, or set it to 'nccl'"
+        )
+
+
+def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
+    """Return the orchestrator's end, for any kind."""
+    _check(kind, (*KINDS, *DIRECT_KINDS))
+    return WeightWatch(weight_dir(run_dir, attempt, num_nodes))
+
+
+def _check(kind: str, kinds: tuple[str, ...]) -> None:
+    if kind not in kinds:
+        raise OrreryError(
+            f"transport.weights: {kind!r} is not a weight wire here; choose from {', '.join(kinds)}"
+        )

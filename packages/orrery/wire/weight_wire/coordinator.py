@@ -1,0 +1,364 @@
+"""How trainer ranks and engine ranks of a direct wire agree on a transfer's members and its end.
+
+- Trainer rank 0 serves one TCPStore at its role's own address. `wire.json` in the wire's folder,
+  which only its owner can enter, has the address and a secret that is never sent.
+- A TCPStore has no authentication. Each value carries an HMAC-SHA256 of its key and content under
+  the secret, checked before decoding. A stranger at the port can read values, which are not
+  secret, and can stop the run. It cannot forge a value. Nothing is pickled.
+- Each engine rank arrives with the transfer's number, which the orchestrator chose. When all are
+  there, rank 0 orders the transfer, with its members and the number of their process group.
+- A new group is formed only when the members change, or after a failure at any end.
+- Every wait has a deadline and a name. Waits of a transfer end with it. Read keys are deleted.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from orrery.manifest.publish import write_atomic
+from orrery.runtime.timing import scaled
+from orrery.wire import nfs
+from orrery.wire.weight_wire.leases import (
+    ADDRESS,
+    Transfer,
+    TransferFailed,
+    WireFailed,
+    read_transfer,
+    transfer_path,
+)
+from orrery.wire.weight_wire.plan import Holding, TensorInfo
+
+MEET_S = 120.0  # for ranks of one role to come, or to answer
+FOREVER_S = 10.0**7  # a wait for work has no deadline, it ends with the store
+ARRIVAL_S = 120.0  # for all ranks of all engines of a transfer, once the first has come
+DONE_S = 300.0  # for the other trainer ranks to have sent
+LOOK_S = 0.5  # after this, a wait of a transfer checks whether the transfer still goes on
+POLL_S = 0.02
+MAC_BYTES = 32
+
+T = TypeVar("T")
+
+
+class WireAddress(msgspec.Struct):
+    """`wire.json`."""
+
+    host: str
+    port: int
+    name: str  # unique to this wire, not secret
+    secret: str  # authenticates the store's values, never sent
+    kind: str
+    num_sources: int
+    bucket_bytes: int
+
+
+class Arrival(msgspec.Struct):
+    """An engine rank has come for a transfer. A negative `transfer` ends the sender's thread."""
+
+    transfer: int = msgspec.field(name="take")
+    lease: int = msgspec.field(name="claim")
+    engine: str
+    rank: int
+    world_size: int
+    member: str
+    generation: int  # the number of the rank's group, −1 if it has none
+
+
+class TransferOrder(msgspec.Struct):
+    """Rank 0's answer: the members and their group, or `error`. After `end` no order follows."""
+
+    transfer: int = msgspec.field(name="take")
+    lease: int = msgspec.field(default=-1, name="claim")
+    version: int = -1
+    generation: int = -1
+    members: tuple[str, ...] = ()
+    error: str = ""
+    end: bool = False
+
+
+class TransferResult(msgspec.Struct):
+    """The result of an order at one trainer rank, with the seconds by part."""
+
+    error: str = ""
+    parts: dict[str, float] = {}
+
+
+@dataclass
+class PartTimer:
+    """The seconds of an operation's parts."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, begin: float) -> float:
+        """Add the time since `begin` to `name`. Return the current time."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - begin
+        return now
+
+
+class StoreConnection:
+    """One thread's connection to the store. A waiting thread occupies it."""
+
+    def __init__(self, store: dist.Store, address: WireAddress) -> None:
+        self.address, self.store = address, store
+        self._transfer: Path | None = None
+
+    @contextlib.contextmanager
+    def during(self, transfer: Path | None) -> Iterator[None]:
+        """End waits in the body when `transfer`, the file of a transfer, is removed."""
+        before, self._transfer = self._transfer, transfer
+        try:
+            yield
+        finally:
+            self._transfer = before
+
+    def put(self, key: str, value: Any) -> None:
+        self.put_raw(key, msgspec.msgpack.encode(value))
+
+    def put_raw(self, key: str, content: bytes) -> None:
+        self.store.set(key, self._mac(key, content) + content)
+
+    def _mac(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self.address.secret.encode(), key.encode() + b"\0" + content, "sha256")
+
+    def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
+        """Wait for `key` and decode its value.
+
+        Raises WireFailed naming `what` after `within_s` (scaled), if the store is gone, or if the
+        value is forged.
+        """
+        return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
+
+    def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
+        """Return the bytes at `key`. Waits and raises as `get` does."""
+        self._await(key, what, within_s)
+        sealed = bytes(self.store.get(key))
+        mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, content)):
+            raise WireFailed(
+                f"weight wire: what stands at {key!r} ({what}) was not written by a role of this "
+                f"run; another program reaches port {self.address.port} of {self.address.host}; "
+                "keep strangers off the run's network, then run again"
+            )
+        return content
+
+    def _await(self, key: str, what: str, within_s: float) -> None:
+        limit_s = scaled(within_s)
+        end = time.monotonic() + limit_s
+        first_s = limit_s if self._transfer is None else min(limit_s, LOOK_S)
+        try:
+            try:
+                self.store.wait([key], timedelta(seconds=first_s))
+            except dist.DistStoreError:
+                while not self.store.check([key]):
+                    if self._transfer is not None and not self._transfer.exists():
+                        raise WireFailed(
+                            f"weight wire: no word of {what} until the take was given up"
+                        ) from None
+                    if time.monotonic() >= end:
+                        raise WireFailed(
+                            f"weight wire: no word of {what} within {limit_s:g} s; "
+                            "read logs/trainer.0.log"
+                        ) from None
+                    time.sleep(POLL_S)
+        except (dist.DistNetworkError, RuntimeError) as error:
+            raise WireFailed(
+                f"weight wire: no word of {what} and trainer 0 is gone; read logs/trainer.0.log"
+            ) from error
+
+    def tensors(self) -> list[TensorInfo]:
+        return self.get("tensors", list[TensorInfo], "trainer 0, which tensors there are")
+
+    def holdings(self) -> list[Holding]:
+        """Return the holding of every trainer rank, in order."""
+        return [
+            self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds")
+            for rank in range(self.address.num_sources)
+        ]
+
+    def order(self, number: int) -> TransferOrder:
+        return self.get(f"order/{number}", TransferOrder, "trainer 0, its next order", FOREVER_S)
+
+    def arrive(self, arrival: Arrival) -> None:
+        self.put(f"arrival/{self.store.add('arrivals', 1)}", arrival)
+
+    def forget(self, *keys: str) -> None:
+        for key in keys:
+            with contextlib.suppress(RuntimeError):
+                self.store.delete_key(key)
+
+
+def serve_store(
+    folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
+) -> tuple[dist.Store, WireAddress]:
+    """Open the store on `host` and write its address. The store lives as long as the object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # A bound socket handed over keeps the store off all other interfaces.
+    store = dist.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timeout=timedelta(seconds=scaled(MEET_S)),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    address = WireAddress(
+        host, port, secrets.token_hex(8), secrets.token_hex(32), kind, num_sources, bucket_bytes
+    )
+    write_atomic(folder / ADDRESS, msgspec.json.encode(address))
+    return store, address
+
+
+def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
+    """Wait for the address in `folder`. Raises WireFailed after `within_s` (scaled)."""
+    end = time.monotonic() + scaled(within_s)
+    while (content := nfs.read(folder / ADDRESS)) is None:
+        if time.monotonic() > end:
+            raise WireFailed(
+                f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; "
+                "trainer 0 writes it, read logs/trainer.0.log"
+            )
+        time.sleep(POLL_S)
+    return msgspec.json.decode(content, type=WireAddress)
+
+
+def connect(address: WireAddress) -> StoreConnection:
+    timeout = timedelta(seconds=scaled(MEET_S))
+    try:
+        store = dist.TCPStore(
+            address.host, address.port, None, False, timeout=timeout, wait_for_workers=False
+        )
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+        raise WireFailed(
+            f"weight wire: nobody answers at {address.host}:{address.port}; "
+            "trainer 0 is gone, read logs/trainer.0.log"
+        ) from error
+    return StoreConnection(store, address)
+
+
+def this_host() -> str:
+    """Return a text that all processes with this machine's memory share, and no others."""
+    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+class Coordinator:
+    """Starts transfers, at trainer rank 0 and in one thread, one transfer at a time.
+
+    A transfer is over if its file is removed or a later transfer begins.
+    """
+
+    def __init__(
+        self, store: StoreConnection, folder: Path, admit: Callable[[Transfer], str]
+    ) -> None:
+        """`admit` starts a transfer and returns "", or returns why it may not start."""
+        self._store, self._folder, self._admit = store, folder, admit
+        self._num_arrivals = self._answered = 0
+        self._generation = -1
+        self._members: tuple[str, ...] = ()
+        self._member: dict[tuple[str, int], str] = {}  # the newest, by engine and rank
+
+    def next(self) -> TransferOrder:
+        """Wait until all ranks of a transfer have come. Return the order, which they get too."""
+        arrived: dict[tuple[str, int], Arrival] = {}
+        transfer: Transfer | None = None
+        while True:
+            try:
+                arrival = self._next_arrival(transfer)
+            except WireFailed:
+                if transfer is None:
+                    raise
+                missing = ", ".join(_absent(transfer.engines, arrived)) + " did not come"
+                is_on = transfer_path(self._folder, transfer.number, transfer.lease).exists()
+                until = "" if is_on else " before the take was given up"
+                order = TransferOrder(transfer.number, version=transfer.version)
+                order.error = missing + until
+                return self._answer(order)
+            number = arrival.transfer
+            if number < 0:
+                return TransferOrder(-1, end=True)
+            if number <= self._answered or (transfer is not None and number < transfer.number):
+                continue  # the late rank learns that its transfer is over
+            if transfer is None or number > transfer.number:
+                arrived = {}
+                try:
+                    transfer = read_transfer(transfer_path(self._folder, number, arrival.lease))
+                except TransferFailed:
+                    return self._answer(TransferOrder(number, error="it was given up"))
+                assert transfer is not None
+            arrived[arrival.engine, arrival.rank] = arrival
+            if not _absent(transfer.engines, arrived):
+                ordered = [
+                    arrived[engine, rank]
+                    for engine in transfer.engines
+                    for rank in range(arrived[engine, 0].world_size)
+                ]
+                return self._answer(self._order(transfer, ordered))
+
+    def gather(self, order: TransferOrder, own: TransferResult, num_ranks: int) -> TransferResult:
+        """Return the first error and the longest seconds over all trainer ranks."""
+        every = [own]
+        for rank in range(1, num_ranks):
+            key = f"done/{order.transfer}/{rank}"
+            what = f"trainer {rank}, that it has sent"
+            every.append(self._store.get(key, TransferResult, what, DONE_S))
+            self._store.forget(key)
+        error = next((result.error for result in every if result.error), "")
+        if error:
+            self._members = ()  # the next transfer forms a new group
+        keys = sorted({key for result in every for key in result.parts})
+        longest = {key: max(result.parts.get(key, 0.0) for result in every) for key in keys}
+        return TransferResult(error, longest)
+
+    def _next_arrival(self, transfer: Transfer | None) -> Arrival:
+        path, within_s = None, FOREVER_S
+        if transfer is not None:
+            path = transfer_path(self._folder, transfer.number, transfer.lease)
+            within_s = ARRIVAL_S
+        key = f"arrival/{self._num_arrivals + 1}"
+        with self._store.during(path):
+            arrival = self._store.get(key, Arrival, "engines", within_s)
+        self._num_arrivals += 1
+        self._store.forget(key)
+        rank = arrival.engine, arrival.rank
+        if self._member.get(rank, arrival.member) != arrival.member:  # its process has ended
+            self._store.forget(f"member/{self._member[rank]}")
+        self._member[rank] = arrival.member
+        return arrival
+
+    def _order(self, transfer: Transfer, arrived: list[Arrival]) -> TransferOrder:
+        if refusal := self._admit(transfer):
+            return TransferOrder(transfer.number, version=transfer.version, error=refusal)
+        members = tuple(each.member for each in arrived)
+        if members != self._members or any(each.generation != self._generation for each in arrived):
+            self._generation, self._members = self._generation + 1, members
+        return TransferOrder(
+            transfer.number, transfer.lease, transfer.version, self._generation, members
+        )
+
+    def _answer(self, order: TransferOrder) -> TransferOrder:
+        """Publish the order. A rank that waits for an earlier one learns that it is over."""
+        self._store.put(f"go/{order.transfer}", order)
+        self._store.forget(f"go/{self._answered}")
+        self._answered = order.transfer
+        return order
+
+
+def _absent(engines: tuple[str, ...], arrived: dict[tuple[str, int], Arrival]) -> list[str]:
+    sizes = {engine: each.world_size for (engine, _), each in arrived.items()}
+    return [
+        f"{engine} (rank {rank})"
+        for engine in engines
+        for rank in range(sizes.get(engine, 1))
+        if (engine, rank) not in arrived
+    ]

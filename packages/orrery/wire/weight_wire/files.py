@@ -1,0 +1,278 @@
+"""Weights as safetensors files: the trainer writes them, every engine maps them.
+
+The folder is in shared memory, or in the run's folder for a stage on several nodes.
+
+- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size, so that an iterator of
+  gathered tensors never makes two copies of the model. The shards of a folder that is published
+  as it is are links to its files.
+- `version_<n>.json`: the marker, written last, when all else is on disk. Readers look only for it.
+- The publisher keeps the newest `keep` versions. It removes a marker before its files. A reader
+  that has mapped a removed file keeps its data.
+- Only the owner may enter the folder. Another user's folder is refused.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sync, write_atomic
+from orrery.runtime.scratch import SHARED_MEMORY, memory_prefix
+from orrery.wire import nfs
+from orrery.wire.fingerprint import array_fingerprint, digest, tensor_fingerprint
+from orrery.wire.weight_wire.leases import Published
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 1 << 30
+
+
+def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
+    """Return the folder of this attempt's versions. The launcher removes it after the stage."""
+    if num_nodes > 1:
+        return Path(run_dir) / "weights" / "wire" / f"attempt{attempt}"
+    return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
+
+
+def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
+    shutil.rmtree(weight_dir(run_dir, attempt, num_nodes), ignore_errors=True)
+
+
+def own(folder: Path) -> None:
+    """Make `folder`, for its owner alone. Raises OrreryError if it is a link or another user's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OrreryError(
+            f"{folder}: a link, or another user's folder, stands where weights would go; "
+            "have it removed and run again"
+        )
+    folder.chmod(0o700)  # an existing folder may be open to others
+
+
+def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> None:
+    """Raise OrreryError unless `keep` versions and one that is being written fit on disk."""
+    where, enlarge = Path(run_dir), "free some there"
+    if num_nodes == 1:
+        where = SHARED_MEMORY
+        enlarge = (
+            f"enlarge it: `mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size)"
+        )
+    needed, free = (keep + 1) * version_bytes, shutil.disk_usage(where).free
+    if needed > free:
+        raise OrreryError(
+            f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
+            f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free; "
+            f"set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
+        )
+
+
+class WeightPublisher:
+    """The trainer's end, in one process. `close` removes the folder."""
+
+    def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder = Path(folder)
+        self._keep, self._shard_bytes = keep, shard_bytes
+        self._last_version: int | None = None
+        own(self.folder)
+
+    def publish(
+        self,
+        version: int,
+        named_tensors: "Iterable[tuple[str, torch.Tensor]]",
+        canary: Sequence[float] = (),
+    ) -> Published:
+        """Publish `version`. Tensors may be on any device and are copied one at a time."""
+        return self._publish(
+            version, lambda aside: self._write_shards(aside, named_tensors), canary
+        )
+
+    def publish_folder(self, version: int, folder: Path) -> Published:
+        """Publish the safetensors files of `folder` without a copy. Readers must see it too.
+
+        Needs no torch. Raises OrreryError if there are no files.
+        """
+        return self._publish(version, lambda aside: _link_shards(aside, folder))
+
+    def _publish(
+        self, version: int, write: Callable[[Path], dict[str, int]], canary: Sequence[float] = ()
+    ) -> Published:
+        if self._last_version is not None and version <= self._last_version:
+            raise OrreryError(
+                f"weight wire: version {version} after version {self._last_version}; "
+                "versions only rise"
+            )
+        target = self.folder / f"version_{version}"
+        aside = self.folder / f".version_{version}.{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            fingerprints = write(aside)
+        except (SafetensorError, OSError) as error:
+            raise OrreryError(
+                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how "
+                "full it is; where it is shared memory, "
+                f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) "
+                "enlarges it"
+            ) from error
+        shutil.rmtree(target, ignore_errors=True)
+        sync(aside)
+        aside.rename(target)
+        summary = digest(fingerprints)
+        published = Published(version, str(target), fingerprints, summary, tuple(canary))
+        write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
+        self._last_version = version
+        for old in sorted(_versions(self.folder))[: -self._keep]:
+            (self.folder / f"version_{old}.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / f"version_{old}", ignore_errors=True)
+        return published
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_shards(
+        self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
+    ) -> dict[str, int]:
+        """Write the shards. Return the tensors' fingerprints. Tied tensors are written twice."""
+        import torch
+        from safetensors.torch import save_file
+
+        fingerprints: dict[str, int] = {}
+        shard: dict[str, torch.Tensor] = {}
+        num_shards = shard_bytes = 0
+
+        def flush() -> None:
+            nonlocal num_shards, shard_bytes
+            if shard:
+                path = aside / f"{num_shards:05d}.safetensors"
+                save_file(shard, path)
+                sync(path)
+                num_shards += 1
+                shard.clear()
+                shard_bytes = 0
+
+        for name, tensor in named_tensors:
+            if name in fingerprints:
+                raise OrreryError(f"weight wire: tensor {name!r} was given twice")
+            tensor = tensor.detach()
+            fingerprints[name] = tensor_fingerprint(tensor)
+            tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if shard and shard_bytes + tensor.nbytes > self._shard_bytes:
+                flush()
+            shard[name] = tensor
+            shard_bytes += tensor.nbytes
+        flush()
+        if not fingerprints:
+            raise OrreryError("weight wire: a version without tensors")
+        return fingerprints
+
+
+def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
+    """Link every safetensors file of `folder`. Return the fingerprints of their tensors."""
+    fingerprints: dict[str, int] = {}
+    # Absolute but not resolved: a container has the folder under this name.
+    for path in sorted(folder.absolute().glob("*.safetensors")):
+        (aside / path.name).symlink_to(path)
+        fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
+    if not fingerprints:
+        raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
+    return fingerprints
+
+
+def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, elements as integers) of a safetensors file.
+
+    The format is 8 bytes of header size, the header as JSON, then all tensors' bytes.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = msgspec.json.decode(file.read(size))
+    data = np.empty(0, np.uint8)
+    if path.stat().st_size > 8 + size:
+        data = np.memmap(path, np.uint8, "r", 8 + size)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            elements = math.prod(entry["shape"])
+            integers = f"<i{(end - begin) // elements}" if elements else "<i1"
+            yield name, np.frombuffer(data[begin:end].tobytes(), integers)
+
+
+class WeightWatch:
+    """Find published versions. Needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        # The newest version, and the identity of its marker file.
+        self._found: tuple[tuple[int, int], Published] | None = None
+
+    def latest(self) -> Published | None:
+        """Return the newest version, or None before the first.
+
+        Cheap to call many times a second: a marker of megabytes is decoded once.
+        """
+        for version in sorted(_versions(self.folder), reverse=True):
+            file = nfs.identity(self.folder / f"version_{version}.json")
+            if file is None:
+                continue
+            if self._found is not None:
+                known, published = self._found
+                if known == file and published.version == version:
+                    return published
+            found = self.version(version)
+            if found is not None:
+                self._found = file, found
+                return found
+        return None
+
+    def version(self, version: int) -> Published | None:
+        """Return this version, or None if it is not published or already removed."""
+        path = self.folder / f"version_{version}.json"
+        try:
+            content = nfs.read(path)
+            return None if content is None else msgspec.json.decode(content, type=Published)
+        except msgspec.DecodeError as error:
+            raise OrreryError(f"{path}: not a marker of published weights ({error})") from error
+
+
+def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield (name, tensor) of every tensor at `Published.path`, in no particular order."""
+    from safetensors import safe_open
+
+    folder = Path(path)
+    # The caller knows of a marker, so NFS shows the folder soon, unless a newer version is there.
+    if not any(version > _version(folder) for version in _versions(folder.parent)):
+        nfs.appears(folder)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise OrreryError(
+            f"{folder}: no weights here; the publisher keeps only the newest versions, "
+            "so ask for the latest again"
+        )
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt", device=device) as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except FileNotFoundError as error:
+            raise OrreryError(
+                f"{shard}: removed while it was read; the publisher keeps only the newest "
+                "versions, so ask for the latest again"
+            ) from error
+
+
+def _versions(folder: Path) -> list[int]:
+    return [version for path in folder.glob("version_*.json") if (version := _version(path)) >= 0]
+
+
+def _version(path: Path) -> int:
+    """Return the version number in a folder's or marker's name, or −1."""
+    name = path.stem.removeprefix("version_")
+    return int(name) if name.isdigit() else -1

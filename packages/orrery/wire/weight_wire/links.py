@@ -1,0 +1,313 @@
+"""Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
+
+- `nccl`: messages of a process group of our own (nccl on GPUs, gloo on CPUs, sources first, then
+  targets). Between GPUs of one host the target maps the source's buckets instead (`pull`).
+- `nixl`: the target reads the source's registered buckets (`nixl`).
+
+nccl gives each pair of ranks a communicator and a stream, so a rank's messages to several peers
+run at the same time. It creates the communicator in the pair's first message and waits there for
+the peer without a deadline. First messages therefore run in a thread, which is abandoned at ours.
+A rank that waits for a dead peer gets an error: from gloo at once, from nccl at the deadline.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orrery.runtime.network import name_interface
+from orrery.runtime.timing import scaled
+from orrery.wire.weight_wire import nixl, pull
+from orrery.wire.weight_wire.coordinator import StoreConnection
+from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
+from orrery.wire.weight_wire.nixl import NixlReader, RegisteredBuckets
+from orrery.wire.weight_wire.plan import SliceMessage, TransferPlan
+from orrery.wire.weight_wire.pull import IpcReader, PullReceiver, PullSender, Reader
+
+FORM_S = 30.0  # for a group's ranks to connect; all of them have just arrived, scaled
+POLL_S = 0.0002
+NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
+
+T = TypeVar("T")
+
+
+class InFlight(Protocol):
+    """A message being transferred."""
+
+    def wait(self) -> None:
+        """Wait until it has arrived. Raises WireFailed naming the peer.
+
+        Before that the source must not overwrite its part, and the target must not read its own.
+        """
+
+
+class SenderLink(Protocol):
+    """A source's end. `close` gives the link up, so that waits at the other end fail."""
+
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
+        """Send these bytes of bucket `side` as the message of round `number`."""
+
+    def close(self) -> None: ...
+
+
+class ReceiverLink(Protocol):
+    """A target's end."""
+
+    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
+        """Receive into `into` (u8), after the device's earlier work on it is done."""
+
+    def close(self) -> None: ...
+
+
+class GroupLink:
+    """One rank's end of a process group."""
+
+    def __init__(
+        self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
+    ) -> None:
+        """Wait until all ranks are there. `names` are the ranks' names in error messages."""
+        self._names, self._device = names, device
+        self._met: set[int] = set()
+        store = dist.PrefixStore(f"group/{generation}", store)
+        name_interface()
+        if device.type == "cuda":
+            handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+            before = os.environ.get(handling)
+            os.environ[handling] = "0"  # else nccl ends this process when a peer dies
+            try:
+                self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
+            finally:
+                if before is None:
+                    del os.environ[handling]
+                else:
+                    os.environ[handling] = before
+        else:
+            limit = timedelta(seconds=scaled(FORM_S))
+            try:
+                self._group = dist.ProcessGroupGloo(store, rank, len(names), limit)
+            except RuntimeError as error:
+                raise WireFailed(
+                    f"weight wire: {names[rank]} cannot form group {generation} of {len(names)} "
+                    f"ranks ({_first_line(error)})"
+                ) from error
+
+    def send(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+        return self._start(lambda: self._group.send([message], peer, number), peer, "take")
+
+    def receive(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+        return self._start(lambda: self._group.recv([message], peer, number), peer, "send")
+
+    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> "GroupMessage":
+        try:
+            if self._device.type == "cpu" or peer in self._met:
+                return GroupMessage(self, message(), peer, verb)
+            stream = torch.cuda.current_stream(self._device)
+
+            def on_our_stream() -> dist.Work:
+                with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                    return message()
+
+            work = within(scaled(ROUND_S), on_our_stream)
+            self._met.add(peer)
+            return GroupMessage(self, work, peer, verb)
+        except RuntimeError as error:
+            raise self.failed(peer, verb, error) from error
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait until `work` is done, on the device too. Raises RuntimeError after ROUND_S."""
+        limit_s = scaled(ROUND_S)
+        if self._device.type == "cpu":
+            work.wait(timedelta(seconds=limit_s))
+            return
+        end = time.monotonic() + limit_s
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError(f"{limit_s:g} s are over")
+            time.sleep(POLL_S)
+        work.wait()
+
+    def failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
+        return WireFailed(
+            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}); "
+            "see its log"
+        )
+
+    def close(self) -> None:
+        """Abort the group. Waiting peers get an error."""
+        if self._group is not None and hasattr(self._group, "abort"):
+            self._group.abort()
+        self._group = None
+
+
+class GroupMessage:
+    """A message of a process group."""
+
+    def __init__(self, group: GroupLink, work: dist.Work, peer: int, verb: str) -> None:
+        self._group, self._work, self._peer, self._verb = group, work, peer, verb
+
+    def wait(self) -> None:
+        try:
+            self._group.wait(self._work)
+        except RuntimeError as error:
+            raise self._group.failed(self._peer, self._verb, error) from error
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """Return the result of `call`, run in a thread.
+
+    Raises what `call` raises, or RuntimeError after `limit_s`. The thread is then abandoned.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="weight-wire-meets", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"{limit_s:g} s are over")
+    return results[0]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+class _SenderLink:
+    """Uses the pull link for the targets in `pulling`, the group for all others."""
+
+    def __init__(
+        self,
+        opened: ExitStack,
+        pull_sender: PullSender,
+        pulling: set[int],
+        group: GroupLink | None,
+        buckets: Sequence[Tensor],
+        num_sources: int,
+    ) -> None:
+        """`close` closes `opened`."""
+        self._pull, self._pulling, self._group = pull_sender, pulling, group
+        self._buckets, self._num_sources = buckets, num_sources
+        self.close = opened.close
+
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
+        if target in self._pulling:
+            return self._pull.send(side, target, offset, num_bytes)
+        assert self._group is not None
+        message = self._buckets[side][offset : offset + num_bytes]
+        return self._group.send(message, self._num_sources + target, number)
+
+
+class _ReceiverLink:
+    """Uses the pull link for the sources in `pulled`, the group for all others."""
+
+    def __init__(
+        self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
+    ) -> None:
+        """`close` closes `opened`."""
+        self._pull, self._pulled, self._group = pull, pulled, group
+        self.close = opened.close
+
+    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
+        if source in self._pulled:
+            return self._pull.receive(source, into)
+        assert self._group is not None
+        if into.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return self._group.receive(into, source, number)
+
+
+def make_sender_link(
+    kind: str,
+    store: StoreConnection,
+    generation: int,
+    rank: int,
+    plan: TransferPlan,
+    buckets: Sequence[Tensor],
+    device: torch.device,
+) -> SenderLink:
+    """Return the link of source `rank`. If a part cannot be opened, close the parts before it."""
+    place, num_targets = plan.holdings[rank].place, len(plan.members)
+    near = {t for t, member in enumerate(plan.members) if pull.is_shared(place, member.place)}
+    pulling = set(range(num_targets)) if kind == "nixl" else near
+    with ExitStack() as opened:
+        offer = None
+        if kind == "nixl":
+            name = f"trainer-{rank}-{generation}-{store.address.name}"
+            registered = RegisteredBuckets(name, buckets)
+            opened.callback(registered.close)
+            offer = nixl.offer(store, generation, rank, registered)
+        elif near:
+            offer = pull.offer(store, generation, rank, buckets)
+        target_names = plan.ranks[len(plan.holdings) :]
+        pull_sender = PullSender(store, generation, rank, target_names, device, offer)
+        opened.callback(pull_sender.close)
+        group = _group(opened, kind, store, generation, rank, plan, device)
+        return _SenderLink(
+            opened.pop_all(), pull_sender, pulling, group, buckets, len(plan.holdings)
+        )
+
+
+def make_receiver_link(
+    kind: str,
+    store: StoreConnection,
+    generation: int,
+    target: int,
+    plan: TransferPlan,
+    buckets: Sequence[Tensor],
+    device: torch.device,
+) -> ReceiverLink:
+    """Return the link of target `target`. See `make_sender_link`."""
+    place = plan.members[target].place
+    sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
+    readers: dict[int, Reader] = {}
+    with ExitStack() as opened:
+        if kind == "nixl":
+            name = f"engine-{target}-{generation}-{store.address.name}"
+            registered = RegisteredBuckets(name, buckets)
+            opened.callback(registered.close)
+            for source in sources:
+                readers[source] = NixlReader(store, generation, source, registered)
+                opened.callback(readers[source].close)
+        else:
+            for source in sources:
+                if pull.is_shared(plan.holdings[source].place, place):
+                    readers[source] = IpcReader(store, generation, source, device)
+                    opened.callback(readers[source].close)
+        rank = len(plan.holdings) + target
+        group = _group(opened, kind, store, generation, rank, plan, device)
+        pull_receiver = PullReceiver(store, generation, target, readers)
+        return _ReceiverLink(opened.pop_all(), pull_receiver, set(readers), group)
+
+
+def _group(
+    opened: ExitStack,
+    kind: str,
+    store: StoreConnection,
+    generation: int,
+    rank: int,
+    plan: TransferPlan,
+    device: torch.device,
+) -> GroupLink | None:
+    """Return the process group if any pair of ranks needs it. All ranks decide alike."""
+    pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
+    if kind == "nixl" or all(pull.is_shared(*pair) for pair in pairs):
+        return None
+    group = GroupLink(store.store, generation, rank, plan.ranks, device)
+    opened.callback(group.close)
+    return group

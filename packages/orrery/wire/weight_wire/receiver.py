@@ -1,0 +1,260 @@
+"""The engine's end of a direct wire: one engine rank receives the slices that it needs.
+
+- `join` declares once what this rank needs. `receive` yields a version's slices round by round, in
+  the bucket that they arrived in. Use a round's slices before asking for the next but one.
+- Every slice is fingerprinted on arrival. `attest` adds up the shares of all ranks of the engine:
+  each rank then knows the whole tensors' fingerprints, and that replicated parts agree bit for bit.
+- Any failure closes the group, so that no process waits for this rank, and raises: TransferFailed
+  if another process is at fault. The other ranks of the engine learn of it in `attest`.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
+from orrery.wire.weight_wire.buckets import allocate
+from orrery.wire.weight_wire.coordinator import (
+    ARRIVAL_S,
+    Arrival,
+    PartTimer,
+    StoreConnection,
+    TransferOrder,
+    WireAddress,
+    connect,
+    find_wire,
+    this_host,
+)
+from orrery.wire.weight_wire.leases import Transfer, TransferFailed, WireFailed, transfer_path
+from orrery.wire.weight_wire.links import InFlight, ReceiverLink, make_receiver_link
+from orrery.wire.weight_wire.plan import (
+    Box,
+    Location,
+    Member,
+    Slice,
+    SliceMessage,
+    TensorInfo,
+    TransferPlan,
+    dtype_of,
+    intersection,
+    pieces,
+    shape_of,
+    starts_of,
+)
+
+Needs = dict[str, tuple[Box, ...]]
+
+
+@dataclass
+class Round:
+    """Slices that arrive together, at these offsets of a bucket. The same for a whole group."""
+
+    number: int
+    messages: dict[int, SliceMessage]
+    slices: list[Slice]
+    fingerprints: SliceFingerprints
+    piece: torch.Tensor  # i64 [slices], the piece of this rank that each belongs to
+
+
+@dataclass
+class Pieces:
+    """The distinct boxes that the ranks of one engine hold. They tile every tensor."""
+
+    tensor_of: np.ndarray  # i64 [pieces], position of each piece's tensor
+    of_rank: dict[int, np.ndarray]  # i64, a rank's pieces in the order of its fingerprints
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
+        """Raise OrreryError, naming a tensor, if the ranks do not hold it whole."""
+        position = {name: index for index, name in enumerate(tensors)}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        found = pieces(list(tensors), shapes, [member.needs for member in members])
+        number = {piece: index for index, piece in enumerate(found)}
+        of_rank = {}
+        for member in members:
+            held = [number[name, box] for name, boxes in member.needs.items() for box in boxes]
+            of_rank[member.rank] = np.array(held, np.int64)
+        return cls(np.array([position[name] for name, _ in found], np.int64), of_rank)
+
+
+class WeightReceiver:
+    """One engine rank's end, for the lifetime of its process."""
+
+    def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
+        self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
+        self._address: WireAddress | None = None
+        self._generation = -1
+        self._link: ReceiverLink | None = None
+        self._ahead: list[Sequence[InFlight]] = []
+        self.tensors: dict[str, TensorInfo] = {}
+
+    def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
+        """Connect to the wire in `folder`, if it is another one than before.
+
+        `needs` returns the boxes of the trainer's tensors that this rank needs.
+        """
+        address = find_wire(folder)
+        if address == self._address:
+            return
+        self.drop()
+        self._store: StoreConnection = connect(address)
+        self.tensors = {tensor.name: tensor for tensor in self._store.tensors()}
+        self._needs = needs(list(self.tensors.values()))
+        own = ((name, box) for name, boxes in self._needs.items() for box in boxes)
+        self._pieces = {piece: position for position, piece in enumerate(own)}
+        self._member = secrets.token_hex(8)
+        place = Location(this_host(), self.device.type)
+        member = Member(self.engine, self.rank, place, self._needs)
+        self._store.put(f"member/{self._member}", member)
+        self._folder, self._attested = folder, "attest"
+        self._buckets = allocate(address.bucket_bytes, self.device)
+        self._address = address
+
+    def receive(
+        self, transfer: Transfer, parts: PartTimer
+    ) -> Generator[tuple[Round, torch.Tensor], None, None]:
+        """Yield (slices, their bucket) until all have come. Raises TransferFailed."""
+        begin, number = time.perf_counter(), transfer.number
+        self._store.forget(f"{self._attested}/{self.rank}")  # the other ranks need it no longer
+        self._transfer, self._attested = transfer, f"attest/{number}/{self.engine}"
+        try:
+            with self._store.during(transfer_path(self._folder, number, transfer.lease)):
+                this = self.engine, self.rank, self.world_size, self._member, self._generation
+                self._store.arrive(Arrival(number, transfer.lease, *this))
+                what = f"trainer 0, that take {number} may begin"
+                order = self._store.get(f"go/{number}", TransferOrder, what, 2 * ARRIVAL_S)
+                begin = parts.add("meet_s", begin)
+                if order.error:
+                    raise WireFailed(order.error)
+                if order.generation != self._generation:
+                    self._form(order)
+                begin = parts.add("form_s", begin)
+                yield from self._receive(parts)
+        except BaseException as error:
+            self.fail()
+            if isinstance(error, WireFailed):
+                raise TransferFailed(number, error) from error
+            raise
+
+    def fail(self) -> None:
+        """Tell the engine's other ranks, in their `attest`, that this rank has failed."""
+        self.drop()
+        with contextlib.suppress(RuntimeError):  # the store itself may have failed
+            self._store.put_raw(f"{self._attested}/{self.rank}", b"")
+
+    def attest(self) -> dict[str, int]:
+        """Return the fingerprints of the whole tensors that the engine's ranks hold, by name.
+
+        Raises TransferFailed if another rank has not received everything, and WireFailed, naming
+        the tensor, if two ranks received different bits.
+        """
+        shares = self._shares.cpu().numpy().tobytes()
+        self._store.put_raw(f"{self._attested}/{self.rank}", shares)
+        held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
+        holder = np.full(len(held), -1)
+        for rank, pieces_of in self._engine.of_rank.items():
+            shares_of = self._shares_of(rank)
+            differ = (holder[pieces_of] >= 0) & (held[pieces_of] != shares_of)
+            if differ.any():
+                piece = pieces_of[differ.argmax()]
+                name = list(self.tensors)[self._engine.tensor_of[piece]]
+                raise WireFailed(
+                    f"weight wire: ranks {holder[piece]} and {rank} of {self.engine} received "
+                    f"different bits of {name!r}"
+                )
+            holder[pieces_of] = np.where(holder[pieces_of] < 0, rank, holder[pieces_of])
+            held[pieces_of] = shares_of
+        total = np.zeros(len(self.tensors), np.uint64)
+        np.add.at(total, self._engine.tensor_of, held)  # modulo 2^64
+        return dict(zip(self.tensors, total.tolist(), strict=True))
+
+    def _shares_of(self, rank: int) -> np.ndarray:
+        """Return u64 [pieces of `rank`]. A failed rank publishes no bytes."""
+        name = f"{self.engine} (rank {rank})"
+        try:
+            shares = self._store.raw(f"{self._attested}/{rank}", f"{name}, its fingerprints")
+        except WireFailed as error:
+            raise TransferFailed(self._transfer.number, error) from error
+        if not shares:
+            raise TransferFailed(self._transfer.number, f"{name} did not receive everything")
+        return np.frombuffer(shares, np.uint64)
+
+    def drop(self) -> None:
+        """Close the group."""
+        if self._link is not None:
+            self._link.close()
+        # Messages in flight would keep connections open, and peers waiting.
+        self._generation, self._link, self._ahead = -1, None, []
+
+    def _form(self, order: TransferOrder) -> None:
+        """Form the order's group and plan its rounds."""
+        self.drop()
+        assert self._address is not None
+        store = self._store
+        members = [
+            store.get(f"member/{name}", Member, "an engine, what it needs")
+            for name in order.members
+        ]
+        tensors, bucket_bytes = list(self.tensors.values()), self._address.bucket_bytes
+        plan = TransferPlan.of(tensors, store.holdings(), members, bucket_bytes)
+        own_engine = [member for member in members if member.engine == self.engine]
+        self._engine = Pieces.of(self.tensors, own_engine)
+        target = order.members.index(self._member)
+        self._rounds = [self._round(*each) for each in plan.of_target(target)]
+        self._link = make_receiver_link(
+            self._address.kind, store, order.generation, target, plan, self._buckets, self.device
+        )
+        self._generation = order.generation
+
+    def _round(self, number: int, messages: dict[int, SliceMessage]) -> Round:
+        slices = [
+            Slice(name, box, message.target_offset + offset)
+            for message in messages.values()
+            for name, box, offset in message.slices
+        ]
+        specs, owner = [], []
+        for name, box, offset in slices:
+            shape, itemsize = self.tensors[name].shape, dtype_of(self.tensors[name]).itemsize
+            specs.append(SliceSpec(offset, shape_of(box), shape, starts_of(box), itemsize))
+            need = next(need for need in self._needs[name] if intersection(need, box) == box)
+            owner.append(self._pieces[name, need])
+        fingerprints = SliceFingerprints(specs, self.device)
+        piece = torch.tensor(owner, device=self.device)
+        return Round(number, messages, slices, fingerprints, piece)
+
+    def _receive(self, parts: PartTimer) -> Generator[tuple[Round, torch.Tensor], None, None]:
+        self._shares = torch.zeros(len(self._pieces), dtype=torch.int64, device=self.device)
+        self._ahead = [self._post(index) for index in range(min(2, len(self._rounds)))]
+        for index, one in enumerate(self._rounds):
+            bucket = self._await_round(index, parts)
+            begin = time.perf_counter()
+            self._shares.index_add_(0, one.piece, one.fingerprints.of(bucket))
+            parts.add("fingerprint_s", begin)
+            yield one, bucket
+            if index + 2 < len(self._rounds):
+                self._ahead[index % 2] = self._post(index + 2)
+
+    def _await_round(self, index: int, parts: PartTimer) -> torch.Tensor:
+        """Wait for a round's messages. Return their bucket."""
+        begin = time.perf_counter()
+        for message in self._ahead[index % 2]:
+            message.wait()
+        parts.add("receive_s", begin)
+        return self._buckets[index % 2]
+
+    def _post(self, index: int) -> Sequence[InFlight]:
+        """Start receiving a round's messages into its bucket."""
+        one, bucket = self._rounds[index], self._buckets[index % 2]
+        assert self._link is not None
+        posted = []
+        for source, message in one.messages.items():
+            first = message.target_offset
+            into = bucket[first : first + message.num_bytes]
+            posted.append(self._link.receive(one.number, source, message, into))
+        return posted

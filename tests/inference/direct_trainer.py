@@ -1,0 +1,112 @@
+"""The trainer of a direct wire, and an engine beside the real one that ends in a take, as threads
+of a test; a wire that damages what it
+carries; what the trainer computes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from orrery.models.weights import named_hf_slices
+from orrery.orchestrator.engines.messages import Generation
+from orrery.wire.weight_wire import Published, abandon_transfer
+from orrery.wire.weight_wire.buckets import HeldTensor
+from orrery.wire.weight_wire.coordinator import PartTimer
+from orrery.wire.weight_wire.leases import read_transfer
+from orrery.wire.weight_wire.plan import Box, TensorInfo
+from orrery.wire.weight_wire.receiver import WeightReceiver
+from orrery.wire.weight_wire.sender import WeightSender, _SendLoop
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 1 << 14  # so that there are many rounds
+
+
+@contextmanager
+def direct_trainer(
+    folder: Path, kind: str = "nccl"
+) -> Iterator[Callable[[int, torch.nn.Module], Published]]:
+    """Gives what publishes a version: the weights of a module. At the end it waits for whoever has
+    claimed one.
+    """
+    folder.mkdir(mode=0o700)
+    source = WeightSender(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
+
+    def publish(version: int, module: torch.nn.Module) -> Published:
+        def held() -> list[HeldTensor]:
+            return [
+                HeldTensor(hf.name, hf.shape, torch.float32, box, local)
+                for hf, box, local in named_hf_slices(module)
+            ]
+
+        published = source.publish(version, held, list(module.parameters()))
+        assert published is not None
+        return published
+
+    try:
+        yield publish
+        source.settle()
+    finally:
+        source.close()
+
+
+@contextmanager
+def damaged_on_its_way(tensor: str) -> Iterator[None]:
+    """Every take of a `direct_trainer` carries one value of `tensor` with its lowest bit turned
+    over: after it was fingerprinted and put
+    into the bucket, before it is sent."""
+    send_all = _SendLoop._send
+
+    def send_damaged(self: _SendLoop, parts: PartTimer) -> None:
+        assert self._plan is not None and self._link is not None
+        send, rounds, turned = self._link.send, dict(self._plan.of_source(0)), []
+
+        def turn_over(side: int, number: int, target: int, *where: int) -> Any:
+            message = rounds[number][target]
+            for name, _, offset in message.slices:
+                if name == tensor and not turned:
+                    self.buckets[side][message.source_offset + offset] ^= (
+                        1  # the machine is little-endian
+                    )
+                    turned.append(number)
+            return send(side, number, target, *where)
+
+        with patch.object(self._link, "send", turn_over):
+            send_all(self, parts)
+        assert turned, tensor
+
+    with patch.object(_SendLoop, "_send", send_damaged):
+        yield
+
+
+def end_half_way(claimed: Published, engine: str) -> None:
+    """Take part as `engine`, of one rank that needs everything, and end with the first slices in
+    its hands.
+    """
+
+    def whole(tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
+        return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
+
+    taking = read_transfer(claimed.path)
+    assert taking is not None
+    other = WeightReceiver(engine, 0, 1, CPU)
+    other.join(claimed.folder.parent, whole)
+    rounds = other.receive(taking, PartTimer())
+    for _ in range(3):
+        next(rounds)
+    rounds.close()
+    abandon_transfer(claimed.folder)
+
+
+def our_logprobs(
+    module: torch.nn.Module, prompt: Sequence[int], generation: Generation, temperature: float
+) -> np.ndarray:
+    """log p of the generated tokens under our own model."""
+    ids = torch.tensor([*prompt, *generation.token_ids.tolist()])
+    hidden = module(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32))
+    logits = (hidden @ module.lm_head_weight.T).float() / temperature
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return rows.gather(1, ids[len(prompt) :, None]).squeeze(1).detach().numpy()

@@ -1,0 +1,281 @@
+"""Real servers for the tests: run directories with tiny random models, and role processes as the
+launcher starts them.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from orrery.manifest.identity import load
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator.engines.messages import EngineGone
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.runtime.token import handed_over
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STAGE = "rl"
+START_S = 120.0
+
+DENSE = {
+    "family": "qwen3",
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "max_positions": 1024,
+    "tie_embeddings": True,
+    "moe": None,
+    "init": {"kind": "random", "seed": 7, "std": 0.3},
+}
+MIXTURE = DENSE | {
+    "family": "qwen3_moe",
+    "tie_embeddings": False,
+    "moe": {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "expert_intermediate_size": 64,
+        "normalize_top_k": True,
+        "num_dense_layers": 0,
+        "num_shared_experts": 0,
+        "score": "softmax",
+        "routed_scale": 1.0,
+    },
+}
+
+
+def make_run(
+    folder: Path,
+    model: dict[str, object],
+    num_replicas: int = 1,
+    inference: dict[str, object] | None = None,
+    routed_experts: bool = False,
+) -> Path:
+    """A run directory with a manifest and `weights/init`, as the init stage leaves it; `inference`
+    are fields of the manifest's part.
+    """
+    from orrery.models.weights import save
+
+    manifest = json.loads((REPOSITORY / "manifests/reverse_text_smoke.json").read_text())
+    manifest["model"] |= model
+    manifest["stages"]["sft"] = None
+    manifest["transport"]["routed_experts"] = routed_experts
+    manifest["inference"] |= {
+        "num_replicas": num_replicas,
+        "dtype": "float32",
+        "max_model_len_tokens": 512,
+        "kv_block_tokens": 32,
+        "kv_cache_bytes": 1 << 25,
+        "max_num_sequences": 32,
+        "max_batched_tokens": 1024,
+        "enforce_eager": True,
+        "router": {
+            "kind": "vllm_router",
+            "policy": "cache_aware",
+            "balance_abs_threshold": 2,
+            "balance_rel_threshold": 1.1,
+        },
+        **(inference or {}),
+    }
+    manifest["trainer"]["memory"]["max_tokens_per_micro_batch"] = manifest["inference"][
+        "max_model_len_tokens"
+    ]
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checked = load(folder / "manifest.json")
+    save(make_module(checked, seed=7), checked.model, folder / "weights" / "init")
+    return folder
+
+
+def make_module(manifest: Manifest, seed: int):  # type: ignore[no-untyped-def]
+    """The model with random weights of another seed: another policy version."""
+    import torch
+
+    from orrery.models import build
+    from orrery.models.weights import initialize
+
+    module = build(manifest.model, torch.float32, "cpu")
+    init = manifest.model.init.model_copy(update={"seed": seed})
+    initialize(module, manifest.model.model_copy(update={"init": init}))
+    return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_role(
+    module: str,
+    run_dir: Path,
+    index: int,
+    token: str = "",
+    interface: str = "lo",
+    stage: str = STAGE,
+    incarnation: int = 0,
+) -> "subprocess.Popen[bytes]":
+    """A role process in a process group of its own, writing to `logs/`."""
+    # A test that is itself one end of a wire has named an interface for gloo in its own process.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")
+    } | {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [*sorted(REPOSITORY.glob("packages")), Path(__file__).parent])
+        ),
+        "OMP_NUM_THREADS": "1",
+        **({"ORRERY_TOKEN_FILE": "-"} if token else {}),
+        "ORRERY_INTERFACE": interface,
+    }
+    logs = run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    with (
+        (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log,
+        handed_over(token) as stdin,
+    ):
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                module,
+                "--run-dir",
+                run_dir,
+                "--stage",
+                stage,
+                "--index",
+                str(index),
+                "--attempt",
+                "1",
+                "--port",
+                "0",
+                "--incarnation",
+                str(incarnation),
+            ],
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def await_published(
+    run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]", stage: str = STAGE
+) -> str:
+    """The address that the role published; fails with the end of its log if it ends before."""
+    path = run_dir / "stages" / stage / "endpoints" / f"{role}.{index}.json"
+    end = time.monotonic() + START_S
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            logs = "\n".join(
+                log.read_text(errors="replace")[-3000:]
+                for log in (run_dir / "logs").glob(f"*.{index}.log")
+            )
+            raise AssertionError(f"{role} {index} did not start (exit {process.poll()}):\n{logs}")
+        time.sleep(0.05)
+    return str(json.loads(path.read_text())["url"])
+
+
+@contextmanager
+def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A server (its process and its address), ended at the end."""
+    process = start_role("orrery.inference", run_dir, index)
+    try:
+        yield process, await_published(run_dir, "inference", index, process)
+    finally:
+        stop(process)
+
+
+def with_fleet(scenario, *arguments, **options):  # type: ignore[no-untyped-def]
+    """What the async `scenario` makes of an `EnginePool` with these arguments, in an event loop of
+    its own.
+    """
+
+    async def main():  # type: ignore[no-untyped-def]
+        async with EnginePool(*arguments, **options) as fleet:
+            return await scenario(fleet)
+
+    return asyncio.run(main())
+
+
+async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
+    """Tasks of `requests`, each of which makes a long request's coroutine of its id's last part,
+    that were seen to run all at once.
+
+    They are sent again where one has ended by the time a busy machine's engines answer that they
+    run.
+    """
+    end = time.monotonic() + 60
+    for attempt in itertools.count():
+        tasks = [
+            asyncio.ensure_future(request(f"{i}-{attempt}")) for i, request in enumerate(requests)
+        ]
+        loads = []
+        while not any(task.done() for task in tasks):
+            with suppress(EngineGone):  # slow to answer, on a busy machine
+                loads = list((await fleet.metrics()).values())
+                if sum(load.running for load in loads) >= len(tasks) and not any(
+                    task.done() for task in tasks
+                ):
+                    return tasks
+            assert time.monotonic() < end, f"requests neither run nor end: {loads}"
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*tasks)
+    raise AssertionError
+
+
+def stop(process: "subprocess.Popen[bytes]") -> float:
+    """SIGTERM and wait; returns the seconds it took, SIGKILL after 10."""
+    begin = time.monotonic()
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return time.monotonic() - begin
+
+
+def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """The process and everything below it."""
+    top = psutil.Process(process.pid)
+    return [top, *top.children(recursive=True)]
+
+
+def listening(process: "subprocess.Popen[bytes]") -> set[str]:
+    """The addresses at which a server and its children take connections."""
+    every = (
+        connection for member in family(process) for connection in member.net_connections("inet")
+    )
+    return {connection.laddr.ip for connection in every if connection.status == psutil.CONN_LISTEN}
+
+
+def in_shared_memory(members: list[psutil.Process]) -> set[Path]:
+    """What of `/dev/shm` these processes have mapped, without semaphores, whose names are gone as
+    soon as they are made.
+    """
+    paths = {
+        Path(each.path)
+        for member in members
+        for each in member.memory_maps()
+        if each.path.startswith("/dev/shm/")
+    }
+    return {path for path in paths if path.exists()}
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read()

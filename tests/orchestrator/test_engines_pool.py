@@ -1,0 +1,795 @@
+"""The engine pool against stand-in servers: updates, losses and recovery."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from orchestrator_engine_stand_in import HELD, StandIn, run
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.orchestrator.engines import client as client_module
+from orrery.orchestrator.engines import pool as pool_module
+from orrery.orchestrator.engines import recovery as recovery_module
+from orrery.orchestrator.engines.messages import (
+    START_VERSION,
+    EngineGone,
+    GenerationFailed,
+    TensorAttestation,
+    UpdateFailed,
+    UpdateInterrupted,
+    WeightsDiffer,
+)
+from orrery.orchestrator.engines.pool import EnginePool
+from orrery.orchestrator.engines.registry import Phase
+from orrery.orchestrator.engines.update import compare
+from orrery.runtime import preemption
+from orrery.runtime.health import read_health
+from orrery.runtime.metrics import read
+from orrery.runtime.role_context import RoleContext
+from orrery.wire import rendezvous
+from orrery.wire.fingerprint import digest
+from orrery.wire.weight_wire import Published
+from orrery.wire.weight_wire.leases import ELSEWHERE, GONE, open_leases, read_transfer
+
+FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
+PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
+
+
+def test_aborts_carry_the_prefix_that_the_engine_gives_ids():
+    stand_in = StandIn()
+
+    async def scenario(urls):
+        async with EnginePool(urls) as fleet:
+            await fleet.abort(["a", "b"])
+            await fleet.abort([])
+
+    run([stand_in], scenario)
+    assert stand_in.asked == [
+        ("/abort_requests", {"request_ids": ["generate-tokens-a", "generate-tokens-b"]})
+    ]
+
+
+def test_an_update_pauses_each_engine_then_loads_then_attests_then_resumes():
+    engines, router = [StandIn(), StandIn()], StandIn()
+
+    async def scenario(urls):
+        async with EnginePool(urls[:2], urls[2]) as fleet:
+            report = await fleet.update(PUBLISHED)
+            await fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="x")
+            return report, fleet.version
+
+    report, version = run([*engines, router], scenario)
+    assert version == report.version == 3 and report.digest == PUBLISHED.digest
+    assert report.attested == {"resident": 1, "as_consumed": 1}
+    assert report.paused_s >= report.pause_s + report.update_s + report.attest_s
+    for index, engine in enumerate(engines):
+        assert engine.paths() == [
+            "/pause?mode=keep&clear_cache=false",
+            "/start_weight_update",
+            "/update_weights",
+            "/collective_rpc",
+            "/finish_weight_update",
+            "/collective_rpc",
+            "/resume",
+        ]
+        assert engine.asked[2][1] == {
+            "update_info": {"path": PUBLISHED.path, "version": 3, "engine": f"engine {index}"}
+        }
+        assert engine.asked[4][1] == {"weight_version": "3"}
+        assert engine.calls() == ["untaken", "attested"]
+    assert router.paths() == ["/inference/v1/generate"]
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        (
+            HELD | {"b": ["fffffffffffffffe", "as_consumed"]},
+            r"engine 1: tensor 'b' \(attested as_consumed\) differs from",
+        ),
+        ({"a": HELD["a"]}, r"engine 1: tensor 'b' is missing after published version 3"),
+        (
+            HELD | {"c": HELD["a"]},
+            r"engine 1: tensor 'c' \(attested resident\) is not part of published version 3",
+        ),
+        ({}, r"engine 1: tensor 'a' is missing after published version 3 \(1 more like it\)"),
+    ],
+)
+def test_an_engine_with_other_weights_ends_the_run_by_tensor_and_stays_paused(held, says):
+    engines = [StandIn(), StandIn(held=held)]
+
+    async def scenario(urls):
+        async with EnginePool(urls, urls[0]) as fleet:
+            with pytest.raises(UpdateFailed, match=says) as failed:
+                await fleet.update(PUBLISHED)
+            assert isinstance(failed.value, RunFailed)
+            return fleet.version
+
+    assert run(engines, scenario) == START_VERSION
+    assert "/resume" not in engines[1].paths()
+
+
+def test_a_failed_load_is_told_in_the_engines_words_and_all_engines_are_waited_for():
+    engines = [StandIn(untaken=["tensor 'q' is cut off"]), StandIn()]
+
+    async def scenario(urls):
+        async with EnginePool(urls, urls[0]) as fleet:
+            with pytest.raises(
+                UpdateFailed, match=r"engine 0 did not take version 3: tensor 'q' is cut off"
+            ):
+                await fleet.update(PUBLISHED)
+
+    run(engines, scenario)
+    assert (
+        engines[0].calls() == ["untaken", "give_up_update"]
+        and "/finish_weight_update" not in engines[0].paths()
+    )
+    assert "/finish_weight_update" in engines[1].paths()
+
+
+def test_an_update_that_an_engine_answers_with_an_error_is_told_in_its_words():
+    engines = [
+        StandIn(fail={"/update_weights": (500, {"error": {"message": "the engine core died"}})}),
+        StandIn(),
+    ]
+
+    async def scenario(urls):
+        async with EnginePool(urls, urls[0]) as fleet:
+            with pytest.raises(
+                UpdateFailed,
+                match=r"engine 0: /update_weights failed: the engine core died \(HTTP 500\)",
+            ):
+                await fleet.update(PUBLISHED)
+
+    run(engines, scenario)
+    assert "/finish_weight_update" in engines[1].paths()
+
+
+def test_several_engines_without_a_router_are_refused():
+    with pytest.raises(OrreryError, match=r"2 engines need a router"):
+        EnginePool(["http://a", "http://b"])
+    with pytest.raises(OrreryError, match=r"no engine"):
+        EnginePool([])
+
+
+def test_equal_fingerprints_compare_silently():
+    compare(3, {"a": 1}, {"a": TensorAttestation(1, "resident")}, "engine 0")
+
+
+# Engines that are lost and come back
+
+
+@dataclass
+class Engines:
+    """Stand-ins for two engines, their router, and the restarted second engine."""
+
+    ctx: RoleContext
+    fleet: EnginePool
+    urls: list[str]
+    stand_ins: list[StandIn]
+
+    def start_again(self, incarnation=1):
+        """What the launcher and the new process do."""
+        port = int(self.urls[3].rpartition(":")[2])
+        rendezvous.publish(
+            RoleContext("inference", self.ctx.run_dir, "rl", 1, 1, port, incarnation), self.urls[3]
+        )
+
+    def waits(self):
+        return {wait.what for wait in read_health(self.ctx.run_dir, "rl")["orchestrator.0"].waits}
+
+    def rows(self, event):
+        return [
+            row
+            for row in read(self.ctx.run_dir / "metrics" / "orchestrator.0.jsonl")
+            if row.get("event") == event
+        ]
+
+
+def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
+    """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
+    monkeypatch.setattr("orrery.runtime.token._kept", "t")
+    monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
+    ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
+    stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
+
+    async def main(urls):
+        async with EnginePool(urls[:2], urls[2], restarting=ctx, model="adapter") as fleet:
+            return await asyncio.wait_for(scenario(Engines(ctx, fleet, urls, stand_ins)), 20)
+
+    try:
+        return run(stand_ins, main)
+    finally:
+        ctx.metrics.close()
+
+
+LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers from then on
+
+
+async def back_without_a_version(engines, folder, lost):
+    """Both engines hold version 3; engine 1 is lost and returns when that version is gone."""
+    await engines.fleet.update(direct(folder))
+    lost.fail |= LOST
+    await engines.fleet.metrics()
+    assert engines.waits() == {"inference.1 to serve again"}
+    (folder / "version_3.json").unlink()  # the trainer steps, and an evaluation keeps version 3
+    engines.start_again()
+    await until(lambda: engines.waits() == set())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_hangs_in_an_update_is_fenced_and_updated_before_the_router_has_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.3)
+    stand_ins = [StandIn(), StandIn(hang={"/update_weights"}), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        report = await fleet.update(PUBLISHED)
+        assert report.version == 3 and engines.stand_ins[0].paths()[-1] == "/resume", (
+            "the other one goes on"
+        )
+        assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
+        [asked] = preemption.fenced(tmp_path, "rl", 1)
+        assert (asked.name, asked.incarnation) == (
+            "inference.1",
+            0,
+        ) and "did not finish /update_weights within 0.3 s" in asked.why
+        engines.start_again()
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
+        assert "/resume" not in engines.stand_ins[1].paths()
+        return engines
+
+    engines = lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    assert stand_ins[3].paths()[0] == "/pause?mode=keep&clear_cache=false"
+    assert stand_ins[3].paths()[2:] == [
+        "/update_weights",
+        "/collective_rpc",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/resume",
+    ]
+    assert stand_ins[2].paths() == [
+        f"/remove_worker?url={engines.urls[1]}",
+        f"/add_worker?url={engines.urls[3]}",
+    ]
+    [lost], [back] = engines.rows("engine_fenced"), engines.rows("engine_healthy")
+    assert (lost["engine"], back["engine"], back["version"], back["incarnation"]) == (1, 1, 3, 1)
+
+
+def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_alone_is_not(
+    tmp_path, monkeypatch
+):
+    stand_ins = [
+        StandIn(),
+        StandIn(),
+        StandIn(fail={"/inference/v1/generate": (500, {"error": "sent to nobody"})}),
+        StandIn(),
+    ]
+    request = {"max_tokens": 1, "temperature": 1.0, "cache_salt": "0", "request_id": "r"}
+
+    async def scenario(engines):
+        with pytest.raises(GenerationFailed, match="sent to nobody"):
+            await engines.fleet.generate([1], **request)
+        assert engines.fleet.registry.at(Phase.HEALTHY) == [0, 1]
+        stand_ins[1].fail["/health"] = (503, {})
+        with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 says that it is not well"):
+            await engines.fleet.generate([1], **request)
+        assert (await engines.fleet.metrics()).keys() == {0}
+        engines.start_again()
+        await until(lambda: engines.fleet.registry.at(Phase.HEALTHY) == [0, 1])
+        assert "/pause?mode=keep&clear_cache=false" not in stand_ins[3].paths(), (
+            "no version is wanted yet but the one that it starts with"
+        )
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_rollout_that_is_cancelled_while_it_has_engines_fenced_leaves_none_half_fenced(
+    tmp_path, monkeypatch
+):
+    told = threading.Event()
+    router = StandIn(
+        fail={"/inference/v1/generate": (500, {"error": "x"})},
+        before={"/remove_worker": lambda _: told.wait(20)},
+    )
+    stand_ins = [
+        StandIn(fail={"/health": (503, {})}),
+        StandIn(fail={"/health": (503, {})}),
+        router,
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        try:
+            asking = asyncio.create_task(
+                fleet.generate([1], max_tokens=1, temperature=1.0, cache_salt="0", request_id="r")
+            )
+            await until(lambda: len(router.paths()) == 2)
+            asking.cancel()
+            assert [
+                type(error) for error in await asyncio.gather(asking, return_exceptions=True)
+            ] == [asyncio.CancelledError]
+        finally:
+            told.set()
+        await until(lambda: len(router.paths()) == 3)
+        assert fleet.registry.at(Phase.FENCED) == [0, 1]
+        assert {one.name for one in preemption.fenced(tmp_path, "rl", 1)} == {
+            "inference.0",
+            "inference.1",
+        }
+        assert router.paths()[1:] == [f"/remove_worker?url={url}" for url in engines.urls[:2]]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_engine_that_is_lost_while_the_router_adds_it_is_dropped_after_that(
+    tmp_path, monkeypatch
+):
+    dropped = threading.Event()
+    router = StandIn(before={"/add_worker": lambda _: dropped.wait(20)})
+    stand_ins = [StandIn(), StandIn(fail=dict(LOST)), router, StandIn()]
+
+    async def scenario(engines):
+        fleet, url = engines.fleet, engines.urls[3]
+        try:
+            await fleet.metrics()
+            engines.start_again()
+            await until(lambda: f"/add_worker?url={url}" in router.paths())
+            stand_ins[3].fail |= LOST
+            await fleet.metrics()
+            assert router.paths().count(f"/remove_worker?url={url}") == 1, (
+                "who dies is dropped at once"
+            )
+        finally:
+            dropped.set()
+        await until(lambda: router.paths().count(f"/remove_worker?url={url}") == 2)
+        assert fleet.registry.at(Phase.FENCED) == [1] and (await fleet.metrics()).keys() == {0}
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_engine_that_the_router_does_not_drop_is_started_again_all_the_same(
+    tmp_path, monkeypatch
+):
+    lost = StandIn(fail=dict(LOST))
+    stand_ins = [StandIn(), lost, StandIn(fail={"/remove_worker": (500, {})}), StandIn()]
+
+    async def scenario(engines):
+        with pytest.raises(RunFailed, match="router: /remove_worker"):
+            await engines.fleet.metrics()
+        assert [one.name for one in preemption.fenced(tmp_path, "rl", 1)] == ["inference.1"]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_where_no_engine_is_left_requests_wait_at_the_door_and_an_update_is_over_when_one_is_back(
+    tmp_path, monkeypatch
+):
+    stand_ins = [StandIn(fail={"/pause": (500, {}), "/health": (503, {})}) for _ in range(2)] + [
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert await fleet.metrics()
+        stand_ins[0].fail["/metrics"] = stand_ins[1].fail["/metrics"] = (500, {})
+        assert await fleet.metrics() == {} and not fleet.is_serving
+        updating = asyncio.create_task(fleet.update(PUBLISHED))
+        asking = asyncio.create_task(
+            fleet.generate(
+                [1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="b", timeout_s=2.0
+            )
+        )
+        await asyncio.sleep(2.1)
+        assert not updating.done() and not asking.done(), "a request's time begins when it is sent"
+        engines.start_again()
+        assert (await updating).version == 3 and len((await asking).token_ids) == 2
+        assert fleet.registry.at(Phase.HEALTHY) == [1]
+        await fleet.engines[1].generate(
+            [1], max_tokens=1, temperature=1.0, cache_salt="3", request_id="c"
+        )
+        for asked in (stand_ins[2].asked[-1], stand_ins[3].asked[-1]):
+            assert asked[0] == "/inference/v1/generate" and asked[1]["model"] == "adapter"
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_update_that_every_engine_refuses_ends_the_run(tmp_path, monkeypatch):
+    stand_ins = [
+        StandIn(untaken=["tensor 'q' is cut off"]),
+        StandIn(untaken=["tensor 'q' is cut off"]),
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        with pytest.raises(UpdateFailed, match=r"tensor 'q' is cut off"):
+            await engines.fleet.update(PUBLISHED)
+        assert not preemption.fenced(tmp_path, "rl", 1)
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_engines_that_die_over_an_update_are_started_again_whatever_they_said_of_it(
+    tmp_path, monkeypatch
+):
+    dying = {
+        "fail": {
+            "/update_weights": (500, {"error": {"message": "cancelled"}}),
+            "/health": (503, {}),
+        }
+    }
+    stand_ins = [StandIn(**dying), StandIn(**dying), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        updating = asyncio.create_task(engines.fleet.update(PUBLISHED))
+        await until(lambda: engines.fleet.registry.at(Phase.FENCED) == [0, 1])
+        engines.start_again()
+        assert (await updating).version == 3
+        assert all(
+            "says that it is not well" in row["why"] for row in engines.rows("engine_fenced")
+        )
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_other_weights_than_those_published_end_the_run_whatever_may_be_started_again(
+    tmp_path, monkeypatch
+):
+    async def scenario(engines):
+        with pytest.raises(WeightsDiffer, match="engine 1: tensor 'b' is missing"):
+            await engines.fleet.update(PUBLISHED)
+
+    lossy(
+        tmp_path,
+        monkeypatch,
+        scenario,
+        StandIn(),
+        StandIn(held={"a": HELD["a"]}),
+        StandIn(),
+        StandIn(),
+    )
+
+
+def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery_module, "RETURN_S", 0.2)
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        stand_ins[1].fail |= LOST
+        await engines.fleet.metrics()
+        with pytest.raises(
+            RunFailed,
+            match=r"engine 1 did not serve again within 0\.2 s \(engine 1 says that it is not well",
+        ):
+            while True:
+                engines.fleet.check()
+                await asyncio.sleep(0.01)
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+# Direct wires
+
+ALONG = f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"
+
+
+def direct(folder, version=3):
+    """What a trainer publishes on a direct wire."""
+    folder.mkdir(exist_ok=True)
+    (folder / "wire.json").touch()
+    (folder / f"version_{version}.json").touch()
+    return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [[ALONG], [None, ALONG]],
+    ids=["of one worker", "of two, one of which has everything"],
+)
+def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_lease(
+    tmp_path, monkeypatch, workers
+):
+    folder, seen = tmp_path / "wire", []
+
+    def look(body):
+        [path] = folder.glob("claim_3_*.json")
+        taking = read_transfer(body["update_info"]["path"])
+        seen.append((path.name, taking.engines))
+        if len(seen) == 1:  # the lost one's failure is told, so nobody waits for it
+            while Path(body["update_info"]["path"]).exists():
+                time.sleep(0.01)
+
+    def end(body):
+        while not seen:
+            time.sleep(0.01)
+        time.sleep(0.2)
+
+    stand_ins = [
+        StandIn(
+            untaken=[None] * len(workers),
+            untaken_at_first=[workers],
+            before={"/update_weights": look},
+        ),
+        StandIn(
+            fail={"/update_weights": (500, {}), "/health": (503, {})},
+            before={"/update_weights": end},
+        ),
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        report = await fleet.update(direct(folder))
+        assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, (
+            "it was paused through both takes"
+        )
+        assert fleet.registry.at(Phase.HEALTHY) == [0] and fleet.registry.at(Phase.FENCED) == [1]
+        assert [engines for _, engines in seen] == [
+            ("engine 0", "engine 1"),
+            ("engine 0",),
+        ] and seen[0][0] == seen[1][0]
+        assert engines.stand_ins[0].paths()[-1] == "/resume"
+        assert engines.stand_ins[0].calls() == ["untaken", "give_up_update", "untaken", "attested"]
+        assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
+        engines.start_again()
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
+        await until(
+            lambda: (
+                sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
+            )
+        )  # its claim is given back
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
+    tmp_path, monkeypatch
+):
+    late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
+    stand_ins = [
+        StandIn(untaken_at_first=[[ALONG], [late]]),
+        StandIn(untaken_at_first=[[ALONG], [late]]),
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert await fleet.update(direct(tmp_path / "wire")) is None
+        assert fleet.registry.at(Phase.STALE) == [0, 1] and all(
+            "/resume" not in one.paths() for one in stand_ins
+        ), "they stand paused"
+        assert (await fleet.update(direct(tmp_path / "wire", version=4))).version == 4
+        assert fleet.registry.at(Phase.HEALTHY) == [0, 1]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, monkeypatch):
+    stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        with pytest.raises(UpdateInterrupted, match="trainer 0 did not send its slices"):
+            await engines.fleet.update(direct(tmp_path / "wire"))
+        assert [stand_in.paths().count("/update_weights") for stand_in in stand_ins] == [2, 2, 0, 0]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pool_module, "ALONG_S", 0.2)
+    stand_ins = [
+        StandIn(untaken_at_first=[[ALONG]]),
+        StandIn(hang={"/update_weights"}),
+        StandIn(),
+        StandIn(),
+    ]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
+        assert fleet.registry.at(Phase.HEALTHY) == [0]
+        assert (
+            "engine 1 hung in a take that was over for another 0.2 s before"
+            in fleet.registry[1].why
+        )
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.5)
+    stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
+    folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        await fleet.metrics()
+        assert (await fleet.update(direct(folder))).version == 3
+        engines.start_again()
+        await until(lambda: "/update_weights" in stand_ins[3].paths())
+        (folder / "version_3.json").rename(
+            folder / "closed_3.json"
+        )  # as a trainer that wants to step; it waits for claims
+        served = 0
+        while open_leases(folder, 3):
+            await fleet.generate([1], request_id=f"r{served}", **request)
+            served += 1
+        assert served and fleet.registry.at(Phase.HEALTHY) == [0]
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [1])
+        assert "did not finish /update_weights within 0.5 s" in fleet.registry[1].why
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
+            Phase.HEALTHY
+        ) == [0]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
+    tmp_path, monkeypatch
+):
+    gone = {"/pause": (500, {}), "/health": (503, {})}
+    stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "wire", engines.fleet
+        updating = asyncio.create_task(fleet.update(direct(folder)))
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
+        (folder / "version_3.json").unlink()  # the trainer steps
+        engines.start_again()
+        assert await updating is None
+        assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
+        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
+            Phase.HEALTHY
+        ) == [1]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(
+    tmp_path, monkeypatch
+):
+    gone = {"/pause": (500, {}), "/health": (503, {})}
+    stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "version_3", engines.fleet
+        folder.mkdir()
+        updating = asyncio.create_task(
+            fleet.update(Published(3, str(folder), FINGERPRINTS, PUBLISHED.digest))
+        )
+        await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
+        folder.rmdir()
+        engines.start_again()
+        assert await updating is None
+        assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_version(
+    tmp_path, monkeypatch
+):
+    back, seen = {"inference.1 to serve again"}, []
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        folder, fleet = tmp_path / "wire", engines.fleet
+        await back_without_a_version(engines, folder, stand_ins[1])
+        assert fleet.registry.at(Phase.STALE) == [1] and fleet.is_serving
+        monkeypatch.setattr(recovery_module, "RETURN_S", 0.0)
+        await asyncio.sleep(0.1)
+        fleet.check()
+        monkeypatch.setattr(recovery_module, "RETURN_S", 600.0)
+        stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
+        assert (await fleet.update(direct(folder, 4))).version == 4
+        await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
+        assert seen == [back] and engines.waits() == set(), (
+            "it has a version to take, and has taken it"
+        )
+        assert [row["version"] for row in engines.rows("engine_healthy")] == [4]
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_path, monkeypatch):
+    stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
+
+    async def scenario(engines):
+        fleet = engines.fleet
+        await back_without_a_version(engines, tmp_path / "wire", stand_ins[1])
+        stand_ins[0].fail |= LOST
+        await fleet.metrics()
+        assert not fleet.is_serving
+        await until(
+            lambda: engines.waits() == {"inference.0 to serve again", "inference.1 to serve again"}
+        )
+        monkeypatch.setattr(recovery_module, "RETURN_S", 0.0)
+        with pytest.raises(RunFailed, match=r"engine [01] did not serve again within 0 s"):
+            while True:
+                fleet.check()
+                await asyncio.sleep(0.01)
+
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+
+
+def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(tmp_path):
+    stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[ALONG, "cut off"])]
+
+    async def scenario(urls):
+        async with EnginePool(urls, urls[0]) as fleet:
+            with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
+                await fleet.update(direct(tmp_path / "wire"))
+
+    run(stand_ins, scenario)
+    assert stand_ins[0].paths().count("/update_weights") == 1
+
+
+def test_without_a_prefill_engine_requests_wait_and_its_readers_learn_of_its_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("orrery.runtime.token._kept", "t")
+    monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
+    ctx = RoleContext("orchestrator", tmp_path, "rl", 0, 1, 0)
+    prefill, decode, again = stand_ins = [StandIn(), StandIn(), StandIn()]
+
+    async def scenario(urls):
+        def listen(incarnation, url):
+            info = {"kv_engine_id": f"incarnation {incarnation}", "kv_bootstrap": url}
+            rendezvous.publish(
+                RoleContext("inference", tmp_path, "rl", 0, 1, 0, incarnation), url, **info
+            )
+            return info
+
+        def ask():
+            return fleet.generate(
+                [1], max_tokens=2, temperature=1.0, cache_salt="0", request_id="r"
+            )
+
+        async with (
+            EnginePool(urls[:2], restarting=ctx, handovers=[listen(0, urls[0])]) as fleet,
+            asyncio.timeout(20),
+        ):
+            prefill.fail |= {
+                "/inference/v1/generate": (500, {"error": "dying"}),
+                "/health": (503, {}),
+            }
+            with pytest.raises(EngineGone, match=r"dying.*engine 0 says that it is not well"):
+                await ask()
+            assert not fleet.is_serving and (await fleet.metrics()).keys() == {1}
+            waiting = asyncio.create_task(ask())
+            await asyncio.sleep(0.1)
+            assert not waiting.done() and "/collective_rpc" not in decode.paths(), (
+                "it may write into its readers' blocks yet"
+            )
+            (tmp_path / "stages/rl/endpoints/inference.0.json").unlink()
+            await until(lambda: "/collective_rpc" in decode.paths())
+            assert decode.asked[-1][1] == {"method": "read_no_more", "args": ["incarnation 0"]}
+            listen(1, urls[2])
+            assert len((await waiting).token_ids) == 2
+            await fleet.abort(["r"])
+        assert "/abort_requests" in decode.paths() and "/abort_requests" not in again.paths()
+        [asked] = [body for path, body in decode.asked if path == "/inference/v1/generate"]
+        assert asked["kv_transfer_params"]["remote_engine_id"] == "incarnation 1"
+
+    try:
+        run(stand_ins, scenario)
+    finally:
+        ctx.metrics.close()

@@ -1,0 +1,145 @@
+"""One of several ranks that train one step in many layouts.
+
+`parallel_rank.py FOLDER PORT NUM_RANKS RANK`. FOLDER/cases.json is {name: keywords of `manifest`}.
+Layouts of four ranks run on all. Those of two ranks alternate between ranks 0, 1 and ranks 2, 3,
+and those of one rank are shared out. A name begins with its network, whose weights are
+FOLDER/<network>. Gradients go to FOLDER/<name>.safetensors. The last line of stdout has the
+results of this rank's cases.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import deep_ep_fake
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from trainer_cases import make_learner, manifest, rank_device
+
+from orrery.models.mixture import Experts
+from orrery.models.placement import full_tensor, local_tensor
+from orrery.trainer.learner import Learner, count_totals
+from orrery.trainer.parallel import activation_offload, fsdp
+from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
+from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
+from orrery.wire.columns import Columns
+from orrery.wire.packing import pack
+
+LENGTHS = (
+    1,
+    2,
+    3,
+    21,
+    5,
+    8,
+    1,
+    13,
+    17,
+    2,
+    9,
+    30,
+) * 2  # documents: of one token, shorter than 2·cp, odd, and as long as a micro-batch
+CANARY = (9, 11, 8, 14, 10, 12, 13)
+MAX_TOKENS = 30  # so that every rank of every layout has more than one micro-batch
+
+
+def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Metrics of the step and the whole gradient before clipping; weights stay."""
+    gradients = {}
+    with torch.no_grad():
+        for name, weight in learner.weights.items():
+            if name.endswith("lora.b"):  # zero at first, which would hide the gradients behind it
+                local_tensor(weight).fill_(0.05)
+
+    def keep(*_: object) -> None:
+        for name, weight in learner.weights.items():
+            gradients[name] = full_tensor(weight.grad).clone()
+
+    learner.max_grad_norm = 1e9
+    learner.optimizer.step = keep
+    world = learner.world
+    plan = pack(columns.lengths, learner.trainer.mesh.num_data_ranks, MAX_TOKENS)[world.data_rank]
+    assert len(plan) > 1
+    mine = [columns.select(samples) for samples in plan]
+    return learner.learn(mine, len(mine), count_totals(mine, world), 1.0).metrics, gradients
+
+
+def do(name: str, fields: dict, folder: Path, world: World) -> dict:
+    from test_trainer_parallel import documents
+
+    spec = manifest(**fields)
+    if world.mesh is not None:
+        world = make_world(spec.trainer.mesh, world.rank, world.device)
+    learner = make_learner(spec, folder / name.partition("_")[0], world)
+    canary = learner.logprobs(CANARY)
+    metrics, gradients = one_step(learner, documents(spec, name.startswith("replayed")))
+    if world.is_first:
+        save_file(gradients, folder / f"{name}.safetensors")
+    return metrics | {"canary": canary}
+
+
+def exchanges(world: World) -> dict[str, list]:
+    """Return each exchange's output and gradients of tokens, scores and expert weights."""
+    deep_ep_fake.install()
+    generator = torch.Generator().manual_seed(world.rank)
+    num_tokens, num_experts, group = (5, 0, 11, 1)[world.rank], 8, dist.group.WORLD
+    x, seen = torch.randn(num_tokens, 6, generator=generator), {}
+    scores, choice = (
+        torch.rand(num_tokens, 3, generator=generator),
+        torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :3],
+    )
+    for kind in KINDS:
+        experts = Experts(num_experts // world.size, 6, 4)
+        with torch.no_grad():
+            for weight in experts.parameters():
+                weight.normal_(generator=torch.Generator().manual_seed(100 + world.rank))
+        inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+        out = make_exchange(kind, group, num_experts)(*inputs, choice, experts)
+        (out * torch.arange(1.0, 7.0)).sum().backward()
+        seen[kind] = [
+            tensor.tolist()
+            for tensor in (out, *(leaf.grad for leaf in (*inputs, *experts.parameters())))
+        ]
+    return seen
+
+
+def main() -> None:
+    folder, port, num_ranks, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    cases = {
+        name: (fields, manifest(**fields).trainer)
+        for name, fields in json.loads((folder / "cases.json").read_text()).items()
+    }
+    activation_offload.apply.__defaults__ = (64,)  # bytes: what these blocks keep is small
+    store, answers = (
+        dist.TCPStore("127.0.0.1", port, num_ranks, rank == 0, wait_for_workers=False),
+        {},
+    )
+    for size in (4, 2, 1):
+        part, place = divmod(rank, size)
+        mine = [name for name, (_, trainer) in cases.items() if trainer.mesh.world_size == size]
+        mine = mine[part :: num_ranks // size] if size <= num_ranks else []
+        if mine:
+            is_needed = any(fsdp.is_needed(cases[name][1]) for name in mine)
+            own = dist.PrefixStore(f"{size}.{part}", store) if is_needed else None
+            world = init_world(cases[mine[0]][1].mesh, place, rank_device(rank), own)
+            for name in mine:
+                try:
+                    answers[name] = do(name, cases[name][0], folder, world)
+                except BaseException as error:
+                    error.add_note(
+                        f"in the case {name}"
+                    )  # the last that is said, of which only the end is shown
+                    raise
+            if size == 4:
+                answers["exchanges"] = exchanges(world)
+            destroy_world(world)
+    store.set(f"done.{rank}", "")
+    if rank == 0:  # it serves the store, and pairs end at different times
+        store.wait([f"done.{other}" for other in range(num_ranks)], timedelta(seconds=300))
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Shared cases: a tiny manifest, random batches, learners in one and in several processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orrery.manifest.schema import Manifest
+from orrery.models import build, weights
+from orrery.models.placement import full_tensor
+from orrery.trainer.assemble import load_policy
+from orrery.trainer.learner import Learner
+from orrery.trainer.parallel.world import World
+from orrery.wire.columns import Columns
+from orrery.wire.packing import pack
+
+torch.set_num_threads(1)
+
+ALPHABET = "abcdefgh"
+MEMORY = {
+    "activation_checkpointing": {"kind": "none"},
+    "activation_offload": False,
+    "optimizer_offload": False,
+    "lm_head_chunk_tokens": 16,
+    "lm_head_keeps_logits": False,
+    "max_tokens_per_micro_batch": 64,
+}
+MISMATCH = {
+    "warn_kl": 2.0,
+    "stop_kl": 10.0,
+    "warn_logprob_difference": 1.0,
+    "stop_logprob_difference": 2.0,
+    "canary_logprob_difference": 1e-3,
+}
+OFFLOADED = {
+    "memory": {**MEMORY, "optimizer_offload": True}
+}  # fields of `trainer`, as those of the next line
+HOSTED = {"fsdp": {"reshard_after_forward": True, "reduce_gradients": "step", "cpu_offload": True}}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "expert_intermediate_size": 24,
+    "normalize_top_k": True,
+    "num_dense_layers": 0,
+    "num_shared_experts": 0,
+    "score": "softmax",
+    "routed_scale": 1.0,
+}
+GEMMA2 = {  # a network of transformers: soft caps, a window, norms behind as well as before
+    "model_type": "gemma2",
+    "vocab_size": 8 + len(ALPHABET),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
+HERE = Path(__file__).resolve().parent
+
+
+def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Manifest:
+    """A tiny run; each keyword replaces fields of its object."""
+    task = {"name": "reverse", "kind": "reverse_text", "weight": 1.0, "seed": 1, "max_turns": 1}
+    task["args"] = {
+        "alphabet": ALPHABET,
+        "min_length": 2,
+        "max_length": 4,
+        "instruction": "",
+        "split": "train",
+    }
+    adamw = {
+        "kind": "adamw",
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
+    constant = {"kind": "constant", "warmup_steps": 2}
+    data = {"kind": "demonstrations", "task": task, "num_problems": 64}
+    sft = {
+        "num_steps": 8,
+        "examples_per_batch": 16,
+        "optimizer": adamw,
+        "schedule": constant,
+        "max_grad_norm": 1.0,
+        "data": data,
+    }
+    sft |= {"trained_roles": ["assistant"], "validation": None}
+    return Manifest.model_validate(
+        {
+            "schema_version": 2,
+            "name": "tiny",
+            "seed": 5,
+            "python_lock_sha256": "0" * 64,
+            "model": {
+                "family": "qwen3",
+                "init": {"kind": "random", "seed": 3, "std": 0.1},
+                "tokenizer": {"kind": "characters", "alphabet": ALPHABET},
+                "vocab_size": 8 + len(ALPHABET),
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_layers": 2,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+                "head_dim": 16,
+                "max_positions": 64,
+                "rope_theta": 10000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_embeddings": True,
+                "moe": None,
+                "mla": None,
+                "hf_config": None,
+                "rotary_fraction": 1.0,
+                "rope_scaling": None,
+                "attention_bias": False,
+                "qk_norm": True,
+                **(model or {}),
+            },
+            "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
+            "trainer": {
+                "mesh": {
+                    "dp_replicate": 1,
+                    "dp_shard": 1,
+                    "cp": 1,
+                    "ep": 1,
+                    "cp_style": "ulysses",
+                    "ep_backend": "torch",
+                    **(mesh or {}),
+                },
+                "fsdp": {
+                    "reshard_after_forward": True,
+                    "reduce_gradients": "step",
+                    "cpu_offload": False,
+                },
+                "lora": None,
+                "param_dtype": "float32",
+                "compute_dtype": "float32",
+                "reduce_dtype": "float32",
+                "compile": False,
+                "memory": MEMORY,
+                "optimizer": adamw,
+                "schedule": constant,
+                "max_grad_norm": 1.0,
+                "loss": {"kind": "dppo", "mask_low": 0.2, "mask_high": 0.2, "penalty": 1e-3},
+                "mismatch": MISMATCH,
+                "checkpoint": {"interval_steps": 2, "keep": 2},
+                **(trainer or {}),
+            },
+            "inference": {
+                "num_replicas": 1,
+                "prefill_replicas": 0,
+                "tensor_parallel": 1,
+                "data_parallel": 1,
+                "expert_parallel": False,
+                "quantization": "none",
+                "kv_transfer": {"kind": "none"},
+                "kv_offload": {"kind": "none"},
+                "max_restarts": 0,
+                "dtype": "float32",
+                "max_model_len_tokens": 64,
+                "kv_block_tokens": 32,
+                "kv_cache_bytes": 1 << 20,
+                "max_num_sequences": 4,
+                "max_batched_tokens": 64,
+                "enforce_eager": True,
+                "router": {"kind": "none"},
+            },
+            "orchestrator": {
+                "algorithm": {"kind": "grpo", "group_size": 2, "normalize_std": False},
+                "rollouts_per_batch": 4,
+                "drop_zero_advantage_groups": True,
+                "max_sampled_ratio": 3.0,
+                "on_timeout": "zero",
+                "max_off_policy_steps": 2,
+                "max_batches_ahead": 1,
+                "keep_batches": 500,
+                "admission": {"kind": "fixed", "max_in_flight": 4},
+                "sampling": {"temperature": 1.0, "max_tokens_per_turn": 8},
+                "rollout_timeout_s": 5.0,
+                "evaluation": {
+                    "interval_steps": 2,
+                    "num_problems": 2,
+                    "rollouts_per_problem": 1,
+                    "stop_at": None,
+                },
+            },
+            "tasks": {"train": [task], "evaluation": [task | {"seed": 2}]},
+            "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
+            "stages": {
+                "sft": sft,
+                "rl": {"num_steps": 4},
+                "evaluate": {"num_problems": 2, "rollouts_per_problem": 1},
+                **(stages or {}),
+            },
+            **fields,
+        }
+    )
+
+
+def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: int = 0) -> Columns:
+    """A random batch for `step`: prompts of 3 tokens, log-probs near those of a fresh model."""
+    rng = np.random.default_rng([seed, step])
+    lengths = rng.integers(5, 20, num_samples)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total = int(offsets[-1])
+    position = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    trained = position >= 3
+    token = {
+        "token_id": rng.integers(8, vocab_size, total).astype(np.int32),
+        "trained": trained,
+        "logprob": np.where(trained, np.log(1 / vocab_size) + rng.normal(0, 0.3, total), 0).astype(
+            np.float32
+        ),
+        "version": np.where(trained, step - 1, -1).astype(np.int32),
+        "advantage": np.repeat(rng.normal(0, 1, num_samples), lengths).astype(np.float32),
+    }
+    sample = {
+        "temperature": rng.uniform(0.7, 1.3, num_samples).astype(np.float32),
+        # An older policy, so that these random log-probs are not compared with the trainer's.
+        "dispatch_version": np.full(num_samples, step - 2, dtype=np.int32),
+    }
+    return Columns(offsets, token, sample)
+
+
+def share(columns: Columns, num_ranks: int, rank: int, max_tokens: int = 64) -> list[Columns]:
+    return [
+        columns.select(samples) for samples in pack(columns.lengths, num_ranks, max_tokens)[rank]
+    ]
+
+
+def write_start_weights(spec: Manifest, folder: Path) -> Path:
+    network = build(spec.model)
+    weights.initialize(network, spec.model)
+    weights.save(network, spec.model, folder)
+    return folder
+
+
+def make_learner(spec: Manifest, start: Path, world: World | None = None) -> Learner:
+    world = world or World(0, 1, torch.device("cpu"), None)
+    policy = load_policy(spec.model, spec.trainer, world, start)
+    return Learner(policy, world, spec.trainer, spec.trainer.optimizer, spec.trainer.max_grad_norm)
+
+
+def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: full_tensor(weight.detach()).clone() for name, weight in learner.weights.items()}
+
+
+def rank_device(rank: int) -> torch.device:
+    """The device of rank `rank`: a GPU of its own where `run_script` was told so."""
+    if os.environ.get("TRAINER_TEST_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def run_ranks(
+    num_ranks: int, folder: Path, jobs: list[dict], device: str = "cpu"
+) -> list[dict[str, dict]]:
+    """Run jobs (see trainer_rank.py) on `num_ranks` processes. Return each rank's answers by job.
+
+    Jobs share the processes, because starting one takes seconds. Fails with a failed rank's stderr.
+    """
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
+    return run_script("trainer_rank", folder, num_ranks, deadline_s=100, device=device)
+
+
+def run_script(
+    module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu"
+) -> list[dict]:
+    """Run `main` of `module` as every rank, with FOLDER PORT NUM_RANKS RANK as arguments.
+
+    Return each rank's last line as JSON. If one fails, fail with the stderr of all.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path])),
+    }
+    environment["TRAINER_TEST_DEVICE"] = device
+    command = [
+        sys.executable,
+        str(HERE / "ranks.py"),
+        module,
+        str(folder),
+        str(port),
+        str(num_ranks),
+    ]
+    ranks = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        _, stderr = ranks.communicate(timeout=deadline_s)
+    finally:
+        if ranks.poll() is None:
+            ranks.terminate()  # it ends its ranks
+            ranks.wait()
+    said = {
+        stream: [path.read_text() for path in sorted(folder.glob(f"rank_?.{stream}"))]
+        for stream in ("out", "err")
+    }
+    assert ranks.returncode == 0, "\n".join(text[-3000:] for text in (stderr, *said["err"]))
+    return [json.loads(text.splitlines()[-1]) for text in said["out"]]

@@ -1,0 +1,716 @@
+"""One contract for every kind of rollout wire."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from wire_documents import documents, same
+
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.wire.columns import Columns
+from orrery.wire.packing import LazyMicroBatches
+from orrery.wire.rollout_wire import KINDS, Batch, files, make_receiver, make_sender, zeromq
+from orrery.wire.rollout_wire.bulk import BufferPool
+from orrery.wire.routed_experts import RouteShape, check_routes, without_routes
+
+pytestmark = pytest.mark.timeout(60)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request):
+    return request.param
+
+
+class Wire:
+    """A sender in this loop and receivers in threads."""
+
+    def __init__(self, kind: str, run_dir: Path, num_ranks: int) -> None:
+        self.kind, self.run_dir = kind, run_dir
+        self.sender = make_sender(kind, run_dir, "127.0.0.1", 0, num_ranks)
+        self.receivers = []
+
+    def receiver(self, rank=0):
+        self.receivers.append(make_receiver(self.kind, self.run_dir, self.sender.url, rank))
+        return self.receivers[-1]
+
+    def close(self):
+        for receiver in self.receivers:
+            receiver.close()
+        self.sender.close()
+
+
+@contextlib.asynccontextmanager
+async def wire_of(kind, run_dir, num_ranks=1):
+    wire = Wire(kind, run_dir, num_ranks)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+def copied(columns: Columns) -> Columns:
+    """Outlives the wire's buffers, so that reuse of a buffer would show."""
+    return Columns(
+        columns.offsets.copy(),
+        *({n: a.copy() for n, a in c.items()} for c in (columns.token, columns.sample)),
+    )
+
+
+def take(receiver, step, deadline_s=DEADLINE_S):
+    received = receiver.receive(step, deadline_s)
+    return received, [copied(columns) for columns in received]
+
+
+async def taken(receiver, step, deadline_s=DEADLINE_S):
+    return await asyncio.to_thread(take, receiver, step, deadline_s)
+
+
+def batch_of(step, lengths=((3, 2), (4,)), num_ranks=1):
+    """Micro-batches differ by rank, step and position."""
+    return Batch(
+        step,
+        [
+            [documents(part, seed=100 * step + 10 * rank + at) for at, part in enumerate(lengths)]
+            for rank in range(num_ranks)
+        ],
+        totals={"num_trained_tokens": 7, "weight": 0.5},
+        info={"digest": "abc"},
+    )
+
+
+def check(received, columns, batch, rank=0):
+    assert (received.step, received.rank, received.totals, received.info) == (
+        batch.step,
+        rank,
+        batch.totals,
+        batch.info,
+    )
+    assert received.num_micro_batches == len(columns) == len(batch.micro_batches[rank])
+    for got, parts in zip(columns, batch.micro_batches[rank], strict=True):
+        assert same(got, Columns.concatenate([parts] if isinstance(parts, Columns) else parts))
+
+
+def test_a_batch_arrives_as_it_was_sent(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1)
+            await wire.sender.send(batch)
+            check(*await taken(wire.receiver(), 1), batch)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_an_ask_before_the_batch_is_answered_when_it_is_there(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            waiting = asyncio.create_task(taken(wire.receiver(), 4))
+            assert await wire.sender.wanted(at_least=4) == 4
+            batch = batch_of(4)
+            await wire.sender.send(batch)
+            check(*await waiting, batch)
+
+    asyncio.run(run())
+
+
+def test_nobody_has_asked_yet_says_minus_one(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            assert await wire.sender.wanted() == -1
+
+    asyncio.run(run())
+
+
+def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            receivers = [wire.receiver(0), wire.receiver(1)]
+            for step in (1, 2, 3):
+                batch = batch_of(step, num_ranks=2)
+                await wire.sender.send(batch)
+                for rank, (received, columns) in enumerate(
+                    await asyncio.gather(*(taken(r, step) for r in receivers))
+                ):
+                    check(received, columns, batch, rank)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
+    """Of four ranks, each two have the same documents; a batch is gone when all four have it."""
+
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=4) as wire:
+            receivers = [wire.receiver(rank) for rank in range(4)]
+            for step in (1, 2):
+                of_pair = batch_of(step, num_ranks=2)
+                batch = Batch(
+                    step,
+                    [of_pair.micro_batches[rank // 2] for rank in range(4)],
+                    of_pair.totals,
+                    of_pair.info,
+                )
+                await wire.sender.send(batch)
+                for rank in (3, 1, 0, 2):
+                    check(*await taken(receivers[rank], step), batch, rank)
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
+    """Rank 0 asks for batch 2 while rank 1 lacks batch 1, so batch 2 waits for room."""
+
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            fast, slow = wire.receiver(0), wire.receiver(1)
+            first, second = batch_of(1, num_ranks=2), batch_of(2, num_ranks=2)
+            await wire.sender.send(first)
+            check(*await taken(fast, 1), first, 0)
+            ahead = asyncio.create_task(taken(fast, 2))
+            await wire.sender.wanted(at_least=2)
+            handing = asyncio.create_task(wire.sender.send(second))
+            check(*await taken(slow, 1), first, 1)
+            await handing
+            check(*await ahead, second, 0)
+            check(*await taken(slow, 2), second, 1)
+
+    asyncio.run(run())
+
+
+def test_send_waits_until_the_batch_before_is_acknowledged(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            handing = asyncio.create_task(wire.sender.send(batch_of(2)))
+            await asyncio.wait([handing], timeout=0.1)
+            assert not handing.done()
+            receiver = wire.receiver()
+            await taken(receiver, 1)
+            await handing
+            check(*await taken(receiver, 2), batch_of(2))
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1, lengths=((3,), (4,), (5,)))
+            await wire.sender.send(batch)
+            first = make_receiver(kind, tmp_path, wire.sender.url, 0)
+
+            def take_one():
+                next(iter(first.receive(1, DEADLINE_S)))
+                first.close()
+
+            await asyncio.to_thread(take_one)
+            check(*await taken(wire.receiver(), 1), batch)
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_path):
+    """As `zip(received, steps)`, which stops the iterator at the last micro-batch."""
+
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1)
+            await wire.sender.send(batch)
+            receiver = wire.receiver()
+
+            def take_exactly():
+                received = receiver.receive(1, DEADLINE_S)
+                return [
+                    next(received.micro_batches) for _ in range(received.num_micro_batches)
+                ], received
+
+            kept, _received = await asyncio.to_thread(take_exactly)
+            await wire.sender.drained(DEADLINE_S)
+            for columns, parts in zip(kept, batch.micro_batches[0], strict=True):
+                assert same(columns, Columns.concatenate(parts))
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            receiver = wire.receiver()
+            for step in (1, 2):
+                await wire.sender.send(batch_of(step))
+                await taken(receiver, step)
+            await wire.sender.drained(DEADLINE_S)
+            with pytest.raises(
+                RunFailed, match=r"rank 0 asked.*batch 1.*gone, the wire is at batch 2"
+            ):
+                await taken(receiver, 1)
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_would_skip_a_batch_is_refused(kind, tmp_path):
+    """Ends resumed from different checkpoints drop nothing silently."""
+
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            refused = r"rank 0 asked.*batch 2 and was refused: batch 1 comes first"
+            early = asyncio.create_task(taken(wire.receiver(), 2))
+            await wire.sender.wanted(at_least=2)
+            await wire.sender.send(batch_of(1))
+            with pytest.raises(RunFailed, match=refused):
+                await early
+            with pytest.raises(RunFailed, match=refused):
+                await taken(wire.receiver(), 2)
+            check(*await taken(wire.receiver(), 1), batch_of(1))
+
+    asyncio.run(run())
+
+
+def test_steps_only_rise(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(5))
+            with pytest.raises(OrreryError, match="batch 5: the wire already took batch 5"):
+                await wire.sender.send(batch_of(5))
+
+    asyncio.run(run())
+
+
+def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+            uneven = Batch(1, [[documents([2])], []])
+            with pytest.raises(OrreryError, match=r"batch 1: micro-batches a rank \[1, 0\]"):
+                await wire.sender.send(uneven)
+
+    asyncio.run(run())
+
+
+def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            with pytest.raises(
+                RunFailed,
+                match=r"trainer rank 0 asked the orchestrator at .* for batch 3, "
+                r"but nothing came within 0\.1 s",
+            ):
+                await taken(wire.receiver(), 3, deadline_s=0.1)
+            await wire.sender.send(batch_of(3))
+            with pytest.raises(RunFailed, match=r"waited 0\.1 s.*batch 3 by trainer rank 0"):
+                await wire.sender.drained(0.1)
+
+    asyncio.run(run())
+
+
+def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            left, right = documents([2, 2])
+            del right.token["logprob"]
+            receiver = wire.receiver()
+            with pytest.raises(
+                OrreryError,
+                match=r"micro-batch 0 of rank 0 cannot be sent: "
+                r"token columns \['logprob'\] are in some parts",
+            ):
+                await wire.sender.send(Batch(1, [[[left, right]]]))
+                with pytest.raises(RunFailed, match="cannot be sent"):
+                    await taken(receiver, 1)
+                await wire.sender.wanted()
+
+    asyncio.run(run())
+
+
+def test_empty_micro_batches_arrive_empty(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            nothing = documents([3])[0].select([])
+            await wire.sender.send(Batch(1, [[[], nothing, documents([2])]]))
+            _, columns = await taken(wire.receiver(), 1)
+            assert [c.num_tokens for c in columns] == [0, 0, 2]
+            assert columns[1].token["routed_experts"].shape == (0, 3, 2)
+
+    asyncio.run(run())
+
+
+def test_a_batch_without_micro_batches_arrives_and_is_acknowledged(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(Batch(1, [[]], {"n": 0}))
+            received, columns = await taken(wire.receiver(), 1)
+            assert columns == [] and received.totals == {"n": 0}
+            await wire.sender.drained(DEADLINE_S)
+
+    asyncio.run(run())
+
+
+def test_frames_of_many_megabytes_arrive_whole(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            rng = np.random.default_rng(1)
+            sizes = [20_000, 5, 9_000]
+            parts = [
+                Columns(
+                    np.array([0, n]),
+                    {"routed_experts": rng.integers(0, 65536, (n, 39, 8), dtype=np.uint16)},
+                )
+                for n in sizes
+            ]  # 624 bytes a token, 18 MB
+            batch = Batch(1, [[parts, parts[:1]]])
+            await wire.sender.send(batch)
+            check(*await taken(wire.receiver(), 1), batch)
+
+    asyncio.run(run())
+
+
+def test_documents_with_routes_and_without_arrive_in_one_micro_batch(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            shape = RouteShape(39, 8, 300)
+            said = np.random.default_rng(1).integers(0, 300, (9000, 39, 8)).astype(np.uint16)
+            parts = [
+                Columns(np.array([0, len(each)]), {"routed_experts": each})
+                for each in (said, without_routes(8000, shape), said[:3])
+            ]
+            await wire.sender.send(Batch(1, [[parts]]))
+            _, [columns] = await taken(wire.receiver(), 1)
+            _, is_missing, num_routed = check_routes(
+                columns.token["routed_experts"], shape, "batch 1"
+            )
+            assert (
+                np.array_equal(columns.token["routed_experts"][:9000], said)
+                and num_routed == 39 * 9003
+            )
+            assert np.flatnonzero(is_missing).tolist() == list(range(9000, 17000))
+
+    asyncio.run(run())
+
+
+def test_micro_batches_are_made_one_at_a_time_when_they_are_needed(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            made = []
+            lazy = LazyMicroBatches(6, lambda at: made.append(at) or documents([at + 1], seed=at))
+            await wire.sender.send(Batch(1, [lazy]))
+            if kind == "zmq":
+                assert made == []
+            _, columns = await taken(wire.receiver(), 1)
+            assert [c.num_tokens for c in columns] == [1, 2, 3, 4, 5, 6]
+            assert made == list(range(6))
+
+    asyncio.run(run())
+
+
+def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
+    async def run():
+        async with wire_of(kind, tmp_path) as wire:
+            batch = batch_of(1, lengths=[(5,)] * 6)
+            await wire.sender.send(batch)
+            receiver = wire.receiver()
+            kept = await asyncio.to_thread(lambda: list(receiver.receive(1, DEADLINE_S)))
+            for columns, parts in zip(kept, batch.micro_batches[0], strict=True):
+                assert same(columns, parts[0])
+
+    asyncio.run(run())
+
+
+def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
+    async def run():
+        monkeypatch.setattr("orrery.runtime.token._kept", "ours")
+        async with wire_of(kind, tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            monkeypatch.setattr("orrery.runtime.token._kept", "theirs")
+            stranger = wire.receiver()
+            with pytest.raises(
+                RunFailed,
+                match=r"the token is not this run's; both processes must be of one attempt",
+            ):
+                await taken(stranger, 1, deadline_s=DEADLINE_S)
+            assert await wire.sender.wanted() == -1
+            if kind == "files":  # a stranger that does ask
+                ask = files.FileAsk(
+                    files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1
+                )  # of "theirs"
+                files._write(wire.sender._folder / "ask.rank_0.json", ask)
+                assert await wire.sender.wanted() == -1
+            assert wire.sender.num_foreign >= 1
+            monkeypatch.setattr("orrery.runtime.token._kept", "ours")
+            check(*await taken(wire.receiver(), 1), batch_of(1))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("given", "says"), [("ours", True), ("", False), (None, False)])
+def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(
+    kind, tmp_path, given, says
+):
+    """In launched processes the parent watch removes its variable before a wire is made."""
+    code = f"""
+import asyncio
+from orrery.manifest.errors import RunFailed
+from orrery.runtime.role_context import role_process
+from orrery.wire import rendezvous, rollout_wire
+async def sender():
+    rollout_wire.make_sender({kind!r}, ctx.run_dir, ctx.host, 0, 1).close()
+with role_process("orchestrator") as ctx:
+    url = {f"file://{tmp_path}" if kind == "files" else "tcp://127.0.0.1:1"!r}
+    def receiver():
+        rollout_wire.make_receiver({kind!r}, ctx.run_dir, url, 0).close()
+    for begin in (lambda: asyncio.run(sender()), receiver):
+        try:
+            begin()
+        except RunFailed as error:
+            assert "the run's token" in str(error)
+        else:
+            print("began")
+    rendezvous.publish(ctx, "http://here")
+"""
+    environment = os.environ | {
+        "ORRERY_LAUNCHER_PID": str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    environment |= {} if given is None else {"ORRERY_TOKEN_FILE": "-"}
+    role = subprocess.run(
+        [sys.executable, "-c", code, "--run-dir", str(tmp_path), "--stage", "rl"],
+        env=environment,
+        input=given or "",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (tmp_path / "stages/rl/endpoints/orchestrator.0.json").exists() is says
+    assert role.stdout.splitlines() == ["began"] * (2 if says else 0), role.stderr
+    if says:
+        assert role.returncode == 0, role.stderr
+    else:
+        assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith(
+            "error: the run's token: none came by standard input, though"
+        )
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(
+        OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"
+    ):
+        make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
+
+
+# ZeroMQ only
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_a_foreign_program_behind_the_url_is_said_so(answer):
+    """A peer that hangs up, that answers something else, or (None) without the run's keys."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def reply():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(answer)
+
+    thread = threading.Thread(target=reply)
+    if answer is not None:
+        thread.start()
+        port = listener.getsockname()[1]
+    receiver = make_receiver("zmq", Path(), f"tcp://127.0.0.1:{port}", 0)
+    try:
+        with pytest.raises(RunFailed, match="does another program listen there"):
+            receiver.receive(1, DEADLINE_S)
+    finally:
+        receiver.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        if answer is not None:
+            thread.join()
+        context.destroy(linger=0)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            port = int(wire.sender.url.rsplit(":", 1)[1])
+            with pytest.raises(OrreryError, match=f"cannot listen on 127.0.0.1:{port}"):
+                make_sender("zmq", tmp_path, "127.0.0.1", port, 1)
+
+    asyncio.run(run())
+
+
+def test_the_sender_listens_on_loopback_only(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            assert wire.sender.url.startswith("tcp://127.0.0.1:")
+
+    asyncio.run(run())
+
+
+def test_buffers_are_reused_only_once_nobody_looks_at_them():
+    pool = BufferPool()
+    first = pool.take(100)
+    address = first.ctypes.data
+    view = first[:10].view(np.int8)
+    del first
+    second = pool.take(100)
+    assert second.ctypes.data != address, "a view still looks at the first buffer"
+    del view
+    assert pool.take(80).ctypes.data == address
+
+
+def test_buffers_that_torch_looks_at_are_not_reused():
+    torch = pytest.importorskip("torch")
+    pool = BufferPool()
+    first = pool.take(64)
+    address = first.ctypes.data
+    tensor = torch.from_numpy(first.view(np.float32))
+    del first
+    assert pool.take(64).ctypes.data != address
+    del tensor
+    assert pool.take(64).ctypes.data == address
+
+
+def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
+    async def run():
+        async with wire_of("zmq", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            receiver = wire.receiver()
+            post = receiver._send
+            receiver._send = lambda message, who: (
+                None if isinstance(message, zeromq.Acknowledgement) else post(message, who)
+            )
+            await taken(receiver, 1)
+            receiver._send = post
+            waiting = asyncio.create_task(taken(receiver, 2))
+            await wire.sender.drained(DEADLINE_S)
+            await wire.sender.send(batch_of(2))
+            check(*await waiting, batch_of(2))
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def relay_to(port, limits_bytes=()):
+    """Yield (port, passed bytes) of a relay that cuts connection n after `limits_bytes[n]`."""
+    passed, tasks = [], []
+
+    async def copy(reader, writer, limit_bytes):
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                num_bytes += len(data)
+                if num_bytes > limit_bytes:
+                    break
+                passed[-1] += data
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def connect(reader, writer):
+        tasks.append(asyncio.current_task())
+        limit_bytes = limits_bytes[len(passed)] if len(passed) < len(limits_bytes) else 1 << 40
+        passed.append(bytearray())
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, up_writer, 1 << 40), copy(up_reader, writer, limit_bytes))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as between:
+        yield between.sockets[0].getsockname()[1], passed
+        if tasks:
+            await asyncio.wait(tasks, timeout=DEADLINE_S)
+
+
+def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
+    """A relay cuts the connection; the receiver goes on from there on another."""
+
+    async def run():
+        async with (
+            wire_of("zmq", tmp_path) as wire,
+            relay_to(wire.sender._bulk.port, [2 << 20]) as (port, passed),
+        ):
+            wire.sender._bulk.port = port
+            rng = np.random.default_rng(1)
+            parts = [
+                Columns(
+                    np.array([0, 8000]),
+                    {"routed_experts": rng.integers(0, 65536, (8000, 39, 8), dtype=np.uint16)},
+                )
+            ]  # 5 MB
+            batch = Batch(1, [[parts, documents([3])]])
+            await wire.sender.send(batch)
+            check(*await taken(wire.receiver(), 1), batch)
+            await wire.sender.drained(DEADLINE_S)
+            assert len(passed) == 3 and 2 << 19 < len(passed[0]) <= 2 << 20
+            assert len(passed[1]) < 4 << 20, "what had arrived is not sent again"
+
+    asyncio.run(run())
+
+
+# Files only
+
+
+def test_a_new_sender_does_not_show_the_batches_of_the_one_before(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as old:
+            await old.sender.send(batch_of(1))
+            async with wire_of("files", tmp_path) as new:
+                with pytest.raises(RunFailed, match="nothing came"):
+                    await taken(new.receiver(), 1, deadline_s=0.1)
+                with pytest.raises(RunFailed, match="closed"):
+                    await taken(old.receiver(), 1, deadline_s=0.1)
+
+    asyncio.run(run())
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            [path] = tmp_path.glob("rollouts/wire/*/step_1/rank_0.micro_0.safetensors")
+            path.write_bytes(b"\xff" * 100)
+            with pytest.raises(
+                RunFailed, match=r"rank_0\.micro_0\.safetensors: not a safetensors file"
+            ):
+                await taken(wire.receiver(), 1)
+
+    asyncio.run(run())
+
+
+def test_no_file_holds_the_runs_token(tmp_path, monkeypatch):
+    monkeypatch.setattr("orrery.runtime.token._kept", "a-secret-of-this-run")
+
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            await wire.sender.send(batch_of(1))
+            await asyncio.to_thread(wire.receiver().receive, 1, DEADLINE_S)
+            files = [path for path in tmp_path.rglob("*") if path.is_file()]
+            assert any(path.name.startswith("ask.") for path in files)
+            assert not any(b"a-secret-of-this-run" in path.read_bytes() for path in files)
+
+    asyncio.run(run())
+
+
+def test_an_ask_that_does_not_decode_is_counted_and_ignored(tmp_path):
+    async def run():
+        async with wire_of("files", tmp_path) as wire:
+            folder = Path(wire.sender.url.removeprefix("file://"))
+            (folder / "ask.rank_0.json").write_bytes(b"\x80\x04pickle")
+            assert await wire.sender.wanted() == -1
+            assert await wire.sender.wanted() == -1
+            assert wire.sender.num_foreign == 1
+
+    asyncio.run(run())
