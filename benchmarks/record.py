@@ -1,8 +1,8 @@
-"""How a benchmark's result is kept: one JSON beside its script, with what it was measured on. Nothing in it is typed in by hand.
+"""Write a benchmark's record: a JSON beside its script, with hardware, versions and commit.
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import record
-record(Path(__file__).with_suffix(".json"), figure=..., value=..., unit="s", goal=1.0, better="lower", details={...})
+record(Path(__file__).with_suffix(".json"), figure=..., value=..., unit="s", goal=1.0, ...)
 """
 
 import datetime
@@ -49,7 +49,8 @@ def record(
 ) -> dict[str, Any]:
     """Write one figure; `rows` are variants with fields of their own (`variant`, `value`, …).
 
-    Raise ValueError if the value is infinite, and SystemExit if the record would name a commit that does not hold the code that ran.
+    Raise ValueError if the value is infinite. Raise SystemExit if the commit does not hold the code
+    that ran.
     """
     measured_at = committed()
     if (trouble := unrecordable(measured_at)) and Path(path).resolve().is_relative_to(ROOT):
@@ -88,21 +89,24 @@ def record(
 
 
 def committed() -> str:
-    """Return the commit of this checkout, with "-dirty" where tracked files other than records differ from it."""
+    """Return this checkout's commit, with "-dirty" if tracked files other than records differ."""
     return commit(ROOT, ".", ":!benchmarks/**/*.json", ":!benchmarks/**/*.png")
 
 
 def unrecordable(measured_at: str) -> str | None:
-    """Return why no record may name this commit, or None. A reader has to find the code that was measured in the repository's history."""
+    """Return why no record may name this commit, or None. The repository must hold the code."""
     if measured_at == "unknown":
-        return "this folder is no git checkout; measure in one, or name the commit of its files in ORRERY_COMMIT"
+        return (
+            "this folder is no git checkout; measure in one, "
+            "or name the commit of its files in ORRERY_COMMIT"
+        )
     if measured_at.endswith("-dirty"):
         return "tracked files differ from the commit; commit them, then measure again"
     return None
 
 
 def command() -> str:
-    """What to type at the root to measure again; of a folder elsewhere its name alone, for folders of one machine say nothing."""
+    """Return the command to type at the root. Folders elsewhere keep their names only."""
     script = Path(sys.argv[0]).resolve()
     shown = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     return shlex.join(

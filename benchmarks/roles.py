@@ -1,4 +1,4 @@
-"""Role processes for a benchmark that plays the orchestrator itself, started as the launcher starts them."""
+"""Start role processes as the launcher does, for a benchmark that is the orchestrator itself."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ENGINE = ("-m", "orrery.inference")
 ROUTER = ("-m", "orrery.inference.router")
-# Fields of a manifest's `inference`: one engine that nobody shares, hands caches to or starts again, whatever the run has.
+# Fields of `inference` for one engine without replicas, cache transfer or restarts.
 ALONE = {
     "num_replicas": 1,
     "prefill_replicas": 0,
@@ -25,7 +25,7 @@ ALONE = {
 def roles(
     run_dir: Path, commands: Mapping[str, Sequence[str]]
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Python `commands` by role, each as number 0 of stage rl; they say where they listen by rendezvous, and end with the block.
+    """Run Python `commands` by role, each as number 0 of stage rl, until the block ends.
 
     What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
     One that ends before the block does interrupts it.

@@ -8,7 +8,7 @@ from record import ROOT
 
 
 def workspace_with(folder: Path, manifest: Manifest) -> Path:
-    """Make the empty `folder` a workspace with this one manifest, and return the folder of its run."""
+    """Make the empty `folder` a workspace with this manifest. Return its run directory."""
     for name in ("jsonnet", "locks", "local", "Snakefile"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "manifests").mkdir()

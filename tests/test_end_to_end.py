@@ -1,4 +1,4 @@
-"""A whole run as a person starts it: real Snakemake, real launcher, real vLLM behind its router, two trainer ranks."""
+"""A whole run with real Snakemake, launcher, vLLM behind its router, and two trainer ranks."""
 
 import json
 import os
@@ -167,7 +167,8 @@ def test_both_engines_generated(finished, manifest):
 def test_the_report_and_its_line_are_there(finished):
     line = (finished / "report" / "summary.txt").read_text()
     assert re.fullmatch(
-        rf"{NAME}: held-out reward 0\.\d\d \(0\.\d\d before RL\), \d+% of training rollouts without signal, "
+        rf"{NAME}: held-out reward 0\.\d\d \(0\.\d\d before RL\), "
+        r"\d+% of training rollouts without signal, "
         r"((\d+ min )?\d+|\d+\.\d) s, report: .*index\.html\n",
         line,
     )
@@ -176,7 +177,7 @@ def test_the_report_and_its_line_are_there(finished):
 
 
 def test_every_role_of_every_stage_ends_with_code_0_or_as_it_was_asked(finished):
-    """A library that crashes in a destructor would end a role by a signal after all its work is done."""
+    """A crash in a library's destructor would end a finished role by a signal."""
     stages = json.loads((finished / "receipt.json").read_text())["stages"]
     rows = {stage: entry["attempts"] for stage, entry in stages.items() if stage != "report"}
     endings = {
@@ -207,7 +208,7 @@ def test_a_finished_run_is_not_run_again(finished):
 
 @dataclass(frozen=True)
 class Broken:
-    """A run whose RL stage lost both engines, got them back, and ended when the third could not be started again."""
+    """A run whose RL stage lost and regained both engines, and ended with the third loss."""
 
     manifest: Manifest
     workspace: Path
@@ -221,11 +222,10 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def broken(request, finished, manifest, tmp_path_factory) -> Broken:
-    """One engine is killed in the midst of an update, which the other takes alone; then that other one, so that all waits until one is
-    back; and one more, for which `max_restarts` leaves no restart.
+    """Kill one engine during an update, then the other, and await both; then kill one more.
 
-    On the wire that `request.param` names. On a direct one an update is of all engines together, and what comes back gets its weights from
-    the trainer ranks.
+    `request.param` names the weight wire. On a direct wire all engines take an update
+    together, and a restarted engine gets its weights from the trainer ranks.
     """
     content = manifest.model_dump(mode="json")
     content["inference"]["max_restarts"], content["stages"]["rl"]["num_steps"] = (
@@ -350,10 +350,10 @@ def pid_of(folder: Path, name: str) -> int:
 
 
 def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
-    """`kill -9` in a take that cannot end, for the trainer waits in it for an engine that stands still. Takes are short: the trainer stands
-    still until the engine has begun, and where its part was over by then, the next version's take is tried.
+    """Kill an engine during a transfer that cannot end, because another engine stands still.
 
-    The version that engines had until then.
+    Transfers are short, so the trainer waits until the engine has begun. If the transfer ended
+    before that, try the next version.
     """
     trainer, engine = (psutil.Process(pid_of(folder, each)) for each in ("trainer.0", name))
     wire = weight_dir(
@@ -388,7 +388,7 @@ def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
 
 
 def kill_while_paused(launcher: subprocess.Popen, folder: Path, name: str) -> int:
-    """`kill -9` between an update's pause and its resume, as the engine itself tells of them. The version that engines had before."""
+    """Kill an engine between an update's pause and resume. Return the engines' version before."""
     engine = psutil.Process(pid_of(folder, name))
     while not is_paused(folder, name):
         assert launcher.poll() is None, launcher.communicate()[0]
@@ -407,7 +407,7 @@ def told_of(process: psutil.Process) -> str:
 
 
 def is_paused(folder: Path, name: str) -> bool:
-    """Whether it says so, or says nothing for long: an engine is paused when it takes weights, and answers when it has them."""
+    """Return whether an engine is paused: it says so, or is silent while it takes weights."""
     url = json.loads((folder / "stages" / "rl" / "endpoints" / f"{name}.json").read_text())["url"]
     asked = urllib.request.Request(
         f"{url}/is_paused", headers=authorization(TOKEN, Purpose.ADMINISTER)
@@ -441,7 +441,7 @@ def test_whichever_role_is_killed_the_run_ends_by_its_name_and_the_next_start_go
 
 
 def kill(role: str, after_step: int, launcher: subprocess.Popen, folder: Path) -> tuple[int, str]:
-    """Kill the role of a running RL stage once a step after `after_step` is trained and that one's checkpoint is whole.
+    """Kill a role of RL once a step after `after_step` is trained and checkpointed.
 
     The step of the checkpoint that the run's last words name, and those words.
     """

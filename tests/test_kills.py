@@ -90,14 +90,20 @@ def batch(versions: np.ndarray, groups: np.ndarray) -> Columns:
     return Columns(
         np.arange(0, 2 * num + 1, 2, dtype=np.int64),
         {
-            "token_id": np.zeros(2 * num, np.int32), "trained": np.tile([False, True], num), "logprob": np.zeros(2 * num, np.float32),
-            "version": versions, "advantage": np.zeros(2 * num, np.float32),
+            "token_id": np.zeros(2 * num, np.int32),
+            "trained": np.tile([False, True], num),
+            "logprob": np.zeros(2 * num, np.float32),
+            "version": versions,
+            "advantage": np.zeros(2 * num, np.float32),
         },
         {
-            "temperature": zeros, "dispatch_version": np.zeros(num, np.int32), "reward": zeros, "group_id": groups.astype(np.int64),
+            "temperature": zeros,
+            "dispatch_version": np.zeros(num, np.int32),
+            "reward": zeros,
+            "group_id": groups.astype(np.int64),
             "task_index": np.zeros(num, np.int32),
         },
-    )  # fmt: skip
+    )
 
 
 def test_a_run_that_went_on_after_a_kill_has_everything_once(kills, tmp_path):
@@ -112,9 +118,17 @@ def test_a_run_that_went_on_after_a_kill_has_everything_once(kills, tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
-    [("step", "lost"), ("part", "lost"), ("samples", "twice"), ("again", "twice"), ("version", "wrong_versions"),
-     ("digest", "wrong_versions"), ("weights", "wrong_versions"), ("log-probs", "wrong_versions")],
-)  # fmt: skip
+    [
+        ("step", "lost"),
+        ("part", "lost"),
+        ("samples", "twice"),
+        ("again", "twice"),
+        ("version", "wrong_versions"),
+        ("digest", "wrong_versions"),
+        ("weights", "wrong_versions"),
+        ("log-probs", "wrong_versions"),
+    ],
+)
 def test_what_is_wrong_after_a_kill_is_counted(kills, tmp_path, wrong, what):
     assert kills.checked(made_up(kills, tmp_path, wrong))[what] > 0
 
@@ -124,18 +138,21 @@ def test_what_is_wrong_after_a_kill_is_counted(kills, tmp_path, wrong, what):
     [
         (
             "trainer.1",
-            "error: rl: trainer.1 was killed by SIGKILL while training (step 5); its log is L; type `make demo` to go on",
+            "error: rl: trainer.1 was killed by SIGKILL while training (step 5); "
+            "its log is L; type `make demo` to go on",
             True,
         ),
         (
             "trainer.1",
-            "error: rl: trainer.0 ended with exit code 1 while training (step 5); its log is L; type `make demo` to go on",
+            "error: rl: trainer.0 ended with exit code 1 while training (step 5); "
+            "its log is L; type `make demo` to go on",
             False,
         ),
         ("trainer.1", "error: rl: trainer.1 was killed by SIGKILL while training (step 5)", False),
         (
             "engine core of inference.0",
-            "rl: orchestrator.0 ended with exit code 1: engine 0 is gone; type `make demo` to go on",
+            "rl: orchestrator.0 ended with exit code 1: engine 0 is gone; "
+            "type `make demo` to go on",
             False,
         ),
         ("launcher", "the launcher (pid 7) died without a word; type `make demo` to go on", True),
@@ -150,8 +167,15 @@ def test_a_seed_draws_the_same_kills_of_all_roles_each_time(kills):
     assert drawn == kills.schedule(0, 20) != kills.schedule(1, 20)
     roles = {kill.victim.split(".")[0] for kill in drawn}
     assert roles == {
-        "trainer", "orchestrator", "inference", "router", "launcher", "report", "engine core of inference", "vllm-router of router",
-    }  # fmt: skip
+        "trainer",
+        "orchestrator",
+        "inference",
+        "router",
+        "launcher",
+        "report",
+        "engine core of inference",
+        "vllm-router of router",
+    }
     assert [kills.STAGES.index(kill.stage) for kill in drawn] == sorted(
         kills.STAGES.index(kill.stage) for kill in drawn
     )

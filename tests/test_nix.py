@@ -1,7 +1,7 @@
 """The flake: its lock belongs to it, every output evaluates, and its shells hold what they promise.
 
-Nix runs as a plain program with its store in a temporary folder, with no network: nix/stub stands in for nixpkgs. What that
-leaves open is whether the tools of the real nixpkgs build.
+Nix runs with its store in a temporary folder and without a network. nix/stub stands in for nixpkgs,
+so these tests do not show that the real tools build.
 """
 
 import json
@@ -34,7 +34,7 @@ connect-timeout = 2
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory) -> dict[str, str]:
-    """The environment of a Nix that keeps all that it writes in one temporary folder, on a machine whose PATH is empty."""
+    """Return the environment of a Nix with its store in a temporary folder and an empty PATH."""
     folder = tmp_path_factory.mktemp("nix")
     places = {
         f"NIX_{name}_DIR": str(folder / name.lower()) for name in ("STORE", "STATE", "LOG", "CONF")

@@ -72,7 +72,7 @@ class Case:
     safe: tuple[str, ...] = ()
 
 
-# Cases ----------------------------------------------------------------------------------------------------------------
+# Cases
 
 
 def start_weights(root: Path) -> Path:
@@ -238,43 +238,88 @@ def start_adapters(root: Path) -> None:
 
 CASES = {
     "a file": Case(
-        lambda root: [write_atomic(root / "file", content) for content in (b"one", b"two")], whole=("file",), safe=("file",)
+        lambda root: [write_atomic(root / "file", content) for content in (b"one", b"two")],
+        whole=("file",),
+        safe=("file",),
     ),
-    "a new run": Case(lambda root: run_directory.begin(root / "runs" / "run"), whole=("runs/run/layout",), safe=("runs",)),
-    "an attempt": Case(lambda root: run_directory.begin_attempt(root / "run"), begun, safe=("run/attempts",)),
+    "a new run": Case(
+        lambda root: run_directory.begin(root / "runs" / "run"),
+        whole=("runs/run/layout",),
+        safe=("runs",),
+    ),
+    "an attempt": Case(
+        lambda root: run_directory.begin_attempt(root / "run"), begun, safe=("run/attempts",)
+    ),
     "init": Case(init, begun, whole=("run/weights/init",), safe=("run/weights",)),
     "weights in parts": Case(
-        save_in_parts, lambda root: (start_weights(root), (root / "model").mkdir()), vouches=(("model/config.json", "model"),),
+        save_in_parts,
+        lambda root: (start_weights(root), (root / "model").mkdir()),
+        vouches=(("model/config.json", "model"),),
         safe=("model",),
     ),
-    "the policy": Case(write_policy, lambda root: (start_weights(root), begun(root)), whole=("run/weights/rl",), safe=("run/weights",)),
+    "the policy": Case(
+        write_policy,
+        lambda root: (start_weights(root), begun(root)),
+        whole=("run/weights/rl",),
+        safe=("run/weights",),
+    ),
     "a checkpoint's half": Case(
-        trainers_half, lambda root: (start_weights(root), begun(root)), whole=("run/checkpoints/*/trainer",), safe=("run/checkpoints",)
+        trainers_half,
+        lambda root: (start_weights(root), begun(root)),
+        whole=("run/checkpoints/*/trainer",),
+        safe=("run/checkpoints",),
     ),
     "a checkpoint": Case(
-        whole_checkpoint, lambda root: (start_weights(root), begun(root)), whole=("run/checkpoints/*/orchestrator",),
+        whole_checkpoint,
+        lambda root: (start_weights(root), begun(root)),
+        whole=("run/checkpoints/*/orchestrator",),
         safe=("run/checkpoints",),
     ),
     "a checkpoint of files that are not synced": Case(
-        complete_what_is_not_synced, lambda root: (begun(root) / "checkpoints").mkdir(), safe=("run/checkpoints/*",)
+        complete_what_is_not_synced,
+        lambda root: (begun(root) / "checkpoints").mkdir(),
+        safe=("run/checkpoints/*",),
     ),
-    "checkpoints that go": Case(remove_them, lambda root: (begun(root), complete_what_is_not_synced(root))),
-    "a state of later": Case(wind_down, lambda root: (start_weights(root), begun(root), whole_checkpoint(root)), safe=("run/checkpoints",)),
+    "checkpoints that go": Case(
+        remove_them, lambda root: (begun(root), complete_what_is_not_synced(root))
+    ),
+    "a state of later": Case(
+        wind_down,
+        lambda root: (start_weights(root), begun(root), whole_checkpoint(root)),
+        safe=("run/checkpoints",),
+    ),
     "a checkpoint as a folder": Case(
         lambda root: export_checkpoint(root / "run"),
-        lambda root: (start_weights(root), begun(root), init(root), start_of_rl(root), whole_checkpoint(root)),
-        whole=("run/weights/step_4",), safe=("run/weights/step_4",),
+        lambda root: (
+            start_weights(root),
+            begun(root),
+            init(root),
+            start_of_rl(root),
+            whole_checkpoint(root),
+        ),
+        whole=("run/weights/step_4",),
+        safe=("run/weights/step_4",),
     ),
-    "batches": Case(keep_a_batch, begun, whole=("run/rollouts/step_1.safetensors", "run/rollouts/step_2.safetensors"), safe=("run",)),
+    "batches": Case(
+        keep_a_batch,
+        begun,
+        whole=("run/rollouts/step_1.safetensors", "run/rollouts/step_2.safetensors"),
+        safe=("run",),
+    ),
     "code": Case(copy_code, begun, whole=("run/code/*",), safe=("run",)),
-    "an adopted run": Case(adopt_it, run_that_can_be_adopted, whole=("runs/elsewhere-*",), safe=("runs/elsewhere-*",)),
+    "an adopted run": Case(
+        adopt_it, run_that_can_be_adopted, whole=("runs/elsewhere-*",), safe=("runs/elsewhere-*",)
+    ),
     "a stage": Case(
-        end_a_stage, lambda root: (start_weights(root), (root / "runs").mkdir()), whole=("runs/run/stages/rl/DONE",),
-        vouches=(("runs/run/stages/rl/DONE", "runs/run/weights/rl"),), safe=("runs/run/stages/rl/DONE", "runs/run/weights/rl"),
+        end_a_stage,
+        lambda root: (start_weights(root), (root / "runs").mkdir()),
+        whole=("runs/run/stages/rl/DONE",),
+        vouches=(("runs/run/stages/rl/DONE", "runs/run/weights/rl"),),
+        safe=("runs/run/stages/rl/DONE", "runs/run/weights/rl"),
     ),
     "a rank's file": Case(a_ranks_file, begun),
     "a blank adapter": Case(start_adapters, begun, whole=("run/stages/rl/blank_adapter",)),
-}  # fmt: skip
+}
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -397,7 +442,7 @@ def test_whatever_a_marker_vouches_for_is_whole_after_a_power_cut_at_any_moment(
     assert play(name, tmp_path / "disk") == []
 
 
-# Every sync is needed -------------------------------------------------------------------------------------------------
+# Every sync is needed
 
 
 def syncs() -> dict[tuple[str, int], str]:

@@ -1,4 +1,4 @@
-"""The quickstart's commands, typed in their order, and its own task, trained by the real engine until a held-out reward ends it."""
+"""Type the quickstart's commands in order, and train its task until a held-out reward ends it."""
 
 import json
 import os
@@ -17,17 +17,20 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 PAGE = (ROOT / "docs/quickstart.md").read_text()
 INSTALL = "uv pip install --no-deps --no-build-isolation -e examples/count_vowels"
-COPY = "sed 's/reverse_text/count_vowels/' jsonnet/runs/reverse_text.jsonnet > jsonnet/runs/count_vowels.jsonnet"
+COPY = (
+    "sed 's/reverse_text/count_vowels/' jsonnet/runs/reverse_text.jsonnet "
+    "> jsonnet/runs/count_vowels.jsonnet"
+)
 LOOK = ["orrery status", "orrery logs reverse_text trainer"]
 CHANGE = [
     "orrery explain reverse_text trainer.optimizer.lr",
     "orrery render reverse_text",
     "orrery plan reverse_text",
 ]
-# Not typed as they stand: the environment is active here, `make demo` is two commands behind `make setup`, and pages are served for ever.
+# Not typed: the environment is active, `make demo` needs `make setup`, tensorboard never ends.
 START = ["snakemake --profile local reverse_text", "make demo RUN=count_vowels"]
 OTHERWISE = [". .venv/bin/activate", "tensorboard --logdir runs", "orrery stop reverse_text"]
-# Smaller than the page's run: a shorter warm start, and RL ends at the first evaluation, which any policy passes.
+# Smaller than the page's run: a shorter warm start, and RL ends at its first evaluation.
 SMALLER = (
     ("sft+: {\n          num_steps: 25", "sft+: {\n          num_steps: 15"),
     ("interval_steps: 10, num_problems: 128", "stop_at: 0.0, interval_steps: 10, num_problems: 16"),

@@ -87,7 +87,8 @@ def test_a_dirty_tree_is_refused_and_nothing_is_written(record, tmp_path):
     (tmp_path / "benchmarks" / "record.py").write_text("")
     with pytest.raises(
         SystemExit,
-        match=r"a figure: measured 1 s, and not recorded: tracked files differ from the commit; commit them",
+        match=r"a figure: measured 1 s, and not recorded: "
+        r"tracked files differ from the commit; commit them",
     ):
         record()
     assert not (tmp_path / "benchmarks/area/figure.json").exists()

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = "\tlibnuma.so.1 (libc6,x86-64) => x\n\tlibibverbs.so.1 (libc6,x86-64) => x\n\tlibcurl.so.4 (libc6,x86-64) => x\n"
+LIBRARIES = "".join(
+    f"\tlib{name} (libc6,x86-64) => x\n" for name in ("numa.so.1", "ibverbs.so.1", "curl.so.4")
+)
 STANDARD = ("bash", "cat", "cut", "sed", "env", "sh", "dirname")
 
 
@@ -71,7 +73,8 @@ def test_without_root_the_line_to_type_comes_before_anything_else(system, tmp_pa
     code, error, calls = install(tmp_path)
     assert code == 1 and calls == []
     assert error == (
-        "setup failed: the system lacks libnuma1 libibverbs1 libcurl4; type: sudo sh -c 'apt-get update && apt-get install -y "
+        "setup failed: the system lacks libnuma1 libibverbs1 libcurl4; "
+        "type: sudo sh -c 'apt-get update && apt-get install -y "
         "--no-install-recommends libnuma1 libibverbs1 libcurl4'\n"
     )
 

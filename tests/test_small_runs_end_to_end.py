@@ -1,4 +1,4 @@
-"""Whole small runs of what the demo has not: routes that the trainer replays, caches outside the device, adapters alone as weights."""
+"""Whole small runs with router replay, caches outside the device, and adapters as weights."""
 
 import json
 import os
@@ -26,9 +26,8 @@ from orrery.wire.routed_experts import COLUMN, route_shape
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
-# One engine whose cache is too small for a batch, so that blocks go to host memory and disk and come back; one that computes prompts for
-# another; two that share a store; two trainer ranks that divide the experts, and two that divide the tokens. The two that share get a
-# conversation's turns by chance, and each has room for all that a run computes: what it finds outside its device is the other's.
+# `kv_tiers`: one engine with a cache too small for a batch. Others: prefill apart, a shared store,
+# two ranks that divide the experts, two ranks that divide the tokens.
 TIERS = {
     "kv_offload": {"kind": "tiers", "host_bytes": 1 << 20, "disk_bytes": 1 << 28},
     "kv_cache_bytes": 1 << 21,
@@ -111,7 +110,7 @@ def play(
 
 
 def found_outside(folder: Path, spec: Manifest) -> list[int]:
-    """By engine, the prompt tokens that it found in caches outside its device, up to the last look at it."""
+    """Return by engine the prompt tokens that it found in caches outside its device."""
     rows = [
         row
         for row in read(folder / "metrics" / "orchestrator.0.jsonl")
@@ -159,8 +158,7 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
     )
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
-    # An engine that only prefills looks nowhere; every other one looks, and would compute what it does not find. Of two that share a store
-    # one finds what the other has computed first, which is now the one and now the other (`test_inference_kv_offload.py` has both).
+    # Prefill engines use no outside cache. Of two engines with one store, either may find blocks.
     hits = found_outside(folder, spec)
     if inference is SHARED:
         assert sum(hits) > 0
@@ -183,7 +181,7 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
 
 
 def small(name: str) -> Manifest:
-    """Three steps of a checked-in run, without its warm start and on the same weights on both sides."""
+    """Run three steps of a checked-in run without its warm start, on the same weights."""
     content = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
     content["orchestrator"] |= {
         "rollouts_per_batch": 32,

@@ -1,4 +1,4 @@
-"""The whole tree passes what `make check` checks, and no tracked file speaks of the machine that it was written on."""
+"""The tree passes `make check`, and no tracked file names a machine or a registry."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def passes(*command: str) -> None:
 
 
 def tracked() -> list[Path]:
-    """The files of the commit; where this is no git checkout, those that are not hidden or made by running."""
+    """Return the files of the commit, or without git those not hidden or made by running."""
     listed = (
         subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
         if (ROOT / ".git").exists()

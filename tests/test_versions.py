@@ -1,6 +1,5 @@
-"""`.python-version` is where the Python version is written; whatever names a version elsewhere names the same.
+"""Every file that names a Python version names that of `.python-version`.
 
-The locks pin what was resolved for it, the images bring it as /usr/bin/python3, and the flake's shells hold it (tests/test_nix.py).
 The locks of a role hold what its extra in pyproject.toml asks for.
 """
 
@@ -111,7 +110,7 @@ def test_a_lock_holds_what_the_extras_of_its_roles_ask_for(lock):
     assert [str(one) for one in missing] == []
 
 
-# lock of an image → modules that a role's process imports there, besides what it imports for one kind of model or wire
+# lock of an image → modules that a role imports there
 IMPORTED = {
     "trainer.cpu": (
         "orrery.trainer.initialize",
@@ -131,13 +130,15 @@ import importlib.machinery, re, sys
 from importlib.metadata import packages_distributions
 held = set(sys.argv[1].split(","))
 named = lambda name: re.sub("[-_.]+", "-", name).lower()
-hidden = {module for module, of in packages_distributions().items() if module != "orrery" and not held & set(map(named, of))}
+found = packages_distributions().items()
+hidden = {one for one, of in found if one != "orrery" and not held & set(map(named, of))}
 class Held:
     finders = list(sys.meta_path)
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in hidden:
             return None
-        return next((spec for finder in self.finders if (spec := finder.find_spec(name, path, target))), None)
+        found = (finder.find_spec(name, path, target) for finder in self.finders)
+        return next(filter(None, found), None)
     def find_distributions(self, context):
         return importlib.machinery.PathFinder.find_distributions(context)
 sys.meta_path[:] = [Held()]
@@ -149,7 +150,7 @@ print(len(hidden))
 
 @pytest.mark.parametrize("lock", IMPORTED)
 def test_a_role_imports_with_the_packages_of_its_images_lock_alone(lock):
-    """The environment of the tests has every package, so an import that an image lacks would fail on a cluster only."""
+    """The tests' environment has every package, so a missing one would fail on clusters only."""
     argv = [
         sys.executable,
         "-c",
@@ -201,5 +202,6 @@ def test_the_readme_asks_for_it():
 
 
 def test_versions_are_found_in_the_forms_in_which_they_are_written():
-    text = "python3.11-venv; Python 3.12 or --python-version 3.10; From: debian:trixie; python3 in 3.9 s"
+    text = "python3.11-venv; Python 3.12 or --python-version 3.10; From: debian:trixie; "
+    text += "python3 in 3.9 s"
     assert versions_named(text) == {"3.10", "3.11", "3.12", "3.13"}

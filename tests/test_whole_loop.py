@@ -1,4 +1,4 @@
-"""The whole loop's figures: which steps are measured, and the gate that holds a new run to the recorded one."""
+"""The whole loop's figures: the measured steps, and the gate against the record."""
 
 import dataclasses
 import importlib.util
@@ -31,7 +31,7 @@ def scripts(monkeypatch):
 
 
 def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
-    """Steps end every 10 s from second 10 on; the last batch was cut at second 65, so steps 4, 5 and 6 are measured.
+    """Return a run whose steps end every 10 s. Steps 4, 5 and 6 are measured.
 
     The manifest is the checked-in one, with other values of `orchestrator` where some are given.
     """
@@ -53,10 +53,16 @@ def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
         for step in range(1, num_steps + 1)
     ]
     batches = [
-        {"step": step, "time_s": min(10.0 * step - 9, 65.0), "staleness_mean": step, "staleness_max": step, "completion_tokens_mean": step,
-         "dropped": {"stale": step}}
+        {
+            "step": step,
+            "time_s": min(10.0 * step - 9, 65.0),
+            "staleness_mean": step,
+            "staleness_max": step,
+            "completion_tokens_mean": step,
+            "dropped": {"stale": step},
+        }
         for step in range(1, num_steps + 1)
-    ]  # fmt: skip
+    ]
     updates = [
         {"version": step, "pause_s": 0.1 * step, "drain_s": 1.0} for step in range(num_steps + 1)
     ]
@@ -70,9 +76,17 @@ def made_up(tmp_path, num_steps=8, tokens=1000, **orchestrator):
         for name, begin, end in each
     ]
     empty = {field.name: [] for field in dataclasses.fields(RunData)}
-    return RunData(**empty | {
-        "run_dir": folder, "manifest": load(folder / "manifest.json"), "rl": rl, "batches": batches, "updates": updates, "spans": spans,
-    })  # fmt: skip
+    return RunData(
+        **empty
+        | {
+            "run_dir": folder,
+            "manifest": load(folder / "manifest.json"),
+            "rl": rl,
+            "batches": batches,
+            "updates": updates,
+            "spans": spans,
+        }
+    )
 
 
 def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(scripts, tmp_path):
@@ -92,7 +106,7 @@ def test_what_is_measured_begins_warm_and_ends_with_the_last_batch_that_was_cut(
 
 @pytest.fixture
 def recorded(scripts, tmp_path, monkeypatch):
-    """Writes down what was measured of a made-up run, and leaves a command line that asks for the gate; the record's file."""
+    """Return a function that records a made-up run, and set a command line for the gate."""
     _, whole_loop = scripts
 
     def write(**orchestrator):
@@ -146,7 +160,8 @@ def test_a_run_that_compiles_in_a_measured_step_is_neither_recorded_nor_passed(
         row["time_s"] += 24.0 if row["step"] > 4 else 0.0
     with pytest.raises(
         SystemExit,
-        match=r"step 5 took 34 s, 3\.4 times the median a token of the 3 measured steps, so it compiled",
+        match=r"step 5 took 34 s, 3\.4 times the median a token of the 3 measured steps, "
+        r"so it compiled",
     ):
         scripts[0].numbers(compiled)
 
@@ -201,7 +216,7 @@ def test_fields_that_cost_no_time_may_differ_from_the_record(
     "file", sorted(FOLDER.glob("whole_loop_*.json")), ids=lambda file: file.stem
 )
 def test_what_is_recorded_is_of_the_manifest_that_is_checked_in(scripts, file):
-    """Else the gate refuses this shape. A new field that costs no time goes into COSTS_NO_TIME; after any other change measure anew."""
+    """A new field that costs no time belongs into COSTS_NO_TIME. Otherwise measure again."""
     _, whole_loop = scripts
     manifest = load(ROOT / "manifests" / f"{file.stem.replace('whole_loop', 'asynchrony')}.json")
     assert json.loads(file.read_text())["details"]["timed_sha256"] == whole_loop.timed_sha256(

@@ -1,5 +1,7 @@
-"""A task of two turns, both as long as the manifest says: the second's prompt is all of the first, which other rollouts may have driven out
-of an engine's cache since, or which another engine has. A kind of its own where `put_on_path` has made a folder for PYTHONPATH."""
+"""A task of two turns whose lengths the manifest sets.
+
+The second prompt contains the first turn, so an engine may find its cache outside the device.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

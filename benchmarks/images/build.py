@@ -1,6 +1,7 @@
 """How long images take to build, how large they are, and how soon a program in them runs, on CPUs.
 
-- cold: nothing kept, so packages are fetched too; warm: packages at hand, the image built anew; unchanged: Snakemake finds nothing to do.
+- cold: nothing is kept, so packages are fetched too. warm: packages are there, the image is built.
+- unchanged: Snakemake finds nothing to do.
 - Both builds of an image must have one sha256, else there is no result.
 - start: `python3 -c pass` in the image, the median of five, beside the same outside.
 """

@@ -1,7 +1,7 @@
-"""How long 100 runs take to render: a sweep of the demo over seeds and rates, evaluated, checked, hashed and written.
+"""Time to render 100 runs: a sweep of the demo, evaluated, checked, hashed and written.
 
-The sweep is a spec of its own in a temporary checkout; nothing is cached between the repeats. The best of five, since the figure is the
-command's own work and not the load of the machine.
+The sweep is a separate spec in a temporary checkout. Repeats share no cache. The record holds the
+best of five, because the figure is the command's work and not the machine's load.
 """
 
 import os
@@ -24,17 +24,20 @@ REPEATS = 5
 ONE_FILE = """
 local reverse_text = (import 'runs/reverse_text.jsonnet').reverse_text;
 (import 'lib/named.libsonnet')({
-  ['sweep_%d' % seed]: reverse_text { seed: seed, trainer+: { optimizer+: { lr: 1e-5 * seed } } } for seed in std.range(1, 100)
+  ['sweep_%d' % seed]: reverse_text { seed: seed, trainer+: { optimizer+: { lr: 1e-5 * seed } } }
+  for seed in std.range(1, 100)
 })
 """
 OWN_FILE = """
 local reverse_text = (import 'runs/reverse_text.jsonnet').reverse_text;
-(import 'lib/named.libsonnet')({ sweep_%d: reverse_text { seed: %d, trainer+: { optimizer+: { lr: 1e-5 * %d } } } })
+(import 'lib/named.libsonnet')({
+  sweep_%d: reverse_text { seed: %d, trainer+: { optimizer+: { lr: 1e-5 * %d } } },
+})
 """
 
 
 def checkout(folder: Path, specs: dict[str, str]) -> Workspace:
-    """The specs of this checkout with other runs."""
+    """Copy the specs of this checkout with other runs."""
     shutil.copytree(ROOT / "jsonnet", folder / "jsonnet", ignore=shutil.ignore_patterns("runs"))
     (folder / "jsonnet" / "runs").mkdir()
     shutil.copy(ROOT / "jsonnet" / "runs" / "reverse_text.jsonnet", folder / "jsonnet" / "runs")

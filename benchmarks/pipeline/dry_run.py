@@ -1,7 +1,7 @@
 """How long `snakemake -n` takes: what a person waits for before they see the shape of a run.
 
-Parsing the Snakefile renders every spec and compares it with its checked-in manifest, so the figure grows with the number of runs; both are
-recorded. The best of five, since the figure is the command's own work and not the load of the machine.
+Parsing the Snakefile renders and compares every spec, so the figure grows with the number of runs.
+The record holds both, and the best of five repeats.
 """
 
 import os
@@ -29,7 +29,8 @@ def dry_run_s() -> float:
         line.split() for line in result.stdout.splitlines()
     ]:
         raise SystemExit(
-            f"error: `snakemake -n {TARGET}` did not show three runs:\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+            f"error: `snakemake -n {TARGET}` did not show three runs:\n"
+            f"{result.stdout[-2000:]}{result.stderr[-2000:]}"
         )
     return wall_s
 
