@@ -1,0 +1,39 @@
+"""The layout and the prose of packages/ stay within the limits of CONTRIBUTING.md."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from house import MARKS, House, measure
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return measure(ROOT / "packages")
+
+
+@pytest.mark.parametrize(("kind", "most"), [("files", 600), ("classes", 350), ("functions", 80)])
+def test_no_file_class_or_function_is_too_long(house, kind, most):
+    assert [each for each in getattr(house, kind) if each[0] > most] == []
+
+
+def test_at_most_five_class_names_mean_two_things(house):
+    assert len(house.ambiguous) <= 5, house.ambiguous
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_the_prose_is_plain(house, name):
+    assert house.marks()[name] <= MARKS[name][1], "python tests/house.py --worst 40 shows where"
+
+
+def test_the_marks_are_found(tmp_path):
+    (tmp_path / "riddle.py").write_text(
+        '"""What nobody asks; of those who have it."""\n# Of whole weights, which are small.\n'
+    )
+    found = measure(tmp_path).marks()
+    assert found["semicolons"] > 0 and found["nobody, somebody, nothing"] > 0
+    assert found["a sentence that starts with 'Of'"] > 0 and found["who, whoever, whom"] > 0
