@@ -1,6 +1,6 @@
-"""Trainer: batches in, next weights out. `__main__` parses, `assemble` builds, `loop` trains.
+"""Train: `__main__` parses, `assemble` builds, `loop` trains.
 
-Nothing here imports torch: `grow_segments` must run before torch is loaded.
+This module does not import torch: `grow_segments` must run first.
 """
 
 import os
@@ -12,7 +12,7 @@ EXPANDABLE = "expandable_segments:True"
 def grow_segments() -> None:
     """Make torch's CUDA allocator grow its segments, unless the environment configures it.
 
-    Micro-batches differ in length. Segments of fixed size fragment, until no gap fits a tensor.
+    Micro-batches differ in length, and segments of fixed size would fragment.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

@@ -1,7 +1,6 @@
 """Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
 
-The launcher starts it. Heavy modules are imported late, so that the health file and the check on
-the parent process exist while torch loads.
+Torch is imported late, so that the health file and the parent watch exist while it loads.
 """
 
 from orrery.manifest.errors import OrreryError

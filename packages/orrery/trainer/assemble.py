@@ -1,4 +1,4 @@
-"""Build the objects of a stage from the manifest and this process's place in the run."""
+"""Build a stage's objects from the manifest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,15 +39,15 @@ from orrery.wire.weight_wire import (
     make_weight_sender,
 )
 
-STEP_DEADLINE_S = 600.0  # for a batch to arrive, beside the time that rollouts may take
-ORCHESTRATOR_DEADLINE_S = 900.0  # an engine that starts on the same disks may delay its address
+STEP_DEADLINE_S = 600.0  # for a batch, beside the rollouts' time
+ORCHESTRATOR_DEADLINE_S = 900.0  # engines on the same disks may delay it
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the other ranks. A failing rank does not shut the process group down.
+    """Join the other ranks. A failing rank does not shut the group down.
 
-    nccl's shutdown would wait for collectives that other ranks never reach, before the error.
+    nccl's shutdown would wait for collectives that others never reach.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -59,7 +59,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # all ranks raise it together
+        except Preempted:  # on all ranks together
             destroy_world(world)
             raise
         destroy_world(world)
@@ -68,7 +68,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
 def assemble_learner(
     ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
 ) -> Learner:
-    """Load the weights in `start`, sharded over the mesh, with a fresh optimizer."""
+    """Load the weights in `start`, sharded, with a fresh optimizer."""
     ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
     policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)
@@ -87,7 +87,7 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 @contextmanager
 def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
-    """Build the RL loop, at the newest complete checkpoint or at version 0."""
+    """Build the RL loop, at the newest checkpoint if any."""
     manifest = ctx.manifest
     if world.is_first:
         _check_room(ctx)
@@ -120,7 +120,6 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
-    """Return how long a rank may wait for a batch that others have. Other nodes may lag."""
     is_one_node = world.size <= manifest.hardware.devices_per_node
     if is_one_node and manifest.transport.rollouts != "files":
         return step_stall_s(False, world.size)
@@ -128,9 +127,9 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return how long a publication may show no progress: longest through files, or a direct wire.
+    """Return how long a publication may show no progress.
 
-    It exceeds `weight_wire.coordinator.MEET_S`, after which rank 0 names absent ranks.
+    A direct wire needs more than `weight_wire.coordinator.MEET_S`: rank 0 then names absent ranks.
     """
     if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
         return step_stall_s(False, world.size)
@@ -151,12 +150,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # The loaded version, then one a batch: in training, queued and ahead.
+    # Loaded, in training, queued, and ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> None:
-    """Raise OrreryError if the kept versions do not fit. Adapters are small and not checked."""
+    """Raise OrreryError if kept versions do not fit. Adapters are not checked."""
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return

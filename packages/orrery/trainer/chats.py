@@ -1,10 +1,9 @@
-"""Chats to train on, read by index from a task's demonstrations, a JSONL file or a dataset.
+"""Read chats by index from a task's demonstrations, a mapped JSONL file or a dataset.
 
-- Files are mapped, not read into memory.
-- A file or dataset whose sha256 or fingerprint differs from the manifest's is refused.
-- A malformed chat is refused when it is read, by its place: `data.jsonl:7`, `folder: row 6`.
-- Every field of a message, call or tool is read or refused, so that no content is lost. Other
-  fields beside the messages and tools are ignored.
+- A sha256 or fingerprint unlike the manifest's is refused.
+- A malformed chat is refused when read, by its place: `data.jsonl:7`, `folder: row 6`.
+- Every field of a message, call or tool is read or refused. Beside messages and tools only REFUSED
+  are refused.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.task import Role
 
 FORM = '{"messages": [{"role", "content"}]}'
-REFUSED = ("functions", "chat_template_kwargs")  # beside the messages; they change the chat
+REFUSED = ("functions", "chat_template_kwargs")  # they change the chat
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
     "system": ("role", "content", "name"),
     "user": ("role", "content", "name"),
@@ -36,13 +35,13 @@ MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    where: str  # its place, for error messages
+    where: str  # for error messages
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
 
 
 class Chats(Protocol):
-    """A sequence of chats. Reading a malformed one raises OrreryError."""
+    """A sequence of chats. Raise OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -50,7 +49,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open `data`, the manifest's `field`. Raise OrreryError if it is missing, changed or empty."""
+    """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: there is not one chat in it")
@@ -58,7 +57,7 @@ def open_chats(data: SftData, field: str) -> Chats:
 
 
 class DemonstratedChats:
-    """A task's own solutions of its first problems."""
+    """A task's solutions of its first problems."""
 
     def __init__(self, data: Demonstrations, field: str):
         self._task, self._name = make(data.task), data.task.name
@@ -81,14 +80,14 @@ class DemonstratedChats:
 
 
 class FileChats:
-    """JSONL: one `{"messages": [...]}` a line, optionally with `tools`."""
+    """JSONL: `{"messages": [...]}` a line, optionally with `tools`."""
 
     def __init__(self, data: ChatFile, field: str):
         self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
         digest, at = hashlib.sha256(), 0
         try:
             with self._path.open("rb") as file:
-                # Bytes end a line at \n only. JSON strings may hold U+2028 and the like.
+                # Bytes end a line at \n only: JSON strings may hold U+2028.
                 for number, line in enumerate(file, 1):
                     digest.update(line)
                     if not line.isspace():
@@ -114,7 +113,7 @@ class FileChats:
 
 
 class DatasetChats:
-    """A Hugging Face dataset that `save_to_disk` wrote: Arrow streams, and their names as JSON."""
+    """A dataset from Hugging Face's `save_to_disk`: Arrow streams, named in JSON."""
 
     def __init__(self, data: ChatDataset, field: str):
         try:
@@ -191,7 +190,7 @@ def _json(path: Path, field: str) -> dict[str, Any]:
 
 
 def _present(value: Any) -> Any:
-    """Drop null fields: in Arrow all rows have every field, so null means absent."""
+    """Drop null fields, because Arrow rows have every field."""
     if isinstance(value, dict):
         return {name: _present(one) for name, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
@@ -247,7 +246,6 @@ def _call(what: str, call: dict[str, Any]) -> ToolCall:
 
 
 def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
-    """Raise OrreryError if a `tool_call_id` is out of order."""
     waiting: list[Any] = []
     for number, entry in enumerate(entries):
         if entry["role"] == "assistant":
@@ -266,7 +264,7 @@ def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
 
 
 def _tool(what: str, given: Any) -> Tool:
-    """Parse `{"type": "function", "function": {…}}`, or the function alone."""
+    """Parse `{"type": "function", "function": {…}}` or the function."""
     tool = _parsed(given)
     function = tool.get("function", tool)
     if function is not tool:

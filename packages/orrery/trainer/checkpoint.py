@@ -1,14 +1,14 @@
-"""The trainer's half of a checkpoint: its files, and reading them at any world size and mesh.
+"""Read the trainer's half of a checkpoint, at any world size and mesh.
 
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}: a box is [start, stop) a dimension
-        rank_<i>.safetensors  these boxes, and the rank's random-number state
-        rank_<i>.sha256.json  size and sha256 of the two files above
-        published.json        {version: digest} of all published versions (`publish.py`)
+        rank_<i>.safetensors  these boxes, and random-number state
+        rank_<i>.sha256.json  size and sha256 of these two files
+        published.json        {version: digest} (`publish.py`)
 
-Names are `weight/<parameter>` and, for optimizer state, `<key>/<parameter>`. Boxes let another
-mesh read the files. `torch.distributed.checkpoint` is not used: it stores pickles.
+Names are `weight/<parameter>`, or `<key>/<parameter>` for optimizer state.
+`torch.distributed.checkpoint` is not used: it stores pickles.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's part of a tensor: `local` is the box `box` of the whole `shape`."""
+    """This rank's part of a tensor: `box` of the whole `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -58,7 +58,7 @@ class StateTensor:
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
-    """Return everything that training changes, by name."""
+    """Return all state that training changes, by name."""
     state = {}
     for name, weight in learner.weights.items():
         local, writes = local_tensor(weight).detach(), _is_first_copy(weight, learner.world)
@@ -71,16 +71,16 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the weights under adapters: named in a checkpoint, but not stored in it."""
+    """Return names of weights under adapters. They are not stored."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return the sha256 of the lines "digest  name" of the weights in `start`, sorted by name.
+    """Return the sha256 of lines "digest  name" of the weights in `start`, sorted by name.
 
-    A checkpoint of adapters is valid only over these weights. Digests that the launcher has
-    recorded (`inputs.json`) are used.
+    Adapters' checkpoints are valid only over these weights. The launcher's `inputs.json` saves
+    hashing.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -92,7 +92,7 @@ def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
 
 
 def state_header(learner: Learner) -> dict[str, Any]:
-    """Return the content of `state.json`."""
+    """Return `state.json`."""
     return {
         "format": FORMAT,
         "step": learner.step,
@@ -117,7 +117,7 @@ def _restore_rng(file: Any, device: torch.device) -> None:
 
 
 def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
-    """Return whether no rank before this one holds the same box."""
+    """Return whether no earlier rank holds the same box."""
     if not isinstance(weight, DTensor):
         return world.is_first
     coordinate = weight.device_mesh.get_coordinate()
@@ -133,7 +133,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 def load(learner: Learner, folder: Path) -> None:
     """Load `folder` into the learner. Raise RunFailed if it does not fit the manifest.
 
-    Random-number state is restored for the same world size. Training itself draws no numbers.
+    The same world size also restores random-number state.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)
@@ -176,7 +176,7 @@ def _check_fits(
 
 
 class CheckpointReader:
-    """Read any box of any tensor from mapped files. Raise RunFailed if they are no checkpoint."""
+    """Read boxes from mapped files. Raise RunFailed if unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
@@ -190,7 +190,7 @@ class CheckpointReader:
         self.frozen: frozenset[str] = frozenset(state.get("frozen", ()))
         self.base_sha256: str | None = state.get("base_sha256")
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # as torch names them
+        self.dtypes: dict[str, str] = {}
         self._folder = folder
         self._files: dict[int, Any] = {}
         self._pieces: dict[str, list[tuple[int, Box]]] = {}
@@ -201,10 +201,10 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the box `box` of tensor `name` into `target`, of the stored dtype."""
+        """Read box `box` of `name` into `target`, of the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
-            if not box:  # a scalar has no dimensions to slice
+            if not box:  # a scalar
                 target.copy_(self.file(rank).get_tensor(name))
                 missing = 0
             elif (common := intersection(box, piece)) is not None:
@@ -219,7 +219,7 @@ class CheckpointReader:
             path = self._folder / f"rank_{rank}.safetensors"
             try:
                 self._files[rank] = safe_open(path, framework="pt")
-            except Exception as error:  # an OSError, or safetensors' own exception
+            except Exception as error:  # OSError or safetensors' own
                 raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
         return self._files[rank]
 

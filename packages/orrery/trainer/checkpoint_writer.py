@@ -1,10 +1,10 @@
 """Write checkpoints beside training. `checkpoint.py` describes the files.
 
-- Training waits only for the copy into host memory, and for the checkpoint before.
-- A thread of each rank writes, syncs and hashes its own part, then a checksum file. It takes part
-  in no collective. Its error is raised at the rank's next step.
+- Training waits only for the copy into host memory, and for the previous checkpoint.
+- Each rank's thread writes its part, then a checksum file, without collectives. The next step
+  raises its error.
 - The first rank's thread waits for all checksum files and renames the folder.
-- Only finite values are stored. Otherwise the newest checkpoint would fail every later attempt.
+- Non-finite values are refused: they would fail every later attempt.
 """
 
 import json
@@ -41,7 +41,7 @@ from orrery.trainer.safetensors_file import HostCopy, Stopped, write
 from orrery.wire import checkpoints, nfs
 
 WRITE_DEADLINE_S = 1800.0
-ABANDON_S = 20.0  # for the thread to notice that its process ends
+ABANDON_S = 20.0
 POLL_S = 0.1
 
 Stop = Callable[[], bool]
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def save(learner: Learner, folder: Path) -> None:
-    """Write the learner's state as `folder`, durably. A collective."""
+    """Write the state as `folder`, durably. A collective."""
     with CheckpointWriter(learner.world) as writer:
         writer.copy(learner, folder)
         writer.write()
@@ -63,8 +63,8 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 class CheckpointWriter:
     """One rank's writer: `copy` and `write` every checkpoint, `check` at every step.
 
-    Waits happen inside the context `waiting(what, deadline_s, behind_s)`. The exit completes the
-    last checkpoint, or abandons it after an exception.
+    Waits run inside `waiting(what, deadline_s, behind_s)`. The exit completes the last checkpoint,
+    except after an exception.
     """
 
     def __init__(self, world: World, waiting: Waiting = _no_wait):
@@ -84,7 +84,7 @@ class CheckpointWriter:
             self._work.abandon()
 
     def reserve(self, learner: Learner) -> None:
-        """Allocate host memory for the first copy, in the background. A collective."""
+        """Allocate host memory in the background. A collective."""
         self.wait()
         tensors = list(rng_state(self._world.device).values())
         tensors += [tensor.local for tensor in state_of(learner).values() if tensor.writes]
@@ -97,7 +97,7 @@ class CheckpointWriter:
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state, and return the seconds taken. `files` are added. A collective.
+        """Copy the state with `files`, and return the seconds taken. A collective.
 
         Raise RunFailed if replicas differ or a value is not finite.
         """
@@ -131,7 +131,7 @@ class CheckpointWriter:
     ) -> None:
         """Write the copy in the background. The first rank calls `on_written` after the rename.
 
-        `marker` is the last path that `on_written` creates. It defaults to the folder.
+        `on_written` creates `marker` (default: the folder) last.
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -144,29 +144,29 @@ class CheckpointWriter:
         return self._work is None or self._work.is_done
 
     def check(self) -> None:
-        """Raise the error of finished background work. Does not wait."""
+        """Raise finished work's error."""
         if self.is_idle:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for this rank's background work, and raise its error."""
+        """Wait for work, and raise its error."""
         if (work := self._work) is None:
             return
         deadline_s = scaled(WRITE_DEADLINE_S)
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # only now, so that an interrupted wait abandons the work
+        self._work = None  # after the wait: an interruption abandons the work
         if work.error is not None:
             raise work.error
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete for every rank. A collective."""
+        """Wait until the last checkpoint is complete. A collective."""
         self._await_complete()
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the last checkpoint's marker. A collective would time out earlier."""
+        """Wait for the marker. A collective would time out earlier."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -242,7 +242,7 @@ class _BackgroundWork:
 def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
     end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
     while True:
-        found = set(os.listdir(partial))  # network file systems cache that a name is missing
+        found = set(os.listdir(partial))  # network file systems cache missing names
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -257,7 +257,6 @@ def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
 
 
 def _check_finite(learner: Learner) -> None:
-    """Raise RunFailed on every rank if a weight or optimizer moment is not finite."""
     state, step = state_of(learner), learner.step
     found = learner.world.all_gather(last_not_finite(tensor.local for tensor in state.values()))
     if (worst := max(found)) >= 0:
@@ -274,7 +273,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
     """Raise RunFailed on every rank if replicas (HSDP) differ in a bit. A collective.
 
-    Only the first replica is stored and published, so another could diverge unnoticed.
+    Only the first replica is stored and published.
     """
     count = world.axis_size("dp_replicate")
     if count == 1:
@@ -291,7 +290,7 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Hash the bits of all local shards: word sums, mixed in order."""
+    """Hash local shards' bits: word sums, mixed in order."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())

@@ -2,12 +2,12 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export RUN …` runs that command on one CPU, beside a running stage or after its end.
+`orrery export RUN …` runs it on one CPU, also during a stage.
 
-- Folders appear complete. A checkpoint's export has the bytes that the stage itself would write
-  after that step, except that merged adapters round differently on another device.
-- `export_checkpoint` holds the tensors of one output file in memory.
-- Weights under adapters, and buffers, come from the folder that the stage started from.
+- Folders appear complete. A checkpoint's export has the bytes that the stage would write after the
+  step, except that merged adapters round differently on other devices.
+- `export_checkpoint` holds one output file's tensors.
+- Weights under adapters, and buffers, come from the start folder.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # how a checkpoint names a parameter of the network
+PREFIX = "weight/network."  # of network parameters
 
 
 def export_policy(
     policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
 ) -> None:
-    """Write the policy, and the files of the folder `tokenizer`, durably. A collective."""
+    """Write the policy and the files of `tokenizer`, durably. A collective."""
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -56,7 +56,7 @@ def export_policy(
 
 
 def _copy_tokenizer(start: Path, folder: Path) -> None:
-    """Copy the files of `start` that hold no weights, and that `folder` does not have."""
+    """Copy files of `start` without weights that `folder` lacks."""
     for file in start.iterdir():
         holds_weights = file.suffix == ".safetensors" or file.name == hf_folder.INDEX_FILE
         if file.is_file() and not holds_weights and not (folder / file.name).exists():
@@ -66,9 +66,9 @@ def _copy_tokenizer(start: Path, folder: Path) -> None:
 def export_checkpoint(
     run_dir: Path, stage: str = "rl", step: int | None = None, to: Path | None = None
 ) -> Path:
-    """Write the policy after `step` (default: the newest checkpoint's) as `to`, and return `to`.
+    """Write the policy after `step` (default: newest) as `to`, and return `to`.
 
-    Raise OrreryError if it cannot be exported.
+    Raise OrreryError if impossible.
     """
     if not (run_dir / "manifest.json").exists():
         raise OrreryError(
@@ -119,7 +119,7 @@ def write(
     folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of `stored`, the other weights in `start`, and `config.json`."""
+    """Write the weights of `stored`, others from `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.assign_files(tensors, max_file_bytes)
@@ -158,7 +158,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """Any tensor of the policy. In the order of `hf_tensors` every byte is read once."""
+    """The policy's tensors. In `hf_tensors` order every byte is read once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base

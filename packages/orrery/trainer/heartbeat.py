@@ -1,12 +1,9 @@
-"""Report this rank's progress, so that the launcher can tell a stuck rank from a waiting one.
+"""Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets the number of collectives that this rank started and
-  completed, and its marks. The launcher's hang detector compares ranks.
-- The counts come from torch's flight recorder, a private API. Without it they are 0.
-- A mark is a micro-batch that the device has reached, or a finished part (a tensor, a file) of
-  work on the host.
-- On SIGUSR1 the rank writes `logs/flight_recorder/rank_<i>` for `torchfrtrace`. nccl's own watchdog
-  dumps there too.
+- Every PERIOD_S the health file gets this rank's started and completed collectives, and its marks.
+- Counts come from torch's private flight recorder. Without it they are 0.
+- A mark is a micro-batch that the device reached, or a part (tensor, file) finished on the host.
+- SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
 
 import json
@@ -26,30 +23,29 @@ from orrery.runtime.role_context import RoleContext, call_on_signal
 from orrery.runtime.timing import scaled
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # a first step compiles and connects; a single rank has no collectives
-IO_STALL_S = 300.0  # one tensor or file, while many ranks may use the same file system
+WARM_UP_STALL_S = 600.0  # for compilation and connections, or a single rank
+IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 
 def step_stall_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
-    """Return how long a step, or work between steps, may go without a collective or a mark."""
+    """Return how long a step may go without a collective or a mark."""
     return scaled(WARM_UP_STALL_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
 
 
 def io_stall_s(num_ranks: int) -> float:
-    """Return how long reading or writing files may go without a mark."""
+    """Return how long file access may lack marks."""
     return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether a first step takes longer: on GPUs libraries may compile kernels."""
+    """Return whether the first step compiles. GPU libraries may."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
     """Counter of marks. A separate thread waits for CUDA events.
 
-    The heartbeat must not query them: `Event.query` holds the GIL while it waits for another
-    thread's CUDA call. That may wait for a collective, and the process would be silent.
+    The heartbeat must not: `Event.query` holds the GIL while another thread's CUDA call waits.
     """
 
     def __init__(self) -> None:
@@ -57,7 +53,7 @@ class _Progress:
         self._ahead: SimpleQueue[torch.cuda.Event] | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Start to count micro-batches on a GPU. Earlier ones are not counted."""
+        """Count a GPU's micro-batches from now on."""
         self._ahead = SimpleQueue()
         threading.Thread(
             target=self._wait, args=(self._ahead, device), name="marks", daemon=True
@@ -74,7 +70,7 @@ class _Progress:
         if device.type != "cuda":
             self._done += 1
         elif self._ahead is not None:
-            event = torch.cuda.Event(blocking=True)  # otherwise the waiting thread would spin
+            event = torch.cuda.Event(blocking=True)  # otherwise the thread would spin
             event.record()
             self._ahead.put(event)
 
@@ -82,23 +78,23 @@ class _Progress:
         return self._done
 
 
-_PROGRESS = _Progress()  # a process has one device
+_PROGRESS = _Progress()
 _HOST = torch.device("cpu")
 
 
 def mark_micro_batch(device: torch.device) -> None:
-    """Count a micro-batch once `device` reaches it."""
+    """Count a micro-batch when `device` reaches it."""
     _PROGRESS.add(device)
 
 
 def mark_part() -> None:
-    """Count a finished part of work on the host."""
+    """Count a finished part of host work."""
     _PROGRESS.add(_HOST)
 
 
 @contextmanager
 def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
-    """Report progress while the process group exists, if the launcher started this process."""
+    """Report progress during the block, if launched."""
     if not ctx.parent_watch.is_launched:
         yield
         return
@@ -130,7 +126,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report compilation as a wait. New sequence lengths may recompile a block in any step."""
+    """Report compilation as a wait. Any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start  # a slow import
 
     compiling = ExitStack()
@@ -144,7 +140,7 @@ def _report_compilation(ctx: RoleContext) -> None:
 
 
 def count_collectives(device: torch.device) -> tuple[int, int]:
-    """Return the collectives (started, completed) of this process so far, over all groups."""
+    """Return collectives (started, completed) over all groups."""
     dump = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if dump is None:
         return 0, 0
@@ -158,7 +154,7 @@ def count_collectives(device: torch.device) -> tuple[int, int]:
 
 
 def dump_flight_recorder(path: Path, device: torch.device) -> None:
-    """Write torch's record of the last collectives, in torch's own format."""
+    """Write torch's record of the last collectives."""
     if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
         write_atomic(path, dump())
 

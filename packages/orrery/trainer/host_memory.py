@@ -1,11 +1,10 @@
-"""Host memory: how much this process may still use, and blocks that a GPU copies to at full speed.
+"""Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- The limit of a control group, of a Slurm job or a container, kills without a message.
-- A container may see its own group as the root of the mount. Folders that it does not see are
-  skipped. Versions 1 and 2 of control groups may be mounted together.
-- A block is registered with CUDA exactly as long as its pages exist. Freed pages that stay
-  registered make the next user of the same addresses fail (CUDA error 712).
-- torch's pinned allocator is not used: it rounds sizes up to powers of two.
+- A control group's limit (a Slurm job, a container) kills without a message.
+- A container may see its group as the mount's root. Invisible folders are skipped.
+- A block is registered with CUDA while its pages exist. Freed but registered pages make the next
+  user of their addresses fail (CUDA error 712).
+- torch's pinned allocator would round sizes up to powers of two.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """The mount below /sys/fs/cgroup, its files, and the page-cache rows of `memory.stat`."""
+    """Mount below /sys/fs/cgroup, files, and page-cache rows of `memory.stat`."""
 
     mount: str
     limit: str
@@ -37,7 +36,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the memory that this process can use without swapping. `root` has proc/ and sys/."""
+    """Return the bytes usable without swapping. `root` has proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -46,7 +45,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the least limit − used + page cache of all groups, `sys.maxsize` without a limit."""
+    """Return the groups' least limit − used + page cache, or `sys.maxsize`."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -57,7 +56,7 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Parse lines like `4:cpu,memory:/a/b` (version 1) and `0::/a/b` (version 2)."""
+    """Parse `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,12 +77,12 @@ def _group_available_bytes(folder: Path, version: CgroupVersion) -> int:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         page_cache = sum(int(stat.get(row, 0)) for row in version.page_cache)
         return int(limit) - int((folder / version.used).read_text()) + page_cache
-    except OSError:  # no such group here, or the unlimited root
+    except OSError:  # an invisible group, or the unlimited root
         return sys.maxsize
 
 
 def host_number() -> int:
-    """Return a number that processes of one host share until it reboots."""
+    """Return a number that a host's processes share until it reboots."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -92,9 +91,9 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that unregister before they are freed. `weakref.finalize` would run after that."""
+    """Pages that unregister before they are freed. `weakref.finalize` runs too late."""
 
-    address: int | None = None  # where they are registered
+    address: int | None = None  # if registered
     unregister: Callable[[int], Any]
 
     def __del__(self) -> None:
@@ -107,11 +106,11 @@ def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Zeroing touches the pages with many threads. Registration would use one.
+    # Zeroing touches pages with many threads, registration with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0
-    torch.cuda.set_device(device)  # a new thread starts with the first device
+    torch.cuda.set_device(device)  # new threads start with the first device
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if not error:

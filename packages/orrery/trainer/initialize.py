@@ -1,8 +1,7 @@
-"""The init stage: write the start weights and tokenizer as the Hugging Face folder `weights/init`.
+"""Write start weights and tokenizer as the Hugging Face folder `weights/init`.
 
-- The manifest's tasks are built and their prompts checked first, before a run costs anything.
-- Weights are drawn from the manifest's seed or taken from a pretrained folder, one file of tensors
-  at a time. The same manifest gives the same bytes.
+Weights are drawn from the seed or taken from a pretrained folder, one file at a time. The same
+manifest gives the same bytes.
 """
 
 import shutil

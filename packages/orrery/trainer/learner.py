@@ -1,9 +1,8 @@
-"""The learner: one optimizer step from one batch's micro-batches, the same for SFT and RL.
+"""Train one batch in one optimizer step, the same for SFT and RL.
 
 - Every rank has equally many micro-batches, and takes them as they arrive.
-- Gradients are reduced once, in the backward pass of the last micro-batch.
-- A non-finite loss or gradient, or a wrong count of members, raises before the weights change. The
-  error names step, rank and tensor.
+- With `reduce_gradients: step`, only the last backward pass reduces gradients.
+- A non-finite loss or gradient, or a wrong count of members, raises before the weights change.
 """
 
 import math
@@ -33,7 +32,7 @@ from orrery.wire.routed_experts import route_shape
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of a step, and (begin, end) of its phases as `time.time()`."""
+    """A step's metrics, and phases' (begin, end) as `time.time()`."""
 
     metrics: dict[str, float | int | None]
     wait_s: float  # for micro-batches to arrive
@@ -42,7 +41,7 @@ class StepResult:
 
 
 class Learner:
-    """Policy and optimizer on this rank. `step` is the last finished step: the weights' version."""
+    """Policy and optimizer. `step` is the weights' version."""
 
     def __init__(
         self,
@@ -60,10 +59,10 @@ class Learner:
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
-        self.base_sha256: str | None = None  # of the frozen weights; None without adapters
+        self.base_sha256: str | None = None  # of weights under adapters
         self.guard: MismatchGuard | None = None  # only for batches from engines
-        self.before_step: Callable[[], float] = lambda: 0.0  # returns the seconds that it took
-        # In backward order, at the embedding's output and where cp ranks exchange gradients.
+        self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
+        # In backward order, of the embedding's output and at cp exchanges.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -77,7 +76,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals` holds N_c of the loss (`count_totals`).
+        """Train one batch. `totals`: N_c of the loss, by component.
 
         Raise RunFailed, or OrreryError if blocks do not compile.
         """
@@ -85,11 +84,11 @@ class Learner:
         begin_s = time.time()
         with compiled.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queued during the backward pass, so that the device does not wait for the host.
+        # Queued early, so that the device need not wait.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
-        values = self._check_sums(step, sums, totals)  # waits for the device's backward pass
+        values = self._check_sums(step, sums, totals)  # waits for the device
         grad_norm = norm.item()
         backward_s = time.time()
         if not math.isfinite(grad_norm):
@@ -98,7 +97,7 @@ class Learner:
             values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(divisor)  # the host does not wait for it
+        self.optimizer.step(divisor)  # does not block the host
         self.optimizer.zero_grad()
         self.step = step
         rate = self.peak_lr * lr_factor
@@ -109,7 +108,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest |log π − log μ|, scored tokens) of rollouts. A collective.
 
-        The difference is None if no sample was made by the current version alone.
+        The first is None without a sample of the current version alone.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -125,12 +124,11 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return log p of each token after the first, at temperature 1, with the present weights.
+        """Return log p of each token after the first, at temperature 1. A collective.
 
-        A collective. Blocks run uncompiled: a graph for this short length would change how later
-        graphs are made.
+        Blocks run uncompiled: a graph for this length would change later graphs.
         """
-        positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: each token's index
+        positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: token indices
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
             "trained": positions > 0,
@@ -142,13 +140,13 @@ class Learner:
             logprob, _ = self.policy(batch)
         reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # one context-parallel group is enough: all compute the same
+        if self.world.data_rank == 0:  # all cp groups compute the same
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()
 
     def check_weights(self) -> None:
-        """Raise RunFailed if a weight is not finite: no later loss would show it. A collective."""
+        """Raise RunFailed if a weight is not finite. A collective."""
         if name := self._not_finite():
             raise RunFailed(
                 f"step {self.step}: after its update the weight {name} is not finite; "
@@ -156,7 +154,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error about numbers that are not finite. A collective."""
+        """Return the end of an error about non-finite numbers. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -211,7 +209,7 @@ class Learner:
         return _metrics(values, float(sums.peaks))
 
     def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
-        """Sum over all ranks, in place. Raise RunFailed if a sum is not finite."""
+        """Sum over all ranks, in place. Raise RunFailed if not finite."""
         mine = sums.sums.clone()
         self.world.sum(sums.sums)
         self.world.max(sums.peaks)
@@ -219,20 +217,20 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                # A sum may overflow though every rank's part is finite.
+                # Sums of finite parts may overflow.
                 where = is_bad.index(1) if any(is_bad) else "none alone"
                 blame = self.weights_to_blame()
                 raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
         return values
 
     def _not_finite(self) -> str:
-        """Return the name of a weight that is not finite, or "". A collective."""
+        """Return the last non-finite weight's name, or "". A collective."""
         last = max(self.world.all_gather(last_not_finite(self.weights.values())))
         return list(self.weights)[last] if last >= 0 else ""
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # a frozen embedding; its gradient is only watched
+            if not hidden.requires_grad:  # frozen: the gradient is only watched
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -244,10 +242,10 @@ class Learner:
             hidden.register_hook(record)
 
     def _name_gradient(self, step: int) -> None:
-        """Raise RunFailed with the tensor and the ranks of a non-finite gradient.
+        """Raise RunFailed with the tensor and ranks of a non-finite gradient.
 
-        A bad value spreads from the loss toward the embedding, so the last bad weight is named.
-        Weight gradients are sums over ranks: if no rank's own pass broke, the shard is named.
+        A bad value spreads toward the embedding, so the last bad weight is named. Summed gradients
+        may break though no rank's own pass does. Then the shard is named.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -267,7 +265,7 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks whose own backward pass broke, the first of each cp group."""
+        """Return ranks whose own backward pass broke, the first in each cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
@@ -287,8 +285,6 @@ def _drop_gradient(hidden: torch.Tensor) -> None:
 
 
 class _TimedIterator:
-    """An iterator that counts its items and the seconds spent waiting for them."""
-
     def __init__(self, items: Iterable[Columns]):
         self._items, self.wait_s, self.count = iter(items), 0.0, 0
 
@@ -306,7 +302,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c over all ranks. Ranks that share micro-batches count them once. A collective."""
+    """Return N_c over all ranks, counted once a cp group. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -342,9 +338,9 @@ def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | Non
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
-    """Return the factor, in [0, 1], of the peak rate at `step` (1 … num_steps).
+    """Return the peak rate's factor, in [0, 1], at `step` (1 … num_steps).
 
-    Warm-up reaches 1 at step `warmup_steps`, a decay `final_fraction` exactly at `num_steps`.
+    Warm-up reaches 1 at step `warmup_steps`, a decay `final_fraction` at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps

@@ -1,11 +1,10 @@
-"""The RL stage on the trainer's side. Batch n (from 1) trains version n − 1 and makes version n.
+"""Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- A batch marked `compare` comes after the last one, or earlier if the policy is good enough. It
-  holds rollouts of the last version alone. Their log-probs are compared, not trained.
+- The final batch, marked `compare`, holds rollouts of the last version alone. It is compared, not
+  trained, and comes early if the policy is good enough.
 - A batch marked `wind_down` is not trained. Every rank checkpoints the last step and ends.
-- A step's row is written before its checkpoint counts. A checkpoint of step n also needs the
-  orchestrator's half, written before batch n is sent. It becomes complete some time later.
-- Every wait has a name and a deadline.
+- A step's row is written before its checkpoint counts. Step n's checkpoint needs the orchestrator's
+  half, written before batch n is sent.
 """
 
 import time
@@ -25,13 +24,11 @@ from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.wire.engine_api import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, if trainer and engine compute in float32 on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, in float32 on a CPU
 
 
 @dataclass
 class RlLoop:
-    """One rank of the RL stage."""
-
     ctx: RoleContext
     world: World
     learner: Learner
@@ -39,9 +36,9 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # how long this rank may wait for a batch that other ranks have
-    publish_still_s: float  # how long a publication, except the first, may show no progress
-    start_step: int = field(init=False)  # the last step of the previous attempt, or 0
+    batch_behind_s: float  # limit for a batch that other ranks have
+    publish_still_s: float  # limit for a publication without progress
+    start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
         self.start_step = self.learner.step
@@ -75,7 +72,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted if the run is asked to end."""
+        """Wait for batch `step`. Raise Preempted if the run must end."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -85,7 +82,7 @@ class RlLoop:
             batch = self.receiver.receive(step, self.batch_deadline_s)
         if batch.info.get("wind_down"):
             self.checkpoint_last_step()
-            self.checkpoints.finish()  # other ranks may still use this one's process group
+            self.checkpoints.finish()  # ranks may still use the process group
             raise Preempted(self.learner.step)
         if self.world.is_first:
             self.publisher.check(step, batch.info.get("digests"))
@@ -109,7 +106,7 @@ class RlLoop:
         return result
 
     def publish(self, is_first: bool = False) -> float:
-        """Publish the learner's weights, and return the seconds that it took."""
+        """Publish the weights, and return the seconds taken."""
         ctx, version, begin_s = self.ctx, self.learner.step, time.time()
         limit_s = max(self.publish_still_s, self._step_stall_s(is_first))
         ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)
@@ -123,18 +120,18 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        """Return the seconds that training waited."""
+        """Return the seconds waited."""
         return self.checkpoints.copy(self.publisher.checkpoint_files())
 
     def checkpoint_last_step(self) -> None:
-        """Write a checkpoint of the last step, unless it has one. All ranks decide alike."""
+        """Checkpoint the last step unless done. All ranks decide alike."""
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare the engines' log-probs of the last version. Raise RunFailed if they differ."""
+        """Compare log-probs with the engines'. Raise RunFailed if they differ."""
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())
@@ -164,7 +161,7 @@ class RlLoop:
         ctx, weights = self.ctx, self.ctx.run_dir / "weights"
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # the comparison may not have used every expert
+        self.learner.check_weights()  # the comparison may leave experts unused
         start = start_weights(ctx)
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, weights / "rl")
 

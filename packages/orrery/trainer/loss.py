@@ -1,12 +1,12 @@
-"""The loss: each component is a weighted sum over its members, divided by their *global* number.
+"""Divide each loss component's weighted sum over its members by their global number.
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c      for c in rl, cross_entropy, reference_kl
 
-Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c counts all ranks (at least 1).
+Token t is a member of c if trained with w_c[t] ≠ 0. N_c, at least 1, counts all ranks.
 `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and Kimi K2.5's
-squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ, and advantage A:
+squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ, advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
-    ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r is not clamped and has a gradient
+    ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is the same with A = log π_ref − log π, detached. `cross_entropy` is −log π.
 """
 
@@ -21,7 +21,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """Constants of M scored tokens; float32 [M] unless noted. A weight is 0 for a non-member."""
+    """Constants of M scored tokens, float32 [M]. Non-members have weight 0."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -29,12 +29,12 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool: the whole sample was drawn with the weights being trained
+    same_weights: torch.Tensor  # bool [M]: the present weights drew the whole sample
 
 
 @dataclass
 class StepSums:
-    """Sums over tokens for a step's metrics. They add up over micro-batches and ranks."""
+    """Sums for a step's metrics, additive over micro-batches and ranks."""
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
@@ -43,7 +43,7 @@ class StepSums:
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
-    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts are exact only up to 2^24
+    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
     peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, or −1
 
     @classmethod
@@ -76,13 +76,13 @@ class StepSums:
 def policy_gradient(
     logprob: torch.Tensor, engine_logprob: torch.Tensor, advantage: torch.Tensor, spec: DppoLoss
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ℓ [M], keep bool [M]) of the formula above. Only `logprob` carries a gradient."""
+    """Return (ℓ_rl [M], keep bool [M]). Only `logprob` carries a gradient."""
     log_ratio = logprob - engine_logprob
     with torch.no_grad():
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         kept_advantage = keep * advantage
-    # r may overflow where the advantage is not kept, and 0 · inf is NaN.
+    # An unkept r may overflow, and 0 · inf is NaN.
     ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -96,11 +96,11 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob` and `entropy` are f32 [M]. `totals[c]` is N_c. The last five sums are left at 0.
+    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. The last five sums stay 0.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # Inputs of non-members are replaced, so that an absent column cannot turn 0 · inf into NaN.
+    # A non-member's absent column could make 0 · inf = NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -119,7 +119,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine  # 0 outside rl
-        # The mean over samples is KL(engine || trainer). float64 holds a masked token's ratio.
+        # Its mean estimates KL(engine || trainer). Masked ratios need float64.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -1,10 +1,8 @@
-"""Micro-batches: from columns to the tensors of one forward pass.
+"""Turn columns into the tensors of one forward pass.
 
-- Token t of a sample is scored from row t − 1, if it is trained and has a component weight. Only
-  scored tokens reach the LM head.
-- A micro-batch without samples becomes one unweighted token, so that the rank takes part in every
-  collective, with zero gradients.
-- It is built on the host, sharded there among context-parallel ranks, then sent to the device.
+- A trained token t with a component weight is scored from row t − 1. No other reaches the LM head.
+- A micro-batch without samples becomes one unweighted token: the rank must join every collective.
+- The host shards it among context-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -23,26 +21,26 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over T packed tokens that scores M of them, on the device."""
+    """One forward pass over T packed tokens, M of them scored."""
 
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], from 0 in every document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
-    row: torch.Tensor  # i64 [M], the hidden state that each scored token is predicted from
-    target: torch.Tensor  # i64 [M], the scored tokens
+    row: torch.Tensor  # i64 [M], of the predicting hidden states
+    target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K]; None: the router chooses
+    routed_experts: torch.Tensor | None  # integers [T, L, K], or None: the router chooses
     loss: Targets  # [M]
-    origin: torch.Tensor  # i64 [M, 2] of each scored token: engine (−1: unknown), age in versions
+    origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens, except the last of a sample, that lack a route in a layer
-    routes_replayed: int = 0  # choices: K for each token and layer with a route
+    routes_missing: int = 0  # tokens that lack a route, except a sample's last
+    routes_replayed: int = 0  # K for each token and layer with a route
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
-    """Return each component's weights, f32 [T], zero for non-members."""
+    """Return each component's weights f32 [T]."""
     trained = columns.token["trained"]
     weights = {}
     for name in COMPONENTS:
@@ -65,10 +63,10 @@ def micro_batch(
     shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
 ) -> MicroBatch:
-    """Build the micro-batch that trains policy version `step` − 1.
+    """Build a micro-batch to train version `step` − 1.
 
-    `shard` takes this rank's part, on the CPU. `routes` is the shape of the network's routes.
-    Raise RunFailed if a sample's first token is trained, or if routes do not fit.
+    `shard` takes this rank's part, on the CPU. `routes`: the network's route shape.
+    Raise RunFailed if a sample's first token is trained or routes misfit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -86,7 +84,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"and no token before it predicts it"
         )
-    if not len(scored):  # score one token without weight, to keep the LM head in the graph
+    if not len(scored):  # keep the LM head in the graph
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)
@@ -123,7 +121,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: whether the whole sample was dispatched and sampled at version step − 1."""
+    """Return bool [T]: the whole sample was dispatched and sampled at version step − 1."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -132,7 +130,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: the engine of each token, and its age in versions."""
+    """Return i64 [T, 2]: engine, age in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -187,7 +185,7 @@ def _dummy() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Copy, because columns may be read-only views of a received frame."""
+    """Copy, as columns may be read-only views."""
     return torch.from_numpy(np.array(array))
 
 
@@ -201,9 +199,9 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to `device` from pinned memory, so that the host does not wait for the device.
+    """Copy to `device` from pinned memory, so that the host does not wait.
 
-    numpy fills that memory in this thread. torch's copy would first wake a thread a core.
+    numpy copies in this thread. torch would wake many.
     """
     if device.type != "cuda":
         return tensor.to(device)

@@ -1,10 +1,10 @@
-"""Compare the engines' log-probs with the trainer's, against the bounds of `trainer.mismatch`.
+"""Check engines' log-probs against the trainer's, by the bounds of `trainer.mismatch`.
 
 - Beyond a `warn` bound the log warns. Beyond a `stop` bound the batch is not trained.
-- The KL is over the whole batch, because a few unlikely tokens change it much. The mean
-  |difference| is over all engines, and of each engine with MIN_TOKENS tokens.
-- The engine's name comes from its own answer (`X-Orrery-Engine`), so it may be wrong. The canary
-  (`orrery.orchestrator.engines.update`) asks each engine at its own address.
+- The KL is over the whole batch, because few unlikely tokens change it much. The mean |difference|
+  is over all engines, and over each with MIN_TOKENS tokens.
+- An engine names itself (`X-Orrery-Engine`), perhaps wrongly. The canary
+  (`orrery.orchestrator.engines.update`) asks each at its address.
 """
 
 import logging
@@ -24,11 +24,11 @@ MEASURES = {
 
 
 class MismatchGuard:
-    """Sums of one step on this rank. `check` adds up all ranks."""
+    """One step's sums on this rank. `check` adds up all ranks."""
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
-        num_engines = manifest.inference.num_replicas + 1  # the last row: engine unknown
+        num_engines = manifest.inference.num_replicas + 1  # last row: unknown
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
         # [|difference|, tokens] × engine × age in versions
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
@@ -37,7 +37,7 @@ class MismatchGuard:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch, without a device sync. `logprob` f32 [M] is the trainer's."""
+        """Add a micro-batch, without a device sync. `logprob` f32 [M]: the trainer's."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -49,7 +49,7 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| over all trained tokens, or None if there are none.
+        """Return the mean |difference| over members of `rl`, or None without any.
 
         A collective. Raise RunFailed beyond a `stop` bound.
         """
@@ -82,7 +82,6 @@ class MismatchGuard:
     def _describe(
         self, step: int, engine: int, differences: torch.Tensor, tokens: torch.Tensor
     ) -> str:
-        """Describe the engine with the largest difference, and its worst version."""
         of_version = differences / tokens.clamp(min=1)
         age = int(of_version.argmax())
         name = f"engine {engine}"

@@ -1,4 +1,4 @@
-"""The policy: network and LM head behind one `forward`, so that FSDP's hooks see every weight.
+"""Put network and LM head behind one `forward`, so that FSDP's hooks see every weight.
 
 T tokens · M scored tokens · D hidden
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `fsdp` imports this module
 class Policy(nn.Module):
     """`network` maps tokens to hidden states. At most `chunk_tokens` rows of logits exist at once.
 
-    With `keep_logits` all rows exist, from the forward to the backward pass.
+    With `keep_logits` all rows exist until the backward pass.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Policy(nn.Module):
         self.copies: ComputeCopies | None = None  # on a single rank only
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (log-prob f32 [M], entropy f32 [M]) of the scored tokens, at their temperature."""
+        """Return (log-prob f32 [M], entropy f32 [M]) at the tokens' temperature."""
         network = self.network
         hidden_TD = network(
             batch.token_id,
@@ -46,7 +46,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows. The gradient is a copy; `index_select` would sum in no fixed order."""
+    """Select distinct rows. `index_select`'s gradient would sum in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- On the wire `files` each tensor is gathered and rank 0 writes it, so no rank holds two whole
-  tensors. On a direct wire every rank sends its own shards on request.
-- Direct wires and the wire `adapters` send the engines' dtype. Buffers keep their own dtype.
-- Rank 0 keeps the digests of all versions, across resumes too, and checks the digests in batches.
+- On the wire `files` rank 0 writes tensors gathered one by one. On a direct wire every rank sends
+  its shards on request.
+- Direct wires and `adapters` send the engines' dtype. Buffers keep theirs.
+- Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
 """
 
 import json
@@ -29,18 +29,17 @@ from orrery.wire.weight_wire.sender import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """The trainer's end of the wire `files`. `wire` is None except on rank 0.
+    """The wire `files`. `wire` is None except on rank 0.
 
-    The wire stays open, because engines may still load the last version. The launcher frees its
-    shared memory when the stage ends.
+    It stays open for engines that load the last version. The launcher frees its shared memory.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
         self._policy, self._wire = policy, wire
-        self.digests: dict[int, str] = {}  # by version; rank 0 only
+        self.digests: dict[int, str] = {}  # by version, on rank 0
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
-        """Publish `version` with its log-probs of the canary. Return the publication on rank 0."""
+        """Publish `version` with its canary log-probs. Return the publication on rank 0."""
         tensors = self._named_tensors()
         if self._wire is not None:
             published = self._wire.publish(version, tensors, canary)
@@ -53,14 +52,14 @@ class Publisher:
         return named_hf_tensors(self._policy.network)
 
     def settle(self) -> float:
-        """Finish sending before the weights change, and return the seconds taken."""
+        """Finish sending, and return the seconds taken."""
         return 0.0
 
     def close(self) -> None:
-        """Release the wire after the last publication."""
+        """Release the wire."""
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless the batch's `stamped` = {version: digest} was published."""
+        """Raise RunFailed unless `stamped` = {version: digest} was published."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -78,7 +77,7 @@ class Publisher:
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Read the `checkpoint_files` in `folder`. Raise RunFailed if they cannot be read."""
+        """Read `checkpoint_files`. Raise RunFailed if unreadable."""
         path = folder / PUBLISHED
         try:
             rows = json.loads(path.read_text()).items()
@@ -88,8 +87,6 @@ class Publisher:
 
 
 class AdapterPublisher(Publisher):
-    """The trainer's end of the wire `adapters`."""
-
     def __init__(self, policy: Policy, wire: WeightPublisher | None, dtype: torch.dtype):
         super().__init__(policy, wire)
         self._dtype = dtype
@@ -99,15 +96,15 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """The trainer's end of a direct wire, on every rank. It sends from the weights themselves.
+    """A direct wire, on every rank. It sends from the weights themselves.
 
-    Adapters are merged into copies of their shards first, in the engines' dtype.
+    Adapters are merged into copies, in the engines' dtype.
     """
 
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):
         super().__init__(policy, None)
         self._source, self._dtype, self._ctx = source, dtype, ctx
-        self._merged: dict[str, torch.Tensor] = {}  # by name of our parameter
+        self._merged: dict[str, torch.Tensor] = {}
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
         network = self._policy.network

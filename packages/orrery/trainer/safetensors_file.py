@@ -1,10 +1,10 @@
-"""A rank's part of a checkpoint: copied into host memory, then written and hashed in pieces.
+"""Copy a rank's part of a checkpoint into host memory, then write and hash it in chunks.
 
 - A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes
   without gaps (https://huggingface.co/docs/safetensors). It equals the file of
-  `safetensors.torch.save_file`. That function copies every tensor and does not hash the file.
-- The buffer in host memory has the layout of the file's data, and is kept for the next checkpoint.
-- Big files are synced as they grow. Otherwise unwritten pages could fill the host's memory.
+  `safetensors.torch.save_file`, without copies of tensors.
+- The host buffer, reused, has the layout of the file's data.
+- Big files are synced as they grow, or unwritten pages could fill memory.
 """
 
 import json
@@ -31,7 +31,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# In rising order of alignment, as safetensors sorts them.
+# In safetensors' order, by rising alignment.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The writer was told to stop."""
+    """Writing was stopped."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """`spans` are the tensors' [start, stop) in the data after `header`."""
+    """`spans`: each tensor's [start, stop) after `header`."""
 
     header: bytes
     spans: dict[str, tuple[int, int]]
@@ -73,13 +73,13 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayo
 
 
 def content(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without a copy."""
+    """Return a contiguous CPU tensor's bytes without a copy."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "copy it to the CPU first"
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 class HostCopy:
-    """One rank's buffer in host memory, pinned if `device` is a GPU."""
+    """One rank's host buffer, pinned if `device` is a GPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -87,9 +87,9 @@ class HostCopy:
         self._layout: FileLayout | None = None
 
     def check_room(self, num_bytes: int, world: World) -> None:
-        """Raise RunFailed if the ranks of this host need more memory than it has. A collective.
+        """Raise RunFailed if this host's ranks need more memory than it has. A collective.
 
-        Ranks read their available memory before the all-gather, hence before any allocates.
+        All ranks read memory before any allocates.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -108,7 +108,7 @@ class HostCopy:
         return self._buffer.numel() >= num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow the buffer to `num_bytes`. Raise RunFailed if the host has not enough memory."""
+        """Grow the buffer to `num_bytes`. Raise RunFailed if memory does not suffice."""
         if self.has_room(num_bytes):
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -135,7 +135,7 @@ class HostCopy:
             torch.cuda.current_stream(self._device).synchronize()
 
     def buffers(self) -> list[bytes | memoryview]:
-        """Return the safetensors file of the last `fill`."""
+        """Return the file of the last `fill`."""
         assert self._layout is not None, "nothing was copied"
         return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
 
@@ -151,12 +151,12 @@ def _check_fits(subject: str, num_bytes: int, available: int) -> None:
 def write(
     path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False
 ) -> tuple[int, str]:
-    """Write and sync `buffers`, and return (bytes, sha256). On failure the file is removed.
+    """Write and sync `buffers`. Return (bytes, sha256). On failure remove the file.
 
     Raise OSError, or Stopped between chunks.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Writing and hashing both release the GIL, so they run in parallel.
+    # Writing and hashing release the GIL, so they run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
@@ -180,7 +180,7 @@ def write(
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove `path` on failure, so that a full disk has room for logs. Name it in an OSError."""
+    """Remove `path` on failure, as room for logs. Name it in an OSError."""
     try:
         yield
     except BaseException as error:

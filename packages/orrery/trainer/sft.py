@@ -1,9 +1,9 @@
-"""The SFT stage: train chats with all weight on the cross-entropy component, and validate.
+"""Train the SFT stage, with all weight on cross-entropy, and validate.
 
-- Every rank computes the same packing and trains its own part, so ranks exchange no data.
-- The position in the data is the number of finished steps, so a resumed stage gives the same bits.
-- Validation runs before the first step, every `interval_steps` steps and after the last step. Its
-  loss is the mean cross-entropy of the trained tokens. It changes no bit of the weights.
+- Every rank computes the same packing and trains its part.
+- The finished steps give the position in the data, so a resumed stage gives the same bits.
+- Validation runs before the first step, every `interval_steps` and after the last. It reports the
+  mean cross-entropy of trained tokens, and changes no weight.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ VALIDATION = "stages.sft.validation"
 def sft(
     learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
 ) -> None:
-    """Train the remaining steps on `examples`."""
+    """Train the remaining steps."""
     manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
     first_step = learner.step + 1
     with (
@@ -68,7 +68,6 @@ def sft(
 
 
 def _share(batch: Columns, manifest: Manifest, world: World) -> list[Columns]:
-    """Return this rank's micro-batches."""
     return [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
 
 
@@ -102,14 +101,12 @@ def _record(
 
 
 class ValidationSet:
-    """This rank's micro-batches of examples that are never trained."""
-
     def __init__(self, manifest: Manifest, examples: Columns, world: World):
         self.micro_batches = _share(examples, manifest, world)
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """Return (nats a token, tokens). Raise RunFailed if it is not finite. A collective."""
+        """Return (nats a token, tokens). Raise RunFailed if not finite. A collective."""
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:
@@ -133,7 +130,7 @@ def load_validation(
 ) -> ValidationSet | None:
     """Load the first `num_examples` of the validation data. A collective.
 
-    Raise OrreryError if there are too few, or if one is also in the `training` data.
+    Raise OrreryError if there are too few, or if `training` shares a chat.
     """
     spec = manifest.stages.sft.validation
     if spec is None:
@@ -149,7 +146,7 @@ def load_validation(
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
-    """Raise OrreryError on every rank if a validated chat is also trained. A collective."""
+    """Raise OrreryError on every rank if `training` has a validated chat. A collective."""
     held = {_digest(chat): chat.where for chat in validated}
     mine = range(world.rank, len(training), world.size)
     found = next((index for index in mine if _digest(training[index]) in held), -1)

@@ -1,10 +1,9 @@
-"""SFT examples: chats as token columns, tokenised shortly before a step trains them.
+"""Tokenise SFT chats shortly before a step trains them.
 
-- Batches follow an endless order: one permutation an epoch, drawn from (manifest.seed, epoch).
-- A thread tokenises the next batch while the current one is trained. The first KEPT_TOKENS tokens
-  are kept, so a small set is tokenised once.
-- At start each rank checks up to CHECKED_TOKENS tokens of its share. That finds most mistakes
-  before the first step.
+- Batches follow one permutation an epoch, drawn from (manifest.seed, epoch).
+- A thread tokenises the next batch during training. The first KEPT_TOKENS are kept, so a small set
+  is tokenised once.
+- At start each rank checks about CHECKED_TOKENS of its share.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +27,7 @@ KEPT_TOKENS = 32_000_000  # of 5 bytes
 
 
 class Examples:
-    """Chats as token columns, with all weight on the cross-entropy component.
-
-    `max_tokens` of a micro-batch and `max_positions` of the model limit a chat.
-    """
+    """Chats as token columns, with all weight on cross-entropy."""
 
     def __init__(
         self,
@@ -50,7 +46,7 @@ class Examples:
         return len(self.chats)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise up to CHECKED_TOKENS. Raise OrreryError for a chat that cannot be trained."""
+        """Tokenise about CHECKED_TOKENS. Raise as `columns`."""
         num_tokens = 0
         for begin in range(0, len(indices), CHECKED_AT_ONCE):
             num_tokens += self.columns(indices[begin : begin + CHECKED_AT_ONCE]).num_tokens
@@ -58,7 +54,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise these examples. Raise OrreryError for a chat that cannot be trained."""
+        """Tokenise these examples. Raise OrreryError for an untrainable chat."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)
@@ -96,7 +92,7 @@ class Examples:
 
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
-    """Open the examples of `stages.sft.data`, and check the share (rank, ranks) of them."""
+    """Open `stages.sft.data`, and check the share (rank, ranks)."""
     examples = open_examples(manifest, manifest.stages.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -109,7 +105,7 @@ def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
-    """Yield the batches of the steps after the first `num_done`."""
+    """Yield batches, without the first `num_done`."""
     spec = manifest.stages.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):
@@ -117,7 +113,7 @@ def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[C
 
 
 def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]:
-    """Yield indices of examples from position `start` on."""
+    """Yield example indices from position `start` on."""
     epoch, begin = divmod(start, num_examples)
     while True:
         yield from map(int, np.random.default_rng([seed, epoch]).permutation(num_examples)[begin:])
@@ -126,7 +122,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread makes the following item."""
+    """Yield a function that returns the next item. A thread makes items ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

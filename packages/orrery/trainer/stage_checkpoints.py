@@ -1,9 +1,7 @@
-"""A stage's checkpoints: when they are written, how they become complete, and how to resume.
+"""Write and complete a stage's checkpoints, and resume from them.
 
-- The step's row of metrics is written between `copy` and `write`, so every complete checkpoint has
-  its row.
-- The first rank's thread writes the marker last, then removes checkpoints beyond
-  `trainer.checkpoint.keep`.
+- Metrics are written between `copy` and `write`, so a complete checkpoint has its row.
+- The first rank's thread writes the marker last, then removes old checkpoints.
 """
 
 import time
@@ -21,9 +19,9 @@ from orrery.wire import checkpoints, nfs
 
 
 class StageCheckpoints:
-    """One stage's checkpoints, on one rank. The exit completes the last, except after an exception.
+    """One rank's checkpoints. The exit completes the last, except after an exception.
 
-    `beside` is a role whose half of step n's checkpoint exists before batch n is sent.
+    The role `beside` has written its half of step n before batch n is sent.
     """
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
@@ -46,11 +44,11 @@ class StageCheckpoints:
         return checkpoints.is_due(step, self._ctx.manifest, self._stage)
 
     def check(self) -> None:
-        """Raise RunFailed if a checkpoint could not be written."""
+        """Raise RunFailed if a write failed."""
         self._writer.check()
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
-        """Copy the state, with `files`. Return the seconds that training waited. A collective."""
+        """Copy the state with `files`. Return the seconds waited. A collective."""
         step, still_s = self._learner.step, step_stall_s(False, self._learner.world.size)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)
         with self._ctx.metrics.span("checkpoint", step=step):
@@ -87,13 +85,13 @@ class StageCheckpoints:
 
 
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
-    """Load the newest complete checkpoint, and return its folder, or None. A collective."""
+    """Load the newest complete checkpoint. Return its folder or None. A collective."""
     world = learner.world
-    # In RL the orchestrator does this, before it writes its half.
+    # In RL the orchestrator does this.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Rank 0 decides, because other nodes may see a new folder late.
+    # Other nodes may see a new folder late.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None

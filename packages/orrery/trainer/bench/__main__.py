@@ -118,7 +118,7 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return the options, and the part that comes from the run's row."""
+    """Return all options, and the run's row without the given options."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}
@@ -126,7 +126,6 @@ def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, 
 
 
 def as_arguments(options: dict[str, Any]) -> str:
-    """Return options as the command line writes them."""
     words = []
     for field, value in options.items():
         if isinstance(value, bool):
@@ -190,7 +189,7 @@ def check_devices(request: BenchRequest) -> None:
 
 
 def float32_bytes(request: BenchRequest) -> int:
-    """Return the bytes of weights, gradients and optimizer state of all ranks."""
+    """Return bytes of weights, gradients and optimizer state, over all ranks."""
     from orrery.trainer.memory_plan.plan import num_states
     from orrery.trainer.memory_plan.sizes import count_parameters
 
@@ -209,7 +208,7 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
     """Run one process a device, and return their answers in rank order.
 
-    If one fails, all are killed. Raise RunFailed with its error, or the last lines of its log.
+    If one fails, kill all and raise RunFailed with its error or its log's last lines.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,6 @@
-"""`python -m orrery.trainer.bench.rank FOLDER`: one rank of a measurement.
+"""Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-The policy is built as in training, with random weights. After the measured steps rank 0 profiles
-one more. `FOLDER/rank.<n>.json` gets this rank's numbers, or its error.
+Weights are random. Rank 0 profiles one step more. `FOLDER/rank.<n>.json` gets the numbers or error.
 """
 
 import json
@@ -48,7 +47,7 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, pattern of the kernel's name, pattern of an open host range); the first match decides.
+# (kind, kernel name's pattern, open host range's pattern). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
     ("sharding copies", None, r"FSDP::"),  # has kernels named like the optimizer's
@@ -79,7 +78,7 @@ KINDS = (
 )
 _DIRECTIONS = {"to host": re.compile(r"Memcpy DtoH"), "to device": re.compile(r"Memcpy HtoD")}
 
-Event = dict[str, Any]  # of a Chrome trace, times in microseconds
+Event = dict[str, Any]  # of a Chrome trace, in microseconds
 Spans = list[tuple[float, float]]
 
 
@@ -148,7 +147,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # zeros would run faster
+            for weight in (adapter.a, adapter.b):  # zeros run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -156,9 +155,9 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Run steps back to back, and return their times, document lengths and metrics.
+    """Return times, document lengths and metrics of steps run back to back.
 
-    A step's time is between two returns to the host. The device may be behind.
+    Times are between returns to the host. The device may lag.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
@@ -180,7 +179,7 @@ def timed_steps(
 def profiled_step(
     learner: Learner, request: BenchRequest, folder: Path, world: World
 ) -> dict[str, Any]:
-    """Run one more step, profiled on rank 0, and return its times. Write FOLDER/trace.json."""
+    """Return the times of a step profiled on rank 0. Write FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -215,7 +214,6 @@ def wait_for(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return torch's counts, or zeros on a CPU."""
     names = (
         "peak_allocated_bytes",
         "peak_reserved_bytes",
@@ -235,9 +233,9 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict that afterwards has the block's mean clocks and power, by CLOCK_FIELDS.
+    """Yield a dict that the exit fills with mean CLOCK_FIELDS.
 
-    Another process runs `nvidia-smi`. The dict stays empty without it or without a GPU.
+    It stays empty without `nvidia-smi` or a GPU.
     """
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
@@ -255,7 +253,6 @@ def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[st
 
 @contextmanager
 def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run the reading process during the block. It dies with this process."""
     asked = [
         f"--id={uuid}",
         f"--query-gpu={','.join(CLOCK_FIELDS.values())}",
@@ -273,7 +270,7 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Return the means over complete lines, or None if a field is not a number."""
+    """Average complete lines. Return None if a field is not a number."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = list(zip(*([float(value) for value in row] for row in rows), strict=True))
@@ -286,10 +283,9 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """A step's time in seconds. `by_kind` adds up to `step_s`, with exposed communication only.
+    """Seconds of a step. `by_kind` adds up to `step_s`, with exposed communication only.
 
-    `by_pass` has the time of kernels by forward, backward and optimizer, then by kind. There,
-    overlaps count twice. `longest` has the slowest: (name, kind, total seconds, count).
+    `by_pass`: kernels by pass and kind, overlaps twice. `longest`: (name, kind, seconds, count).
     """
 
     step_s: float
@@ -302,7 +298,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A kernel, copy or operator, in microseconds of the trace's clock."""
+    """A kernel, copy or operator, in microseconds."""
 
     begin: float
     end: float
@@ -313,7 +309,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of one direction. `hidden_s` of their `seconds` ran beside a computing kernel."""
+    """One direction's copies. `hidden_s` of `seconds` ran beside a computing kernel."""
 
     num_bytes: int
     num_copies: int
@@ -324,8 +320,8 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range `step`. Raise ValueError if the trace has none.
 
-    Each instant counts once: as running computation (in equal shares), or a copy, or
-    communication, or idle. Without a GPU the host's operators count.
+    Each instant counts once, by priority: computation (in equal shares), copies, communication,
+    idle. Without a GPU the host's operators count.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -348,7 +344,7 @@ def divide_step(events: list[Event], step: str) -> Phases:
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
     """Return the step's copies by direction, none without a device.
 
-    Communication hides no copy: a copy beside a collective alone still delays the step.
+    Communication hides none.
     """
     begin, end = _step_window(events, step)
 
@@ -374,7 +370,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind from its name and the host ranges open at its launch."""
+    """Return a kernel's kind. `around`: open host ranges at launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -385,7 +381,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return a launch's pass. Recomputation counts as backward, the loss as forward."""
+    """Return the pass. Recomputation is backward, the loss forward."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
@@ -429,7 +425,7 @@ def _by_thread(events: list[Event]) -> dict[Any, list[Event]]:
 
 
 def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event, tuple[str, ...]]]:
-    """Yield each call with the names of its thread's open ranges, outermost first."""
+    """Yield each call with its thread's open ranges, outermost first."""
     outer = _by_thread(ranges)
     for thread, inner in _by_thread(calls).items():
         ahead = outer.get(thread, [])
@@ -448,11 +444,11 @@ def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event,
 
 
 def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
-    """Yield the spans in which each operator was the innermost."""
+    """Yield spans of innermost operators."""
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # at one instant: inner ends, then outer begins
+        edges.sort(key=lambda edge: edge[:3])  # inner ends precede outer begins
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -488,7 +484,6 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
 
 
 def _union(spans: Spans) -> Spans:
-    """Return the same time as disjoint spans, in order."""
     result: Spans = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:

@@ -1,8 +1,7 @@
-"""A measurement as JSON and as a table, beside the time that its work should take.
+"""Write a measurement as JSON and as a table, beside the expected time.
 
-A step's time is that of the slowest rank, and tokens a second are the median over steps. MFU is the
-model's own operations over the data sheet's rate. It and the expected times are null for models
-whose operations are not counted.
+A step's time is the slowest rank's. Tokens a second are the median over steps. MFU is over the data
+sheet's rate. MFU and expected times need counted operations.
 """
 
 import os
@@ -51,7 +50,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Operations and bytes a second of one device. `peak_flops`: dense bfloat16."""
+    """A device's operations and bytes a second. `peak_flops`: dense bfloat16."""
 
     peak_flops: float
     dense_flops: float
@@ -62,14 +61,14 @@ class DeviceRates:
     host_link_bytes: float
 
 
-# By torch's device name: rates of single kernels, NCCL's gathers and pinned copies.
+# By torch's device name, of single kernels, NCCL gathers and pinned copies.
 RATES = {"NVIDIA H200": DeviceRates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
 
 
 def result(
     request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
-    """Return the measurement and what it was measured on, as a record keeps them."""
+    """Return the measurement and its environment as a record."""
     step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     groups = answers[:: mesh.cp]  # a cp group shares its documents
@@ -83,7 +82,7 @@ def result(
     ]
     first = answers[0]
     rates = RATES.get(first["device"])
-    # The last step's documents. The profiled step may have others.
+    # The profiled step may have other documents.
     predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
     planned = plan_memory(model, trainer, request.load, first["device_bytes"])
 
@@ -140,7 +139,7 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, rates: DeviceRates | None
 ) -> dict[str, float | None]:
-    """Return operations and utilisation of steps with documents of `every` lengths.
+    """Return the `WORK` of steps. `every`: document lengths by step.
 
     `device_s`: mean seconds of a step, summed over devices.
     """
@@ -164,7 +163,6 @@ def _hardware(answers: list[dict[str, Any]]) -> str:
 
 
 def _without_folder(word: str) -> str:
-    """Return a word of the command line without this machine's folders."""
     return Path(word).name if word.startswith("/") else word
 
 
@@ -235,10 +233,10 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 
 
 def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict[str, float] | None:
-    """Return the least seconds of a step by kind of work, and of communication and the step.
+    """Return the least seconds of a step, by kind of work and in all.
 
-    Elementwise work counts as fused, and products hide communication. `lengths`: documents in all
-    micro-batches (of the cp group). None without the device's rates or the model's operations.
+    Elementwise work counts as fused, and computation hides communication. `lengths`: a cp group's
+    documents. None without the device's rates or the model's operations.
     """
     rates = RATES.get(device)
     if rates is None or not is_counted(request.model):
@@ -263,7 +261,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
     if trained:
         computing_s, offloaded_s, exchange_s = _optimizer_s(request, trained, shards, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    # All-to-alls that copies of offloaded states do not hide.
+    # Muon's all-to-alls, beyond copies of offloaded states.
     exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     communication = _communication_bytes(request, tokens, experts, rest) / rates.link_bytes
     return {
@@ -288,7 +286,7 @@ def _communication_bytes(
         reductions = request.micro_batches if by_micro_batch else 1
         total += reductions * _dtype_bytes(trainer.reduce_dtype) * from_others
     if mesh.ep > 1 and model.moe is not None:
-        # Forward and backward, and again if experts are recomputed.
+        # With recomputation.
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
         passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
         total += passes * rows * model.hidden_size * 2 * model.num_layers
@@ -301,10 +299,10 @@ def _communication_bytes(
 def _optimizer_s(
     request: BenchRequest, trained: float, shards: int, rates: DeviceRates
 ) -> tuple[float, float, float]:
-    """Return seconds of kernels, of copies of offloaded states, and of Muon's all-to-alls.
+    """Return seconds of (kernels, offloaded states' copies, Muon's all-to-alls).
 
     `trained`: float32 values on this device. Bytes a value, with the gradient's norm and scale:
-    AdamW 40, SGD 24 or with momentum 32, sign SGD 24 or with decay 32, Muon 48 or with Nesterov 60.
+    AdamW 40, SGD 24 (momentum 32), sign SGD 24 (decay 32), Muon 48 (Nesterov 60).
     Muon's products are 4·m²·n + 2·m³ operations an iteration, for a matrix of m ≤ n.
     """
     optimizer = request.trainer.optimizer
@@ -332,7 +330,7 @@ def _optimizer_s(
 
 
 def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
-    """Return Muon's values, its values in split matrices, and operations an iteration."""
+    """Return Muon's (values, values in split matrices, operations an iteration)."""
     values, split, operations = 0, 0, 0.0
     for name, weight in build(request.model, torch.float32, "meta").named_parameters():
         if is_block_matrix(name, weight):
@@ -345,7 +343,7 @@ def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
 
 
 def _parameters(request: BenchRequest) -> tuple[float, float]:
-    """Return the number of parameters in routed experts, and of all others."""
+    """Return numbers of parameters (in routed experts, elsewhere)."""
     model = request.model
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = model.num_layers * float(model.hidden_size * heads)
@@ -361,10 +359,9 @@ def _parameters(request: BenchRequest) -> tuple[float, float]:
 
 
 def _elementwise_bytes(request: BenchRequest) -> float:
-    """Return the bytes of elementwise work a token and layer, in bfloat16.
+    """Return elementwise bytes a token and layer, in bfloat16.
 
-    The numbers of a forward pass count once for it, twice for the backward pass, and once more if
-    recomputed.
+    Numbers count once forward, twice backward, and once if recomputed.
     """
     model = request.model
     hidden = model.hidden_size

@@ -1,8 +1,6 @@
-"""The measurement: a manifest's model and trainer, fitted to the devices, and made-up batches.
+"""Fit a manifest's model and trainer to the devices, and make batches.
 
-Another number of devices than the mesh's changes `dp_shard`, and `ep` if it no longer divides the
-ranks. A mesh given as an option is used unchanged, or refused. The SFT loss is measured with the
-SFT stage's optimizer and clipping.
+A given mesh is unchanged or refused. The SFT loss uses the SFT stage's optimizer and clipping.
 """
 
 import json
@@ -34,7 +32,7 @@ from orrery.wire.routed_experts import route_shape
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan.plan import Workload
 
-# Default options of the runs with a row in `benchmarks/trainer/`.
+# Default options, by run.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -49,10 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line or the run's row. None: as the manifest has it.
-
-    `memory`, `fsdp`, `mesh` and `trainer` are JSON objects, merged over that section.
-    """
+    """Options of the command line or the run's row. None: the manifest's value."""
 
     device: Literal["cpu"] | None = None
     devices: int | None = None
@@ -74,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One measurement, as each rank reads it."""
+    """A measurement, as ranks read it."""
 
     name: str
     id12: str
@@ -218,19 +213,18 @@ def _parse(section: str, text: str) -> dict[str, Any]:
 
 
 def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, Any]) -> Trainer:
-    """Merge `new` over a section of the trainer, or over the trainer."""
     whole = trainer.model_dump(mode="json")
     fields = {**whole, **(new if section == "trainer" else {section: {**whole[section], **new}})}
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` raises an error that names the field.
+        # `check` names the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to the devices, and ep to dp_shard. Fields in `given` do not change."""
+    """Fit dp_shard to the devices, then ep. Fields in `given` do not change."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -248,7 +242,7 @@ def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
 
 
 def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    """Return the fields whose values differ, in sections of the trainer field by field."""
+    """Return differing fields, also inside sections."""
     found: dict[str, list[Any]] = {}
     for name, (old, new) in fields.items():
         if isinstance(new, Memory | Fsdp | Mesh):
@@ -265,7 +259,7 @@ def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
 
 
 def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Columns]:
-    """Return one step's micro-batches of one data rank, the same for the same arguments."""
+    """Return a data rank's micro-batches, seeded by the arguments."""
     rng = np.random.default_rng([request.seed, step, data_rank])
     return [
         _columns(request, _document_lengths(request, rng), rng)
@@ -274,9 +268,9 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return lengths that fill a micro-batch, with the padding of a model that pads.
+    """Return lengths that fill a micro-batch, with padding if the model pads.
 
-    Variable lengths are log-uniform from a sixteenth of the longest to the longest.
+    Variable lengths are log-uniform in [longest / 16, longest].
     """
     longest, left = request.document_tokens, request.tokens_per_micro_batch
     shortest = min(max(longest / 16, 2), longest)
@@ -307,7 +301,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.loss == "rl":
-        # Close to a new network's, so that ratios stay finite.
+        # Near a new network's: ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -326,7 +320,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [T, L, K]: each token takes the next K experts, in turn."""
+    """Return routes [T, L, K]. Each token takes the next K experts."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts
