@@ -1,4 +1,4 @@
-"""Models: what a network is, on one device, and its weights as Hugging Face has them."""
+"""Models: networks for one device, and their weights in Hugging Face's format."""
 
 from orrery.models.families import build, expert_modules, fsdp_units, hf_config
 

@@ -2,10 +2,9 @@
 
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
-- This code knows one device. `families.py` names the FSDP units; `trainer/parallel` applies them.
-- FSDP gathers a weight only in the forward pass of the module it wraps: elsewhere, `lm_head_weight`
-  may be a shard.
-- Parameters are NaN after construction: `orrery.models.weights` initialises or loads them.
+- FSDP gathers a weight only in the forward pass of the module it wraps. In other code,
+  `lm_head_weight` may be a shard.
+- Parameters are NaN until `orrery.models.weights` fills them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from orrery.models.mixture import MixtureOfExperts
 
 
 class LmHead(nn.Module):
-    """Hidden states to log-probs and entropies, chunk by chunk. `weight` is [V, D] as in HF."""
+    """Hidden states to log-probs and entropies. `weight` is [V, D] as in HF."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -46,15 +45,14 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Packed tokens to hidden states (`forward`), and those to log-probs (`log_probs`).
+    """Packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
-    A family defines `layers`, `lm_head` (None if the embedding is the head), `lm_head_weight` and
-    `forward`.
+    A family defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `forward`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    num_routes_differ: Tensor | None = None  # i64 []: see `Router`; of the latest forward pass
+    num_routes_differ: Tensor | None = None  # i64 [], latest forward pass: see `Router`
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, D]: the embedding itself if the manifest ties them."""
+        """Return [V, D], the embedding if tied."""
         raise NotImplementedError
 
     def forward(
@@ -74,19 +72,19 @@ class CausalLm(nn.Module):
         max_seqlen: int | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Return final-norm hidden states [T, D] of packed documents, each seeing only itself.
+        """Return final-norm hidden states [T, D]. A packed document attends only to itself.
 
-        token_ids, positions i64 [T]; cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`,
-        integers [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a
-        device-to-host copy. `documents` replaces both on a context-parallel rank.
+        token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
+        [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a device-to-host
+        copy. `documents` replaces `cu_seqlens` and `max_seqlen`.
         """
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
-        """Fill the buffers that no checkpoint holds, once they have storage."""
+        """Fill the non-persistent buffers, once they have storage."""
 
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor | None:
-        """Return the family's own draw of a whole initial tensor on the CPU, if it has one."""
+        """Return the family's whole initial tensor on the CPU, or None."""
         return None
 
     def log_probs(
@@ -97,10 +95,10 @@ class CausalLm(nn.Module):
         chunk_tokens: ChunkTokens,
         keep_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob of `target_T[t]` after row t of the hidden states, and entropy there.
+        """Return the log-prob of `target_T[t]` after hidden row t, and the entropy there.
 
-        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. An untied head
-        is called as a module, because FSDP's hooks sit on module calls.
+        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. FSDP's hooks need
+        an untied head called as a module.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:
@@ -110,7 +108,7 @@ class CausalLm(nn.Module):
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Return all logits [T, V] in float32, for tests and inspection."""
+        """Return all logits [T, V] in float32."""
         hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
         if self.lm_head is not None:
             return self.lm_head.logits(hidden_TD)
@@ -118,7 +116,7 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward; a mixture from block `num_dense_layers` on."""
+    """Pre-norm attention and feed-forward, or a mixture from block `num_dense_layers` on."""
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class TransformerBlock(nn.Module):
         documents: Documents,
         replayed_TK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the output [T, D]; with `replayed_TK` also the number of differing routes."""
+        """Return the output [T, D], and with `replayed_TK` the number of differing routes."""
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)
         inner_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, MixtureOfExperts):
@@ -148,8 +146,6 @@ class TransformerBlock(nn.Module):
 
 
 class Decoder(CausalLm):
-    """The network of our own families: embedding, blocks, final norm, LM head."""
-
     def __init__(self, config: Model) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

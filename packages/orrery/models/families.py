@@ -1,9 +1,9 @@
-"""The families of networks as data: names, `config.json`, FSDP units and expert modules.
+"""Families of networks as data.
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
 - `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471): dense blocks, then mixtures with shared
-  experts, chosen by sigmoid scores plus a bias an expert.
+  experts and biased sigmoid scores.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
 
@@ -24,13 +24,12 @@ from orrery.models.hf_names import Names
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of our own networks, all of which are `Decoder`s, or that of transformers.
+    """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of tensors that a checkpoint may hold besides.
-    - `fsdp_units`: one `fully_shard` call each, in order, before the root's. `layers.*` stands for
-      a unit a layer. `trainer/parallel` keeps `cast_forward_inputs` off: temperatures stay float32.
-    - `expert_modules`: patterns of modules whose parameters all have the expert as dimension 0.
-      They are further units under expert parallelism.
+    - `ignored`: regular expressions of further tensors that a checkpoint may hold.
+    - `fsdp_units`: one `fully_shard` call each, in order, before the root's. `layers.*` means a
+      unit per layer. `trainer/parallel` disables `cast_forward_inputs`: temperatures stay float32.
+    - `expert_modules`: patterns of modules whose parameters have the expert as dimension 0.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
@@ -44,12 +43,12 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Both ends of the network read tied embeddings, so they belong to the root's unit.
+# Both ends of the network read tied embeddings, so the root's unit has them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERTS = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-# Multi-token prediction (MTP) layers follow the last layer. Only speculative decoding uses them.
+# Multi-token prediction (MTP) layers after the last layer, for speculative decoding.
 _MTP = (r"model\.layers\.{num_layers}\..*",)
 
 FAMILIES = {
@@ -64,16 +63,16 @@ FAMILIES = {
 def build(
     model: Model, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalLm:
-    """Return the manifest's network with unset parameters: NaN, or without storage on "meta".
+    """Return the manifest's network with NaN parameters, or without storage on "meta".
 
-    Next call `orrery.models.weights.initialize` or `.load`, before or after sharding.
-    Raise OrreryError if transformers is missing or the model is not supported.
+    Then call `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
+    missing or the model is not supported.
     """
     assert model.family in FAMILIES, f"{model.family} is planned and not built"
     with torch.device("meta"):
         module = _network(model)
     for parameter in module.parameters():
-        # Not `module.to`, which would cast the buffers too.
+        # `module.to` would cast the buffers too.
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":
         module = module.to_empty(device=device)
@@ -117,7 +116,7 @@ def _check_glm4_moe(model: Model) -> None:
 
 
 def hf_config(model: Model) -> dict[str, Any]:
-    """Return the content of `config.json`, without the dtype, as transformers and vLLM read it."""
+    """Return the content of `config.json`, without the dtype."""
     return FAMILIES[model.family].hf_config(model)
 
 
@@ -127,13 +126,12 @@ def hf_names(module: CausalLm) -> Names:
 
 
 def ignored_hf_names(model: Model) -> tuple[str, ...]:
-    """Return regular expressions of tensors that a checkpoint may hold besides."""
     patterns = FAMILIES[model.family].ignored
     return tuple(pattern.replace("{num_layers}", str(model.num_layers)) for pattern in patterns)
 
 
 def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
-    """Return the modules of each `fully_shard` call in order, without the root's final call."""
+    """Return the modules of each `fully_shard` call in order, without the root's call."""
     config, units = module.config, []
     for names in TIED_FSDP_UNITS if config.tie_embeddings else FAMILIES[config.family].fsdp_units:
         if names == ("layers.*",):
@@ -144,7 +142,7 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
 
 
 def expert_modules(module: CausalLm) -> list[nn.Module]:
-    """Return modules whose parameters all have the expert as dimension 0: units under EP."""
+    """Return the modules whose parameters have the expert as dimension 0."""
     patterns = FAMILIES[module.config.family].expert_modules
     named = module.named_modules()
     return [one for name, one in named if any(fnmatchcase(name, p) for p in patterns)]

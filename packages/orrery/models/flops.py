@@ -1,13 +1,13 @@
-"""Floating-point operations (FLOPs) of training: by the model's formula, and with recomputation.
+"""Floating-point operations (FLOPs) of training, without and with recomputation.
 
 L layers · H query heads · K head size · D hidden · V vocabulary
 
-- `model_flops` a token: 6 a parameter of an active matrix product (2 forward, 4 backward; the LM
-  head counts, the embedding does not), and 12 · L · H · K · n² / 2 a causal document of n tokens.
-- A frozen weight (LoRA) costs 4: forward and input gradient. Adapters, a thousandth, are left out.
-- `hardware_flops` adds recomputation: blocks under checkpointing, logits in the LM head's backward,
-  and scores inside attention's backward (5 products instead of 4).
-- Networks of transformers are not counted: the manifest does not describe their windows or scans.
+- `model_flops` a token: 6 a parameter in an active matrix product (2 forward, 4 backward),
+  including the LM head. Attention adds 12 · L · H · K · n² / 2 a document of n tokens.
+- A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
+- `hardware_flops` adds checkpointed blocks, the LM head's logits, and attention's scores in its
+  backward pass (5 products instead of 4).
+- Networks of transformers are not counted: the manifest lacks their windows and scans.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,7 @@ from orrery.manifest.schema import Model, Trainer
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations by the kind of kernel."""
-
-    projections: (
-        float  # dense products: attention's four, dense feed-forwards, routers, shared experts
-    )
+    projections: float  # attention, dense feed-forwards, routers, shared experts
     experts: float  # grouped products
     attention: float  # scores and their products with values
     lm_head: float
@@ -38,7 +34,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the parameters in one token's matrix products; `attention` is 0.
+    """Return the parameters in one token's matrix products, without attention.
 
     Raise OrreryError unless `is_counted`.
     """
@@ -68,7 +64,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """`model_flops` plus what `trainer` recomputes. With LoRA, weights are frozen."""
+    """Return `model_flops` plus the recomputation. With LoRA, weights are frozen."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -85,6 +81,5 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
 
 
 def _attention_forward(model: Model, lengths: Sequence[int]) -> float:
-    """Count one forward pass: two products over half the square of each document."""
     width = model.num_layers * model.num_heads * model.head_dim
     return 4 * width * sum(length * length for length in lengths) / 2

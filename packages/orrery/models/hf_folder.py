@@ -1,8 +1,8 @@
-"""A Hugging Face folder on disk: safetensors files, an index if there are several, `config.json`.
+"""Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- Each file is written under a temporary name, flushed and renamed. `config.json` is removed first
-  and written last: a folder without it is not finished.
-- Reading is lazy, by tensor or box, after all names and shapes have been checked.
+- Files are published whole. `config.json` is removed first and written last: a folder without it is
+  not finished.
+- Tensors are read lazily, after all names and shapes have been checked.
 """
 
 import json
@@ -35,11 +35,10 @@ TIED_HEAD = "lm_head.weight"
 def open_tensors(
     directory: Path, wanted: Sequence[HfTensor], ignored: Sequence[str] = (), tied: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Map the HF name of each `wanted` tensor to its open file, from which `read` takes boxes.
+    """Yield the open file of each `wanted` tensor by its HF name, for `read`.
 
-    The folder may also hold tensors that match an expression of `ignored`, and the head of a tied
-    model, which some writers store. Raise OrreryError, with the tensor's name, if a tensor is
-    missing, unexpected, misshapen, or in an unreadable file.
+    The folder may also hold tensors that match `ignored`, and the head of a tied model. Raise
+    OrreryError if a tensor is missing, unexpected, misshapen, or in an unreadable file.
     """
     with ExitStack() as stack:
         found = {}
@@ -69,7 +68,7 @@ def open_tensors(
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return the box `box` of a tensor, or all of it, in the folder's dtype."""
+    """Return a tensor or its `box`, in the folder's dtype."""
     file = files[hf.name]
     return file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
 
@@ -84,9 +83,9 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the folder's safetensors files: the single one, else those of the index.
+    """Return the folder's safetensors files.
 
-    Raise OrreryError if the folder is not finished or has neither.
+    Raise OrreryError if the folder is unfinished or has no safetensors.
     """
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
@@ -110,7 +109,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
-    """Read all weights. Raise OrreryError unless they have the digest of `model.init.sha256`."""
+    """Read all weights. Raise OrreryError unless their digest is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}; write that if "
@@ -119,7 +118,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Map file names to their tensors, in order. A tensor above the limit has its own file."""
+    """Map file names to their tensors, in order. A tensor above the limit gets a separate file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:
@@ -135,7 +134,6 @@ def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, 
 
 
 def remove_weights(directory: Path) -> None:
-    """Create the folder, or remove its weights and `config.json`; other files stay."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     for stale in directory.glob("model*.safetensors*"):
@@ -147,7 +145,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def finish(directory: Path, files: dict[str, list[HfTensor]], config: dict[str, Any]) -> None:
-    """Write the index and `config.json`, after all files."""
+    """Write the index and `config.json`. Call it last."""
     if len(files) > 1:
         total = sum(hf.num_bytes for group in files.values() for hf in group)
         weight_map = {hf.name: file for file, group in files.items() for hf in group}
@@ -160,7 +158,7 @@ def _publish(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files readable by their owner only
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes files private
         publish_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
-"""The families at Hugging Face: parameter names, and the fields of `config.json`.
+"""Hugging Face names of the families' parameters and `config.json` fields.
 
-A family's names map our parameters to HF's. `{layer}` runs over the layers. `{expert}` on the right
-splits dimension 0 of our tensor. Several names on the right share the next dimension evenly, in
-order. `config.json` is what transformers and vLLM read, here without the dtype.
+A family maps our parameter names to HF's. `{expert}` on the right splits dimension 0 of our tensor.
+Several names on the right share the next dimension evenly, in order.
 """
 
 from typing import Any
@@ -13,7 +12,6 @@ Names = dict[str, str | tuple[str, ...]]
 
 
 def _prefixed(*names: str) -> Names:
-    """Return names that differ from HF's only by the prefix `model.`."""
     return {name: f"model.{name}" for name in names}
 
 
@@ -48,7 +46,7 @@ _SHARED_EXPERTS = _prefixed(
     "layers.{layer}.mlp.shared_experts.up_proj.weight",
     "layers.{layer}.mlp.shared_experts.down_proj.weight",
 )
-# Our experts are stacked, gate and up in one; HF's files hold one tensor an expert and projection.
+# Our experts are stacked, with gate and up fused. HF's files hold a tensor per projection.
 _EXPERTS: Names = {
     "layers.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate.weight",
     "layers.{layer}.mlp.experts.gate_up_proj": (

@@ -1,9 +1,7 @@
-"""A network's tensors under their checkpoint names: whole or in parts, one at a time.
+"""A network's tensors under their checkpoint names, one at a time.
 
-- An HF tensor is a box of one of our parameters or buffers, commonly all of it. Experts are stacked
-  here and separate in files.
-- Adapters (`lora.py`) have no checkpoint names. Whole tensors are merged with them, slices are not.
-  `named_peft_tensors` gives adapters alone, under PEFT's names.
+- An HF tensor is a box of a parameter or buffer. Experts are stacked here and separate in files.
+- Adapters (`lora.py`) have no checkpoint names. Only whole tensors are merged with them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,15 +24,15 @@ from orrery.models.placement import (
     slices,
 )
 
-# Activation checkpointing and torch.compile add these to the names of wrapped parameters.
+# Added to parameter names by activation checkpointing and torch.compile.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint: the box `box` of our parameter.
+    """A checkpoint's tensor: the box `box` of our parameter.
 
-    A single expert's tensor lacks the parameter's first dimension.
+    A single expert's tensor lacks the first dimension.
     """
 
     name: str
@@ -52,7 +50,6 @@ class HfTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view_of(self, whole: Tensor) -> Tensor:
-        """Return this tensor as a view of the whole parameter."""
         part = whole[slices(self.box)]
         return part if self.expert is None else part[0]
 
@@ -64,7 +61,7 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return every tensor of the module's checkpoint in writing order. No data, no collective."""
+    """Return the checkpoint's tensors in writing order. Not a collective."""
     patterns = hf_names(module)
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
@@ -111,11 +108,11 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module, which gathers one parameter at a time. Otherwise tensors are
-    views of the parameters: copy them if they must outlive the next optimizer step.
+    A collective on a sharded module. On others, tensors are views: copy them if they must outlive
+    the next optimizer step.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
-    # A parameter's tensors are adjacent, so one gathered parameter is alive at a time.
+    # Adjacent tensors share a parameter, so one gathered parameter is alive at a time.
     for parameter_name, group in groupby(hf_tensors(module), key=lambda hf: hf.parameter_name):
         whole = full_tensor(state[parameter_name].detach())
         if (adapter := adapter_of.get(parameter_name)) is not None:
@@ -127,10 +124,10 @@ def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT name, tensor in `dtype`) of every projection's adapter.
+    """Yield (PEFT name, tensor in `dtype`) of all adapters. A collective if sharded.
 
     `lora_A` is [rank, in]. `lora_B` [out, rank] includes the scale, as if alpha were the rank.
-    Parts of a parameter get their rows of B and all of A. A collective if sharded. Not for experts.
+    Parts of a parameter share A. Experts are not supported.
     """
     groups = groupby(hf_tensors(module), key=lambda hf: hf.parameter_name)
     parts = {name: list(group) for name, group in groups}
@@ -146,10 +143,9 @@ def named_peft_tensors(module: CausalLm, dtype: torch.dtype) -> Iterator[tuple[s
 def named_hf_slices(
     module: CausalLm, replacements: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[HfTensor, Box, Tensor]]:
-    """Yield (checkpoint tensor, box of it, this rank's data in that box). No collective, no copy.
+    """Yield (checkpoint tensor, box in it, this rank's data). No collective, no copy.
 
-    The box has one `[start, stop)` a dimension of `HfTensor.shape`. Replicas yield equal boxes.
-    `replacements`, by our parameter name, are used instead of the module's shards (merged ones).
+    Replicas yield equal boxes. `replacements` replace shards, by our parameter name.
     """
     state = _checkpoint_state(module)
     boxes = {name: local_box(tensor) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""Layers of the pre-norm families: RMS norm, SwiGLU feed-forward, LoRA adapter, attention.
+"""Layers of the pre-norm families.
 
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head
 """
@@ -17,7 +17,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019).
 
-    Statistics are float32, the result has x's dtype.
+    Statistics are float32.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -54,12 +54,11 @@ class Adapter(nn.Module):
         self.scale = lora.alpha / lora.rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's part of the projection of x [M, in]."""
         a, b = self.scaled(x.dtype)
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a, and b times the scale: scaling the result would pass over all rows again."""
+        """Return a and scaled b, to avoid another pass over all rows."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -72,8 +71,8 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
-    Both halves of R are equal (the GPT-NeoX layout). Angles are computed in float32 whatever
-    `dtype` the result has: bfloat16 cannot tell late positions apart.
+    Both halves of R are equal (GPT-NeoX). Angles are float32, because bfloat16 cannot tell late
+    positions apart.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
     frequency = 1.0 / theta ** (index.float() / rotary_dim)
@@ -85,9 +84,9 @@ def rotary_angles(
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate between.
+    """Divide low frequencies by `factor`, keep high frequencies, interpolate between.
 
-    A frequency is low below `low` turns in the original context, and high above `high` turns.
+    Low is below `low` turns in the original context, high above `high` turns.
     """
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -96,7 +95,7 @@ def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the first R dimensions of each head; the others stay."""
+    """Rotate the first R dimensions of each head."""
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim < x_THK.shape[-1]:
         rotated_THR = apply_rotary(x_THK[..., :rotary_dim], cos_T1R, sin_T1R)
@@ -106,7 +105,7 @@ def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 
 class LocalCore(nn.Module):
-    """Attention over whole documents on this device. Context parallelism replaces the module."""
+    """Attention on this device. Context parallelism replaces the module."""
 
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         return varlen_attention(q_THK, k_TGK, v_TGK, documents)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
 - An adapter is the module `lora` of its projection. Stacked experts have a pair of factors each.
-- Weights leave the trainer merged: in float32, rounded once to the weight's dtype.
+- Merging is in float32, rounded once.
 - A is uniform in ±1/√(inputs), B is zero. Draws depend only on the seed and the adapter's name.
 """
 
@@ -22,8 +22,6 @@ from orrery.models.placement import Box, full_tensor, local_box, local_tensor, s
 
 
 class AdaptedLinear(nn.Linear):
-    """A projection with its adapter. It takes over the weight and bias of `linear`."""
-
     def __init__(self, linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -35,9 +33,9 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze all weights and add adapters in `dtype` to those that `lora.targets` names.
+    """Freeze all weights and add adapters in `dtype` to the `lora.targets`.
 
-    Adapters are unset: call `initialize` once the module has storage.
+    Then call `initialize`, once the module has storage.
     """
     module.requires_grad_(False)
     for layer in module.layers:
@@ -55,7 +53,6 @@ def adapt(module: CausalLm, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """Yield (name of the adapted parameter, its adapter) in the module's order."""
     for name, owner in module.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(owner, AdaptedLinear):
@@ -67,7 +64,7 @@ def adapters(module: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill every adapter's shards. Each rank draws whole adapters and keeps its part."""
+    """Fill this rank's part of all adapters. Ranks draw whole adapters."""
     for name, adapter in adapters(module):
         local_tensor(adapter.b).zero_()
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
@@ -79,7 +76,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Return the whole `weight` merged with its adapter; a collective if that is sharded."""
+    """Return the merged whole `weight`. A collective if the adapter is sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 
@@ -88,8 +85,7 @@ def merged(weight: Tensor, adapter: Adapter) -> Tensor:
 def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
     """Return this rank's shard of `weight` merged with its adapter, on the shard's device.
 
-    A collective unless weight and adapter are sharded alike. Shards in host memory are merged on
-    the mesh's device.
+    A collective unless weight and adapter are sharded alike.
     """
     *stack, rows, columns = local_box(weight)
     rank, local = (0, adapter.a.shape[-2]), local_tensor(weight.detach())
@@ -103,7 +99,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 
 
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
-    """Return the `box` of an adapter's factor that belongs to this rank's shard of the weight.
+    """Return the `box` of an adapter's factor for this rank's shard of the weight.
 
     Only placements decide whether to gather, so all ranks decide alike.
     """

@@ -1,11 +1,9 @@
-"""Mixture of experts: a router in float32, and stacked SwiGLU experts over rows sorted by expert.
+"""Mixture of experts: a float32 router, and stacked SwiGLU experts over rows sorted by expert.
 
 T tokens · D hidden · E experts · K experts a token · M = T·K routed rows · I expert intermediate
 
-- Expert parallelism replaces `MixtureOfExperts.exchange` and shards the parameters of `experts` on
-  dimension 0. The rest is local.
-- Scores multiply the activation before the down projection. The backward pass then needs no
-  expert's output.
+Scores multiply the activation before the down projection, so the backward pass needs no expert's
+output.
 """
 
 from typing import Literal
@@ -30,8 +28,8 @@ class Router(nn.Module):
     """Choose each token's top K experts and score them.
 
     - Scores are probabilities, normalised to sum to one if `normalize_top_k`, times `scale`.
-    - "softmax" is over all experts. "sigmoid" is per expert; then `expert_bias` takes part in the
-      choice and not in the score (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
+    - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
+      (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
     - `expert_bias` [E] is a float32 buffer without gradient. bfloat16 would change choices.
     """
 
@@ -58,9 +56,8 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
-        `replayed_TK` (integers) replaces the choice where it holds experts' ids (router replay).
-        The scores are this router's, so it gets gradients. The number, i64 [], counts replayed
-        ids that the router did not choose. It is None without replay.
+        Expert ids in `replayed_TK` replace the choice (router replay), with this router's scores
+        and gradients. The number, i64 [], counts replayed ids that it did not choose, or is None.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -96,7 +93,7 @@ class Experts(nn.Module):
         self.down_lora: Adapter | None = None
 
     def forward(self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Apply local expert e to rows `ends[e − 1]:ends[e]` of x, times their score; ends i32."""
+        """Apply expert e to rows `ends[e − 1]:ends[e]` of x, times their score. `ends` is i32."""
         act_MI = swiglu_rows(_project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E), score_M)
         return _project(act_MI, self.down_proj, self.down_lora, ends_E)
 
@@ -108,7 +105,7 @@ def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: 
 
 
 class LocalExchange(nn.Module):
-    """Move tokens to their experts and back on one device. Expert parallelism replaces it."""
+    """Keep tokens on one device. Expert parallelism replaces the module."""
 
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
@@ -119,7 +116,7 @@ class LocalExchange(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus shared experts, which are one feed-forward of their joint width."""
+    """Routed experts plus shared experts, fused into one feed-forward."""
 
     def __init__(self, hidden_size: int, moe: MoE) -> None:
         super().__init__()
@@ -133,7 +130,7 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, D] and the router's number of differing routes."""
+        """Return the output [T, D] and the number of differing routes."""
         score_TK, expert_TK, num_differing = self.gate(x_TD, replayed_TK)
         out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
         if self.shared_experts is not None:

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a parameter's local shard is.
+"""The part of a whole tensor that a local shard holds.
 
 A shard is a box: one `[start, stop)` a dimension. Replicas have equal boxes.
 """
@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's shard, or the whole tensor if it is not sharded."""
+    """Return this rank's shard, or an unsharded tensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -21,10 +21,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor; a collective if it is sharded.
-
-    Shards in host memory are gathered on the mesh's devices.
-    """
+    """Return the whole tensor, on the mesh's device if it is sharded. A collective then."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -41,7 +38,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Return this rank's box, or the whole shape if the parameter is not sharded.
+    """Return this rank's box, or the whole shape if unsharded.
 
     Raise NotImplementedError if the placements do not explain the local shape.
     """
@@ -68,8 +65,8 @@ def local_box(parameter: Tensor) -> Box:
 def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> Box:
     """Split `shape` by `axes` = (strided, dim, number of parts, this part), as `torch.chunk` does.
 
-    Axes apply from left to right, strided ones last. FSDP marks its axis as strided if an axis to
-    its right in the mesh (expert or tensor parallel) had split the same dimension before.
+    Axes apply from left to right, strided axes last. FSDP's axis is strided if an axis to its right
+    in the mesh (expert or tensor parallel) had split the same dimension before.
     """
     box = [(0, size) for size in shape]
     for _, dim, num_parts, part in sorted(axes, key=lambda axis: axis[0]):
@@ -80,13 +77,13 @@ def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> 
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes of one tensor, or None if it is empty."""
+    """Return the common part of two boxes, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return `box` in coordinates that start at the first corner of `origin`."""
+    """Return `box` in coordinates from the first corner of `origin`."""
     pairs = zip(box, origin, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 

@@ -1,10 +1,8 @@
 """Compare a pretrained folder's `config.json` with the manifest's model.
 
-- Tensors do not show rotations, epsilons or how experts are chosen. If these differed, network and
-  engine would compute wrongly alike: the engine's `config.json` is made from the manifest.
-- The fields of `hf_config(model)` must be equal; of `hugging_face` also those of the file.
-  transformers' config classes fill in defaults.
-- A manifest may have fewer positions than the folder.
+- Tensors do not show rotations, epsilons or routing. The engine's `config.json` comes from the
+  manifest, so a difference would make network and engine wrong alike.
+- transformers' config classes fill in defaults. A manifest may have fewer positions.
 """
 
 import copy
@@ -19,7 +17,7 @@ from orrery.manifest.schema import Model
 from orrery.models.families import hf_config
 from orrery.models.hf_folder import CONFIG_FILE
 
-# Fields of `config.json` and of the manifest's model. Others are fixed for a family.
+# Fields of `config.json` by the manifest's model fields. Others are fixed for a family.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -41,7 +39,7 @@ FIELDS = {
     "first_k_dense_replace": "moe.num_dense_layers",
     "routed_scaling_factor": "moe.routed_scale",
 }
-# Fields of transformers' rope_type "llama3" and of `model.rope_scaling`.
+# Fields of transformers' rope_type "llama3", and of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -59,10 +57,7 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 
 
 def check_config(model: Model, directory: Path) -> None:
-    """Raise OrreryError at the first field in which `config.json` and the manifest differ.
-
-    The message is one sentence that says what to write.
-    """
+    """Raise OrreryError at the first difference between `config.json` and the manifest."""
     file, wanted = directory / CONFIG_FILE, hf_config(model)
     content = _read_config(file)
     is_ours = model.family != "hugging_face"
@@ -122,11 +117,10 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 
 def _rotation(settings: Any) -> dict[str, Any]:
-    """Return `rope_theta`, `partial_rotary_factor` and scaling fields; {} without a rotation."""
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if not rope or any(isinstance(one, dict) for one in rope.values()):  # or one a layer type
+    if not rope or any(isinstance(one, dict) for one in rope.values()):  # one rotation a layer type
         return rope
-    rope.pop("type", None)  # the older name of rope_type, which is present too
+    rope.pop("type", None)  # older name of rope_type
     base = {
         "rope_theta": rope.pop("rope_theta", None),
         "partial_rotary_factor": rope.pop("partial_rotary_factor", 1.0),
@@ -166,10 +160,10 @@ def _parse_config(content: dict[str, Any], source: str) -> Any:
             "which knows the config; install it"
         ) from error
     try:
-        config = AutoConfig.for_model(**copy.deepcopy(content))  # it writes into its arguments
+        config = AutoConfig.for_model(**copy.deepcopy(content))  # it modifies its arguments
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
-            config.head_dim = config.hidden_size // num_heads  # some classes leave it out
+            config.head_dim = config.hidden_size // num_heads  # some classes lack it
         return config
     except Exception as error:  # transformers raises many types
         raise OrreryError(

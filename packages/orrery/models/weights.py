@@ -1,9 +1,8 @@
 """Load, initialise and save weights as Hugging Face folders, on whole or sharded networks.
 
-- `load` and `initialize` read or draw only tensors of which this rank holds a part.
-- `save` assigns files to ranks in turn. A rank holds at most one file in host memory.
-- On a sharded module `save` and `named_hf_tensors` are collectives: all ranks iterate to the end.
-- Each drawn HF tensor has its own generator, seeded by the manifest's seed and the tensor's name.
+- `load` and `initialize` read or draw only tensors that overlap this rank's shards.
+- `save` and `named_hf_tensors` are collectives on a sharded module: all ranks iterate to the end.
+- Each drawn tensor has a generator seeded by the manifest's seed and the tensor's name.
 """
 
 import hashlib
@@ -46,7 +45,7 @@ __all__ = [
 ]
 
 MAX_FILE_BYTES = 5_000_000_000
-MAX_DRAWING_THREADS = 16  # each holds a float32 tensor, besides the file's tensors
+MAX_DRAWING_THREADS = 16  # each holds a float32 tensor
 
 
 @torch.no_grad()
@@ -82,15 +81,12 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw local shards on their device, for benchmarks: fast, but not reproducible.
-
-    Weights depend on device, world size and layout.
-    """
+    """Draw local shards on their device: fast, but not reproducible on other meshes."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
     generator = torch.Generator(device).manual_seed(seed + rank)
-    # Stacked experts at once: one by one, as files have them, takes minutes.
+    # Stacked experts are drawn at once, because single experts take minutes.
     for name, tensor in module.state_dict().items():
         local = local_tensor(tensor.detach())
         if tensor.ndim == 1:
@@ -102,12 +98,12 @@ def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
 def write_initial(
     model: Model, directory: Path | str, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> int:
-    """Write the bytes that `initialize` and `save` would. Return the number of parameters."""
+    """Write the bytes that `initialize` and `save` would. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
     files = hf_folder.assign_files(hf_tensors(module), max_file_bytes)
     hf_folder.remove_weights(directory)
-    # A generator draws on one core, so tensors are drawn in threads. Reading is disk-bound.
+    # A generator uses one core, so tensors are drawn in threads. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
     with _initial_tensors(module, model) as tensor, pool:
@@ -134,7 +130,6 @@ def _initial_tensors(module: CausalLm, model: Model) -> Iterator[Callable[[HfTen
 def _open_pretrained(
     module: CausalLm, model: Model, init: PretrainedInit
 ) -> Iterator[dict[str, Any]]:
-    """Check and open the folder of `model.init`; config and names first, because that is quick."""
     directory = Path(init.path)
     check_config(model, directory)
     with _open(module, directory) as files:
@@ -143,7 +138,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module built on "meta": on its mesh's device if sharded, else on the CPU."""
+    """Allocate a module built on "meta": on its mesh's device if sharded, or on the CPU."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -160,8 +155,8 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    `on_tensor` is called after every tensor. Raise OrreryError, before any change, if a tensor is
-    missing, unexpected, misshapen, or in an unreadable file.
+    Call `on_tensor` after every tensor. Raise OrreryError, before any change, as `open_tensors`
+    does.
     """
     with _open(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
@@ -185,10 +180,10 @@ def _open(module: CausalLm, directory: Path) -> Any:
 def save(
     module: CausalLm, model: Model, directory: Path | str, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write `config.json` and safetensors: one file up to `max_file_bytes`, else several.
+    """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    Other files in the folder stay. A collective on a sharded module: ranks write a file each at the
-    same time, in rounds, to a folder that all of them see. Return once everything is on disk.
+    Other files in the folder stay. A collective on a sharded module: ranks write in parallel to a
+    shared folder, and hold at most one file in host memory. Return once everything is on disk.
     """
     directory = Path(directory)
     sharded = is_sharded(module)
@@ -206,7 +201,7 @@ def save(
             name, tensor = next(stream)
             assert name == hf.name, f"the stream gave {name} for {hf.name}"
             if index % num_ranks == rank:
-                # A copy: a view would keep its whole gathered parameter.
+                # A view would keep its whole gathered parameter.
                 held[name] = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
                 held_file = file
         ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1

@@ -1,11 +1,4 @@
-"""Causal attention over packed documents with grouped query heads.
-
-- `reference.py`: document by document, plain autograd.
-- `dispatch.py`: the public functions and their custom operators.
-- `backends.py`: the order in which backends are tried. One file a backend:
-  `flash4`, `cudnn_dense`, `cudnn_packed`, `flash`, `padded`, `batched`, `plain`.
-- `layout.py`: how packed tensors divide into documents.
-"""
+"""Causal attention over packed documents with grouped query heads."""
 
 from orrery.kernels.attention.dispatch import (
     attention_backward,

@@ -1,9 +1,9 @@
-"""Choose the attention backend, and go on with the next one if it fails.
+"""Choose the attention backend, and fall back to the next if it fails.
 
 - A backend is a module with `supports`, `forward` and `backward`. `BACKENDS` has the fastest first.
-- All use out [T, H, D] and log-sum-exp [H, T] in natural logarithms, so the two passes may run on
-  different backends.
-- A backend that fails is not tried again in this process.
+- All use out [T, H, D] and natural log-sum-exp [H, T], so both passes may run on different
+  backends.
+- A failed backend is not tried again in this process.
 """
 
 import logging
@@ -39,7 +39,7 @@ _failed: set[str] = set()
 
 
 def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
-    """Return the backends that support these inputs, best first. The last is always `plain`."""
+    """Return the backends for these inputs, best first and `plain` last."""
     names = [name for name in BACKENDS if name not in _failed]
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 
@@ -62,7 +62,7 @@ def backward(
     lse_HT: Tensor,
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous and in their inputs' dtypes."""
+    """Return dq, dk, dv, contiguous, in their inputs' dtypes."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
         dq_THD, dk_SGD, dv_SGD = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
         return dq_THD, dk_SGD, dv_SGD
@@ -90,9 +90,9 @@ def _run_first_that_succeeds(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a library lacks a plan or cannot compile one: another backend can help.
+    """Return whether another backend can help, as when a library has no plan.
 
-    Out of memory and device faults are subclasses of RuntimeError and would recur.
+    Out of memory and device faults, subclasses of RuntimeError, would recur.
     """
     return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
 

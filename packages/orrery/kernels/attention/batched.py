@@ -1,8 +1,7 @@
 """Causal attention of short documents on a GPU in float32: padded batches in matrix products.
 
-For small models in float32, which no fused backend supports. Launches kernels per batch of
-documents instead of per document. Formulas as in `plain`, batches as in `padded`. Exact in float32
-(float64 for float64 inputs).
+No fused backend supports float32. Formulas as in `plain`, batches as in `padded`. Exact in float32
+(float64 for float64).
 """
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from orrery.kernels.attention.layout import Layout, lse_dtype
 from orrery.kernels.attention.padded import Grids
 
-_MAX_LENGTH = 1024  # a document's scores are quadratic in its length
-_MAX_SCORES = 1 << 26  # elements at a time: three tensors of 256 MiB in float32
+_MAX_LENGTH = 1024  # scores are quadratic in the length
+_MAX_SCORES = 1 << 26  # at a time: three tensors of 256 MiB in float32
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -62,7 +61,6 @@ def backward(
 
 
 def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
-    """Return how many documents of a grid run at a time."""
     return max(1, _MAX_SCORES // (q_THD.shape[1] * grids.sources[grid].shape[1] ** 2))
 
 

@@ -1,7 +1,7 @@
 """cuDNN attention on equally long documents, commonly one, through torch's operator.
 
-Torch builds a plan per shape in some 100 ms and keeps it for the life of the thread. Hence only
-multiples of 256 are supported: configured lengths, which recur in every step.
+Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only multiples
+of 256 are supported: configured lengths recur in every step.
 """
 
 import torch
@@ -22,7 +22,7 @@ _LENGTH_MULTIPLE = 256
 def runs_on(q: Tensor) -> bool:
     """Return whether cuDNN is fast on this device and dtype, and its backward has the head size.
 
-    Its gradients differ in their last bits between runs, so deterministic runs use FlashAttention.
+    Its gradients vary in their last bits, so deterministic runs use FlashAttention.
     """
     return (
         q.is_cuda

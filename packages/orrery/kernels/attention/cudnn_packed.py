@@ -1,8 +1,7 @@
 """cuDNN attention on packed documents of any lengths, through NVIDIA's `cudnn` package.
 
 Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend caches
-plans. To need few, it rounds up the numbers of documents and tokens and the longest length.
-Optional: `pip install nvidia-cudnn-frontend`.
+plans, and rounds up sizes to need few. Optional: `pip install nvidia-cudnn-frontend`.
 """
 
 import logging
@@ -20,13 +19,13 @@ from orrery.kernels.attention.layout import Layout
 
 log = logging.getLogger("orrery.kernels.attention")
 
-# Plans and handles are not thread-safe, and backward passes run in threads of their own.
+# Plans and handles are not thread-safe, and backward passes run in other threads.
 _lock = threading.Lock()
 
 
 @cache
 def load_library() -> Any:
-    """Import the `cudnn` package. Return None if it is missing or has no packed backward pass."""
+    """Return the `cudnn` package, or None if it is missing or has no packed backward pass."""
     try:
         import cudnn
 
@@ -47,8 +46,6 @@ def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 
 class PlanShape(NamedTuple):
-    """The inputs that a plan is built for."""
-
     num_documents: int
     max_q: int
     max_k: int
@@ -81,7 +78,7 @@ class PlanShape(NamedTuple):
 
 
 def round_up(count: int) -> int:
-    """Return the least of 128, 192, 256, 384, 512, 768, … that is at least `count`."""
+    """Return the least of 128, 192, 256, 384, 512, 768, … not below `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
 
@@ -151,7 +148,6 @@ def _plan(shape: PlanShape, backward: bool) -> ExecutionPlan:
 def build_graph(
     cudnn: Any, shape: PlanShape, backward: bool, handle: Any = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return cuDNN's graph of one pass, without a plan, and its tensors by name."""
     graph = _GraphBuilder(cudnn, shape, handle)
     if backward:
         graph.add_backward()
@@ -161,8 +157,6 @@ def build_graph(
 
 
 class _GraphBuilder:
-    """Describe one pass to cuDNN: each tensor's dims, strides and ragged offsets."""
-
     def __init__(self, cudnn: Any, shape: PlanShape, handle: Any) -> None:
         self.shape, self.types = shape, cudnn.data_type
         half = {torch.bfloat16: self.types.BFLOAT16, torch.float16: self.types.HALF}
@@ -232,7 +226,6 @@ class _GraphBuilder:
         self.tensors[name] = tensor
 
     def _dims(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return dims and strides of a document's [heads, tokens, head size], and the offsets."""
         shape, is_key = self.shape, name in ("k", "v", "dk", "dv")
         heads, longest = shape.num_heads, shape.max_q
         if is_key:
@@ -264,7 +257,7 @@ def _run(plan: ExecutionPlan, shape: PlanShape, layout: Layout, data: dict[str, 
 
 
 def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Append empty documents. Return offsets [num_documents + 1] and lengths, both i32."""
+    """Return i32 offsets [num_documents + 1] and lengths, with empty documents appended."""
     missing = num_documents + 1 - len(cu_seqlens)
     if missing:
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing)))
@@ -274,13 +267,13 @@ def _pad_documents(cu_seqlens: Tensor, num_documents: int) -> tuple[Tensor, Tens
 
 @cache
 def _elements(device: torch.device, *elements: int) -> Tensor:
-    """Return i64 [len(elements), 1]: elements a token in a packed tensor."""
+    """Return i64 [len(elements), 1]: elements per token in a packed tensor."""
     return torch.tensor(elements, dtype=torch.int64, device=device)[:, None]
 
 
 @contextmanager
 def _ready(device: torch.device) -> Iterator[Any]:
-    """Yield cuDNN's handle for this device's current stream, for this thread alone."""
+    """Lock, and yield cuDNN's handle for this device's current stream."""
     with torch.cuda.device(device), _lock:
         handle = _handle(device)
         load_library().set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)

@@ -1,9 +1,9 @@
-"""Public attention functions, and the two custom operators behind them.
+"""Public attention functions and their two custom operators.
 
-- `torch.compile(fullgraph=True)` traces through the operators. Lengths are symbolic: a new packing
-  does not recompile. The operators choose the backend at run time.
-- Attention is recomputed only if a checkpoint policy does not save
-  `torch.ops.orrery.varlen_attention_forward.default`.
+- `torch.compile(fullgraph=True)` traces the operators with symbolic lengths: a new packing does not
+  recompile.
+- A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
+  recomputing attention.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +23,7 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
-    Scores are scaled by head_dim^-1/2. q [T, H, D]; k, v [T, G, D] with H a multiple of G: query
+    Scores are scaled by head_dim^-1/2. q [T, H, D]. k, v [T, G, D] with H a multiple of G: query
     head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`.
     """
     if isinstance(cu_seqlens, Tensor):
@@ -43,10 +43,10 @@ def varlen_attention_with_lse(
     max_k: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], which is not.
+    """Return out [T, H, D], differentiable, and log-sum-exp float32 [T, H], without gradient.
 
-    Queries and keys have separate offsets of as many documents. See `Layout` for `causal`.
-    A query without keys gets zeros and −∞. Raise ValueError unless H is a multiple of G.
+    Queries and keys have separate offsets (see `Layout`). A query without keys gets zeros and −∞.
+    Raise ValueError unless H is a multiple of G.
     """
     num_heads, num_groups = q_THD.shape[1], k_SGD.shape[1]
     if num_heads % num_groups:
@@ -77,9 +77,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v.
 
-    The keys may be a part of those that `out` and `lse` [T, H] cover, as in ring attention. The
-    whole gradient is then the sum of dq over the parts, and each part's dk and dv. Sum in float32:
-    each part is rounded to the inputs' dtype.
+    `out` and `lse` [T, H] may cover more keys, as in ring attention. Then sum dq over the parts in
+    float32, because each part is rounded to the inputs' dtype.
     """
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH.t().contiguous())
     sides = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)

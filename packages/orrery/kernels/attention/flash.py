@@ -29,7 +29,7 @@ def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tupl
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         q_THD, k_SGD, v_SGD, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
     )
-    if not layout.is_self_attention:  # the kernel gives +∞ to a query without keys, not −∞
+    if not layout.is_self_attention:  # the kernel gives +∞, not −∞, without keys
         lse_HT = lse_HT.masked_fill(lse_HT == torch.inf, -torch.inf)
     return out_THD, lse_HT
 

@@ -1,9 +1,9 @@
 """FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
-- CuTe DSL compiles a kernel per pass and head shape, which takes seconds, and caches it on disk.
+- Compiles a kernel per pass and head shape, for seconds, and caches it on disk.
 - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
-- Limited to the cases of benchmarks/kernels/attention.json. Packs with only short documents, or
-  with more than 256, would compile further kernels.
+- Limited to the cases of benchmarks/kernels/attention.json. Packs of short documents, or of more
+  than 256, would compile further kernels.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _SIGNATURES = {
 
 @cache
 def load_library() -> Any:
-    """Import the package's interface. Return None if it is missing or has other parameters."""
+    """Return the package's interface, or None if it is missing or has other parameters."""
     _set_compile_cache()
     try:
         from flash_attn.cute import interface
@@ -54,9 +54,9 @@ def load_library() -> Any:
 
 
 def _set_compile_cache() -> None:
-    """Cache compiled kernels in a folder that only this user can write, before the import.
+    """Cache compiled kernels in a private folder. Call before the import.
 
-    The package executes what its cache holds, and any user can create its default folder.
+    The package executes cached files, and any user can create its default folder.
     """
     folder = Path(tempfile.gettempdir()) / f"orrery-flash4-{os.getuid()}"
     try:
@@ -111,7 +111,7 @@ def backward(
 
 @contextlib.contextmanager
 def _as_runtime_error() -> Iterator[None]:
-    """Raise the package's refusals as RuntimeError, after which another backend runs."""
+    """Raise the package's refusals as RuntimeError, so that another backend runs."""
     try:
         yield
     except (AssertionError, ImportError, NotImplementedError, OSError, ValueError) as error:

@@ -12,11 +12,10 @@ log = logging.getLogger("orrery.kernels.attention")
 
 
 class Documents:
-    """Packed documents: document i owns tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Packed documents, built once a forward pass. Document i: `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    A model builds it once a forward pass, for all layers. `cu_seqlens` i32 [n + 1] rises from 0 to
-    the number of tokens. `max_seqlen` is at least the longest length; without it the constructor
-    copies `cu_seqlens` from the device, which compiled code cannot.
+    `cu_seqlens` i32 [n + 1] rises from 0 to the number of tokens. `max_seqlen` bounds the lengths.
+    Without it the constructor reads device memory, but compiled code cannot.
     """
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
@@ -27,11 +26,11 @@ class Documents:
 
 
 class Layout(NamedTuple):
-    """Which queries meet which keys, and the scale of their scores.
+    """The keys that each query meets, and the scale of scores.
 
-    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys and values
-    `cu_seqlens_k[i]:cu_seqlens_k[i + 1]`. `max_q` and `max_k` bound the lengths from above.
-    `causal` aligns the ends: of l queries and m keys, query a sees keys up to a + m − l.
+    Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`, and keys and values alike by
+    `cu_seqlens_k`. `max_q` and `max_k` bound the lengths. `causal` aligns the ends: among l queries
+    and m keys, query a sees keys up to a + m − l.
     """
 
     cu_seqlens_q: Tensor
@@ -47,12 +46,12 @@ class Layout(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether queries and keys share one tensor of offsets; reads no device memory."""
+        """Return whether queries and keys share one tensor of offsets, without a device read."""
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Whether all documents are equally long, so that packed tensors are a batch.
+        """Return whether all documents are equally long, so that packed tensors are a batch.
 
         n documents of at most m tokens and n·m tokens in all have m tokens each.
         """
@@ -61,7 +60,7 @@ class Layout(NamedTuple):
         return n > 0 and full and num_q > 0 and num_k > 0
 
     def spans(self) -> list[tuple[int, int, int, int]]:
-        """(first query, query end, first key, key end) of every document; reads device memory."""
+        """Return (first query, query end, first key, key end) by document. Reads the device."""
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
@@ -73,10 +72,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether `torch.ops.aten` has these private operators with these leading parameters.
-
-    A missing or changed operator is logged once. Further parameters may exist.
-    """
+    """Return whether `torch.ops.aten` has these private operators with these leading parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

@@ -1,6 +1,6 @@
-"""Causal attention on a CPU: documents of similar lengths as padded batches in torch's CPU kernel.
+"""Causal attention on a CPU: padded batches of documents in torch's CPU kernel.
 
-Padding follows each document, so the causal mask hides it from every real query.
+Padding follows each document, so the causal mask hides it.
 """
 
 from functools import lru_cache
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orrery.kernels.attention.layout import Layout, has_signatures
 
-# The shortest document of a grid, as a share of its longest: padding stays below a third.
+# Shortest over longest document of a grid: padding stays below a third.
 _SHORTEST_SHARE = 0.75
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -70,7 +70,7 @@ def backward(
 
 
 def _batch(x: Tensor, grids: "Grids", grid: int, num_heads: int) -> Tensor:
-    """Return one grid's [N, H, L, D]. The CPU kernel has no groups, so key heads are repeated."""
+    """Return one grid's [N, H, L, D]. Key heads are repeated, because the kernel has no groups."""
     x_NLHD = grids.gather(x, grid)
     if x.shape[1] != num_heads:
         x_NLHD = x_NLHD.repeat_interleave(num_heads // x.shape[1], dim=2)
@@ -78,10 +78,10 @@ def _batch(x: Tensor, grids: "Grids", grid: int, num_heads: int) -> Tensor:
 
 
 class Grids:
-    """Documents of similar lengths as rows of padded grids, longest first, without empty ones.
+    """Documents of similar lengths as rows of padded grids, longest first, without empty documents.
 
-    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last one.
-    `place` i64 [T]: each token's cell, over all grids in turn. None if one grid has them in order.
+    `sources[b]` i64 [N_b, L_b]: each cell's packed token. Padding repeats the document's last
+    token. `place` i64 [T]: each token's cell over all grids, or None if one grid has them in order.
     """
 
     def __init__(self, sources: list[Tensor], place: Tensor | None) -> None:
@@ -98,7 +98,7 @@ class Grids:
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return every grid's [N_b, L_b, …] of a packed [T, …], zeros in padding."""
+        """Return every grid's [N_b, L_b, …] of a packed [T, …], with zeros in padding."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)
@@ -106,14 +106,14 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """Return the packed [T, …] of all grids' cells, given in any number of pieces."""
+        """Return the packed [T, …] of all grids' cells, in any number of pieces."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Cached by offsets: layers and both passes share one result."""
+    """Cached, because layers and passes share one result."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")

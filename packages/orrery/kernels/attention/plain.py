@@ -1,9 +1,9 @@
 """Attention in plain matrix products, one document and one block of queries at a time.
 
-- The fallback: any device, dtype and layout. Exact in float32 (float64 for float64 inputs).
+- The fallback: any device, dtype and layout. Exact in float32 (float64 for float64).
 - Formulas: FlashAttention (arXiv 2205.14135), appendix B.
-- The backward pass takes the log-sum-exp over *all* keys of a query, so it may run on a part of
-  them (ring attention, arXiv 2310.01889).
+- The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of them (ring
+  attention, arXiv 2310.01889).
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orrery.kernels.attention.layout import Layout, lse_dtype
 
-_BLOCK_QUERIES = 512  # a block's scores are [H, 512, keys]
+_BLOCK_QUERIES = 512  # scores are [H, 512, keys]
 
 
 def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -95,5 +95,5 @@ def _scores(
 
 
 def _weights(scores_HTS: Tensor, lse_HT: Tensor) -> Tensor:
-    """Return exp(score − lse). A query without keys has lse −∞; the clamp turns its NaN into 0."""
+    """Return exp(score − lse). The clamp turns a NaN without keys (lse −∞) into 0."""
     return (scores_HTS - lse_HT.clamp_min(torch.finfo(lse_HT.dtype).min)[..., None]).exp()

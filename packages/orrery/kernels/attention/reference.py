@@ -9,7 +9,7 @@ from torch import Tensor
 def varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Same contract as `orrery.kernels.attention.varlen_attention`; any device and dtype, slow."""
+    """Return `orrery.kernels.attention.varlen_attention`'s result, on any device and dtype."""
     dtype = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]

@@ -2,14 +2,12 @@
 
 T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
 
-A mixture of experts is
     rows = sort_by_expert(expert_TK, E)
     x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
     act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
     out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
 
-`plain.py` is the `aten` backend, `operators.py` and `triton.py` the Triton backend. No host syncs
-and no atomics: results are bitwise reproducible.
+No host syncs and no atomics: results are bitwise reproducible.
 """
 
 from orrery.kernels.expert_rows.dispatch import (

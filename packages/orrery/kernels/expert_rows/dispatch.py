@@ -1,9 +1,8 @@
 """Public functions of expert rows, with hand-written backward passes that torch.compile traces.
 
 - Each gradient is a gather or a sum in fixed order, never an accumulating scatter.
-- Backends: `aten`, plain operations that Inductor fuses, on a CPU; `triton`, kernels behind custom
-  operators, on a GPU.
-- Sums run in float32 (float64 for float64 inputs) and are rounded once.
+- Backends: `aten` operations for Inductor to fuse, or `triton` operators on a GPU.
+- Sums run in float32 (float64 for float64) and are rounded once.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -26,11 +25,11 @@ class RowOrder(NamedTuple):
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int) -> RowOrder:
-    """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]; T may be 0.
+    """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]. T may be 0.
 
     The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`.
     """
-    # A radix sort passes once over each byte of its keys, so the keys are narrow.
+    # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
     if num_experts < 256:
         key_dtype = torch.uint8
@@ -60,7 +59,7 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns; score [M] is floating. Scored here, the
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Scored here, the
     backward pass does not need the down projection's output. Raise ValueError on other shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:

@@ -1,6 +1,6 @@
-"""Custom operators around the Triton kernels, which torch.compile keeps whole.
+"""Custom operators around the Triton kernels, opaque to torch.compile.
 
-Inputs are contiguous. On a CPU the operators run `plain.py`, so that compiled graphs can be tested.
+Inputs are contiguous. On a CPU the operators run `plain.py`, to test compiled graphs.
 """
 
 import os
@@ -26,7 +26,7 @@ def _backend(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any one of them."""
+    """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any of them."""
     if (backend := _backend(x_TD)) is not plain:
         return backend.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -41,7 +41,6 @@ def _(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
 
 @torch.library.custom_op("orrery::sum_rows", mutates_args=())
 def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
-    """Return [T, D]: token t is the sum over k of y[place_TK[t, k]]."""
     return _backend(y_MD).sum_rows(y_MD, place_TK)
 
 
@@ -52,7 +51,6 @@ def _(y_MD: Tensor, place_TK: Tensor) -> Tensor:
 
 @torch.library.custom_op("orrery::swiglu_rows", mutates_args=())
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    """Return [M, I]: silu(gate) · up · score."""
     return _backend(gate_up_M2I).swiglu_rows(gate_up_M2I, score_M)
 
 
@@ -65,7 +63,6 @@ def _(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate_up and score."""
     return _backend(gate_up_M2I).swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
 
 

@@ -1,7 +1,7 @@
 """The `aten` backend: plain operations without autograd. The operators also run it on a CPU.
 
 No result is `x.to(x.dtype)`: torch 2.11's compiler returns intermediates of an `autograd.Function`
-as outputs, and the gradient of an aliased one is silently zero (fixed in torch 2.13).
+as outputs, and silently zeroes the gradient of an alias (fixed in torch 2.13).
 """
 
 import torch
@@ -9,22 +9,19 @@ from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and products: float32, or float64 for float64."""
+    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`, without an operation if it has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def spread_rows(x_TD: Tensor, row_M: Tensor, num_slots: int) -> Tensor:
-    """Return [M, D]: row m is x[row_M[m] // num_slots]."""
     return x_TD[row_M // num_slots]
 
 
 def sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
-    """Return [T, D]: token t is the sum over k of y[place_TK[t, k]], rounded once."""
     return cast(y_MD[place_TK].sum(1, dtype=wide(y_MD.dtype)), y_MD.dtype)
 
 
@@ -36,7 +33,7 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both inputs; silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
+    """Return both gradients. silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
     dtype = wide(gate_up_M2I.dtype)
     gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
     grad_MI = grad_MI.to(dtype)

@@ -1,4 +1,4 @@
-"""Reference: indexing and plain autograd; sums in float32 (float64 for float64), rounded once."""
+"""Reference: indexing and plain autograd. Sums in float32 (float64 for float64), rounded once."""
 
 import torch
 import torch.nn.functional as F

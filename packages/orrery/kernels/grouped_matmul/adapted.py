@@ -2,7 +2,7 @@
 
 - x's gradient is the same operator with transposed weights and a and b exchanged.
 - The second output is the narrow product x a[e]ᵀ, for b's gradient.
-- In bfloat16 on a GPU with Triton, ranks up to 64 run in `low_rank.py`, others in grouped products.
+- In bfloat16 on a GPU with Triton, ranks up to 64 run in `low_rank.py`.
 """
 
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ def adapted_grouped_matmul(
 ) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times (weight[e] + b[e] a[e]) transposed: [M, N].
 
-    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype; ends as in
+    x [M, K], weight [E, N, K], a [E, R, K] and b [E, N, R] of one dtype. ends as in
     `grouped_matmul`. Raise ValueError if shapes or dtypes do not match.
     """
     (num_groups, rank, _), width = a_ERK.shape, x_MK.shape[1]
@@ -73,7 +73,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the second output of `_adapted` alone, for a's gradient if x needs none: [M, R]."""
+    """Return the second output of `_adapted` [M, R], for a's gradient if x needs none."""
     x_MK = x_MK.contiguous()
     if _is_fused(x_MK, a_ERK.shape[1]):
         from orrery.kernels.grouped_matmul import low_rank
@@ -91,7 +91,7 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """Return [E, W, R], or [E, R, W] if `narrow_first`; zero for an empty group."""
+    """Return [E, W, R], or [E, R, W] if `narrow_first`, with zeros for an empty group."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if _is_fused(wide_MW, narrow_MR.shape[1]):
         from orrery.kernels.grouped_matmul import low_rank

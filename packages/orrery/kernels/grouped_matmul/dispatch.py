@@ -1,9 +1,9 @@
-"""The grouped product and its two gradients as custom operators, which torch.compile keeps whole.
+"""The grouped product and its two gradients as custom operators, opaque to torch.compile.
 
 - x's gradient is `orrery::grouped_matmul` with transposed weights. Gradients are computed, and
   their inputs kept, only if wanted.
 - bfloat16 on a GPU with K and N multiples of 8 (rows aligned to 16 bytes) runs torch's grouped GEMM
-  without a host sync. Everything else loops over the groups.
+  without a host sync. Other cases loop over the groups.
 - Rows from `ends[-1]` on belong to no group. They do not reach the weight's gradient, and are
   undefined in the output and x's gradient. The loop fills them with NaN to expose readers.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Public since torch 2.10, private before; None if this torch has neither.
+# Public since torch 2.10, private before.
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 # Private. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
@@ -26,8 +26,8 @@ _num_reserved = 0
 def reserve_multiprocessors(count: int) -> None:
     """Leave `count` multiprocessors to collectives in all later grouped products.
 
-    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied ones run
-    last, which can double the product's time.
+    torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied
+    multiprocessors run last, and can double the time.
     """
     global _num_reserved
     _num_reserved = count
@@ -35,7 +35,7 @@ def reserve_multiprocessors(count: int) -> None:
 
 @contextmanager
 def _carveout() -> Iterator[None]:
-    """Apply the reservation to one launch. The limit is global; dense products need none."""
+    """Apply the reservation to one launch, because the limit is global."""
     if _set_carveout is None or not _num_reserved:
         yield
         return
@@ -49,7 +49,7 @@ def _carveout() -> Iterator[None]:
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return rows `ends[e − 1]:ends[e]` of x times weight[e] transposed: [M, N] in x's dtype.
 
-    x [M, K] and weight [E, N, K] of one dtype; ends i32 [E], rising, at most M. Groups may be
+    x [M, K] and weight [E, N, K] of one dtype. ends i32 [E], rising, at most M. Groups may be
     empty, M may be 0. Raise ValueError if shapes or dtypes do not match.
     """
     num_groups, _, width = weight_ENK.shape
@@ -69,7 +69,6 @@ def _is_fused(a: Tensor, *widths: int) -> bool:
 
 
 def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the product without a gradient, for use inside operators."""
     if x_MK.shape[0] and _is_fused(x_MK, *weight_ENK.shape[1:]):
         with _carveout():
             return _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
@@ -125,7 +124,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # a sum's gradient is expanded, which the grouped GEMM refuses
+    grad_MN = grad_MN.contiguous()  # the grouped GEMM refuses a sum's expanded gradient
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)

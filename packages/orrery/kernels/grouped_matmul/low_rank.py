@@ -1,9 +1,9 @@
 """The adapters' part of a grouped product as Triton kernels, for small ranks r.
 
 - Memory traffic bounds the time: 2·M·(K + 2N) bytes for `add_low_rank`, 2·M·(N + K) for both
-  gradients. A grouped GEMM would leave its tiles nearly empty and pass over M·N three more times.
+  gradients. A grouped GEMM would pass over M·N three more times.
 - Sums are float32. The narrow product is rounded to x's dtype before the product with b.
-- Each program finds its group from the ends on the device. Rows from ends[-1] on are not written.
+- Programs find their group on the device. Rows from ends[-1] on are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_RANK = 64  # higher ranks fill the tiles of a general product
-# The fastest tilings measured on an H200.
+# Fastest on an H200.
 ROWS, INNER, OUTER, GRADIENT_WIDTH = 64, 64, 128, 128
 LAUNCH = {"num_warps": 4, "num_stages": 3}
 
@@ -38,7 +38,7 @@ def add_low_rank(
 
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R] of any rank; a general product needs a multiple of 8."""
+    """Return x a[e]ᵀ [M, R] of any rank. A general product needs a multiple of 8."""
     y_M0, b_E0R = x_MK.new_empty(len(x_MK), 0), a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1])
     return add_low_rank(y_M0, x_MK, a_ERK, b_E0R, ends_E)
 
@@ -59,7 +59,7 @@ def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_fir
 
 
 def _padded(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))  # tensor cores need a width of at least 16
+    return max(16, triton.next_power_of_2(rank))  # tensor cores need at least 16
 
 
 @triton.jit

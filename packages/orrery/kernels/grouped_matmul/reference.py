@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Same contract as `orrery.kernels.grouped_matmul.grouped_matmul`; any device and dtype."""
+    """Return `orrery.kernels.grouped_matmul.grouped_matmul`'s result, on any device and dtype."""
     ends = [0, *ends_E.tolist()]
     # One unbind, not E selects: the backward is one stack instead of E full-size zero tensors.
     weights = enumerate(weight_ENK.unbind(0))

@@ -4,9 +4,7 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- `reference.py` holds all logits, with plain autograd.
-- `chunked.py` computes tiles of at most `chunk_tokens` × V logits, forward and backward.
-- `plain.py` and `triton.py` are the backends: softmax and gradient of a tile of logits.
+`chunked.py` computes tiles of logits. `plain.py` and `triton.py` are its backends.
 """
 
 from orrery.kernels.token_logprob.chunked import ChunkTokens, token_logprob

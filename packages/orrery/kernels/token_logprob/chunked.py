@@ -1,11 +1,10 @@
-"""Chunked LM head: at most `chunk_tokens` × V logits at a time, or one a token if that is more.
+"""Chunked LM head: at most `chunk_tokens` × V logits at a time, or one a token if larger.
 
 - The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
-- Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed over
-  tiles. Plain tiles span `chunk_tokens` tokens and all words: the weight's gradient is. Both sums
-  are float32.
+- Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed. Plain
+  tiles span `chunk_tokens` tokens and all words: the weight's gradient is summed. Both in float32.
 - Logits are float32 (float64 for float64), their gradients have the inputs' dtype.
-- Not twice differentiable; target and temperature get no gradient. No host syncs.
+- Not twice differentiable. No gradients of target and temperature. No host syncs.
 """
 
 from importlib.util import find_spec
@@ -20,9 +19,9 @@ from orrery.kernels.token_logprob import plain
 ChunkTokens = int | Literal["auto"]
 Backend = Literal["plain", "triton"]
 
-AUTO_SHARE = 16  # an automatic chunk takes 1 / 16 of the device's memory
+AUTO_SHARE = 16  # of the device's memory
 AUTO_CPU_TOKENS = 256
-ALIGNMENT = 128  # large enough blocks are multiples of the products' tiles
+ALIGNMENT = 128  # of blocks, for whole tiles of the products
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -39,10 +38,10 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob of `target_T` under softmax(hidden · weightᵀ / temperature), and entropy.
 
-    Both float32 [T]. hidden [T, D] and weight [V, D] of one floating dtype; target i64 [T] in
-    [0, V); temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
-    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products.
-    `backend` is for tests and benchmarks: the default is Triton on a GPU if installed, else plain.
+    Both float32 [T]. hidden [T, D] and weight [V, D] of one floating dtype. target i64 [T] in [0,
+    V). temperature f32 [T] > 0. T may be 0. Raise ValueError if shapes or dtypes do not match.
+    `keep_logits` keeps 4 · T · V bytes and saves the backward a third of its products. `backend`
+    defaults to Triton on a GPU if installed.
     """
     num_tokens = hidden_TD.shape[0]
     if chunk_tokens != "auto" and chunk_tokens < 1:
@@ -69,7 +68,7 @@ def token_logprob(
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit.
 
-    Total, not free memory, so that ranks with equal devices compute equal tiles.
+    Total memory, so that ranks with equal devices compute equal tiles.
     """
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
@@ -113,7 +112,6 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a @ b in total's dtype, fused if this torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
@@ -123,7 +121,6 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _write_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute out = a @ b, accumulated in float32 and rounded once."""
     if a.is_cuda or a.dtype == _wide(a):
         torch.mm(a, b, out=out)
     else:
@@ -148,11 +145,11 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         state_4T = plain.initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
-            if keep_logits:  # a copy, where the pass overwrites the logits
+            if keep_logits:  # a copy, because the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
             update_state(state_4T[:, tokens], logits_CB, *rows, words.start)
-            del logits_CB  # frees this tile before the next one is allocated
+            del logits_CB  # frees this tile before the next is allocated
         logprob_T, entropy_T, log_normalizer_T = plain.finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
@@ -196,7 +193,6 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
 
 
 def _passes(backend: Backend) -> Any:
-    """Return the backend's module, with `update_state` and `gradient`."""
     if backend == "plain":
         return plain
     from orrery.kernels.token_logprob import triton

@@ -1,14 +1,13 @@
 """The plain backend: softmax and gradient of a block of logits.
 
-A block [T, B] holds some columns of all logits, before the division by temperature. It is float32
-(float64 in tests) and may be overwritten.
-
-Forward, an online softmax. The state holds m = max z, s = Σ exp d and w = Σ d exp d with d = z − m,
-and the target's z. When m rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s. At the
-end the log-normalizer is m + log s and the entropy log s − w / s, so no large terms cancel.
-Backward, with softmax p, entropy H, and gradients g of the log-prob and h of the entropy:
+A block [T, B] has some columns of all logits, before division by temperature: float32 (float64 in
+tests), may be overwritten.
+Forward, online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m, and the target's z.
+When m rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s. In the end the log-normalizer
+is m + log s and the entropy log s − w / s, so no large terms cancel.
+Backward, with softmax p, entropy H, gradients g of the log-prob and h of the entropy:
     ∂/∂z_tv = g_t (1[v = target_t] − p_tv) − h_t p_tv (log p_tv + H_t).
-The logit's gradient is that over temperature_t.
+The logit's gradient is this over temperature_t.
 """
 
 import torch
@@ -40,7 +39,7 @@ def update_state(
 
 
 def finish_state(state_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's log-prob, the entropy and the log-normalizer, after all columns."""
+    """Return the target's log-prob, the entropy and the log-normalizer."""
     m_T, s_T, w_T, target_logit_T = state_4T
     log_s_T = s_T.log()
     log_normalizer_T = m_T + log_s_T
@@ -72,6 +71,5 @@ def gradient(
 
 
 def _target_columns(target_T: Tensor, first_column: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' columns [T, 1] in a block, and whether the block holds them."""
     column_T = target_T - first_column
     return column_T.clamp(0, width - 1)[:, None], (column_T >= 0) & (column_T < width)

@@ -1,7 +1,6 @@
 """The Triton backend: `update_state` and `gradient` in one pass each over a block of logits.
 
-- `plain.py` has the formulas. Logits are float32, gradients rounded at the store.
-- `update_state` runs one program a row, `gradient` one a row and block of columns.
+- Formulas: `plain.py`. Logits are float32, gradients rounded at the store.
 - NaN and infinite logits give NaN. Offsets are 64-bit: T·V exceeds 2³¹ at 15 thousand tokens.
 """
 
@@ -59,7 +58,7 @@ def _absorb(logits, target, temperature, state, first_column, num_rows, width, B
     maximum = tl.load(state + row)
     s = tl.load(state + num_rows + row)
     w = tl.load(state + 2 * num_rows + row)
-    s_lanes = tl.zeros([BLOCK], tl.float32)  # summed across lanes once, at the end
+    s_lanes = tl.zeros([BLOCK], tl.float32)  # summed across lanes at the end
     w_lanes = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -1,9 +1,6 @@
-"""A projection of half-precision operands with a float32 result and gradient: a router's logits.
+"""A router's logits: half-precision operands, float32 result and gradient.
 
-    y_TN = x_TD · w_NDᵀ, accumulated in float32 and not rounded (float64 for float64 operands)
-
-`reference.py` converts the operands and runs on a CPU. `dispatch.py` multiplies half-precision
-operands directly, on a GPU's tensor cores.
+y_TN = x_TD · w_NDᵀ, accumulated in float32 and not rounded (float64 for float64 operands)
 """
 
 from orrery.kernels.wide_linear.dispatch import wide_linear

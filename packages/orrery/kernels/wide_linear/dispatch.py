@@ -1,7 +1,7 @@
 """`orrery::wide_linear`: half-precision operands on tensor cores, float32 out.
 
-The backward's products need the float32 gradient in half precision. It is split into its rounding
-and the rest, which keeps 16 bits in bfloat16, for one product of twice the width.
+The backward pass splits the float32 gradient into its half-precision rounding and the rest, for one
+product of twice the width. This keeps 16 bits in bfloat16.
 """
 
 import torch

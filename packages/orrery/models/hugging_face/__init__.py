@@ -1,4 +1,4 @@
-"""Any causal language model of transformers: `model.py`, its LM `head.py`, `config.py` checks."""
+"""Any causal language model of transformers."""
 
 from orrery.models.hugging_face.model import HuggingFaceLm
 

@@ -1,7 +1,4 @@
-"""Checks that `model.hf_config` describes a causal language model and agrees with the manifest.
-
-Work and memory are computed from the manifest's fields, so they must equal the config's.
-"""
+"""Check `model.hf_config` against the manifest, because its fields determine work and memory."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,9 +9,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 
-# transformers lists these as causal, their tokens look ahead, and no `is_decoder` says so.
+# Listed as causal by transformers, without `is_decoder`, although tokens look ahead.
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Fields of the manifest's model, and their names in configs. A config type has one of them.
+# Fields of the manifest's model, and their names in configs. A config type has one name.
 FIELDS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -31,12 +28,11 @@ FIELDS = {
         "norm_eps",
     ),
 }
-# Names of the length of a table of positions.
 POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Return `make(…)`. Raise OrreryError with the message of any exception."""
+    """Return `make(…)`. Raise OrreryError with any exception's message."""
     try:
         return make(*args, **content)
     except Exception as error:
@@ -57,7 +53,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if tokens look ahead, or head sizes differ from the manifest's.
 
-    Tokens are judged by model type and `is_decoder`; a network on "meta" has no values to test.
+    Model type and `is_decoder` decide, because a network on "meta" has no values to test.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
@@ -70,7 +66,6 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
             f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead; "
             "set is_decoder to true in it"
         )
-    # Many configs lack a head size, so the modules are asked.
     sizes = {getattr(one, "head_dim", None) for one in network.modules()}
     found = sorted(size for size in sizes if isinstance(size, int))
     if found and model.head_dim not in found:
@@ -96,9 +91,9 @@ def _check_type(config: PreTrainedConfig) -> None:
 
 
 def _find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that this type of config defines and that is set.
+    """Return the first of `names` that this type of config defines and sets.
 
-    Configs also keep unknown fields, which no code reads.
+    Configs also keep unknown fields, unused by code.
     """
     known = {*dir(type(config)), *config.attribute_map, *(one.name for one in fields(config))}
     found = (name for name in names if name in known and getattr(config, name) is not None)
@@ -122,7 +117,6 @@ def _check_fields(model: Model, config: PreTrainedConfig) -> None:
 
 
 def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rotations: one a layer type, or one for all layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
@@ -130,8 +124,8 @@ def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError if the network cannot compute `max_positions`.
 
-    Without a rotation most networks have a table of positions. `longrope` and `dynamic` rotations
-    depend on a batch's longest row beyond a certain length.
+    Most networks without a rotation have a table of positions. Beyond a length, `longrope` and
+    `dynamic` rotations depend on a batch's longest row.
     """
     field = None if getattr(config, "rope_parameters", None) else _find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)

@@ -1,7 +1,4 @@
-"""The LM head of a network of transformers, with its changes to logits (soft caps, scales, biases).
-
-Logits are float32 before any change, whatever the compute dtype, as in
-`orrery.kernels.token_logprob`.
+"""The LM head of a transformers network, with its soft caps, scales and biases.
 
 T tokens · D hidden · V vocabulary
 """
@@ -20,8 +17,6 @@ from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens,
 
 
 class _BodyOutput:
-    """A body's output with nothing but final hidden states."""
-
     def __init__(self, hidden_NLD: Tensor) -> None:
         self.last_hidden_state = hidden_NLD
 
@@ -33,8 +28,6 @@ class _BodyOutput:
 
 
 class _PassthroughBody(nn.Module):
-    """Replaces the network's body: returns its input as final hidden states."""
-
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
         return _BodyOutput(inputs_embeds)
 
@@ -43,7 +36,7 @@ class _PassthroughBody(nn.Module):
 
 
 class _PassthroughHead(nn.Identity):
-    """Replaces the network's head. Some networks cast the head's input to its weight's dtype."""
+    """Identity. Some networks cast the head's input to its weight's dtype."""
 
     weight = torch.empty(0)
 
@@ -51,9 +44,8 @@ class _PassthroughHead(nn.Identity):
 class Head(nn.Module):
     """Hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    Unchanged logits go through `orrery.kernels.token_logprob`. Others go through transformers' own
-    `forward` around a passthrough body and head. Such logits exist whole for a chunk, and the
-    backward pass recomputes them.
+    Logits are float32. Changed logits go through transformers' own `forward` around a passthrough
+    body and head, as whole chunks, recomputed in the backward pass.
     """
 
     def __init__(
@@ -61,7 +53,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (embedding,)  # in a tuple: not a submodule, since the body has it
+        self._embedding = (embedding,)  # in a tuple, so not a submodule
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -93,7 +85,6 @@ class Head(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return [T, V] in float32."""
         logits_TV = _WideLinear.apply(hidden_TD, self.head_weight())
         return self._transform(logits_TV if self.bias is None else logits_TV + self.bias).float()
 
@@ -113,7 +104,7 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """hidden · weightᵀ in float32 (float64 for float64); gradients round to the inputs' dtype."""
+    """hidden · weightᵀ in float32 (float64 for float64). Gradients have the inputs' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

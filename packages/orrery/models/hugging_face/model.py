@@ -1,11 +1,11 @@
 """Any causal language model of transformers behind the interface of our own networks.
 
-T tokens · D hidden · N documents · L longest document · E experts
-
-- A pack becomes a padded batch [N, L] and back: N · L tokens of compute instead of T. Padding
-  follows its document, so this is exact on causal models. Others are refused.
-- No context or expert parallelism, no router replay, and no kernel of ours but the LM head's.
+- A pack becomes a padded batch and back. Padding follows its document, so this is exact on causal
+  models. Others are refused.
+- No context or expert parallelism, router replay, or own kernels except the LM head's.
 - Stacked experts may be separate in files. Other differences from the files are refused.
+
+T tokens · E experts
 """
 
 import copy
@@ -23,12 +23,12 @@ from orrery.models.hf_names import Names, hugging_face_config
 from orrery.models.hugging_face.config import call_transformers, check_config, check_network
 from orrery.models.hugging_face.head import Head
 
-try:  # how transformers renames tensors when it saves; not a documented interface
+try:  # how transformers renames tensors when it saves (private)
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # of an expert in a probe; 2, 3 and 4 divide its rows
+PROBE_SHAPE = (12, 2)  # of an expert in a probe. 2, 3 and 4 divide its rows
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 
@@ -36,7 +36,6 @@ _global_generator = threading.Lock()  # transformers draws from torch's global g
 class HuggingFaceLm(CausalLm):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        # transformers writes into the config.
         content = copy.deepcopy(hugging_face_config(model))
         if "model_type" not in content:
             raise OrreryError(
@@ -54,7 +53,7 @@ class HuggingFaceLm(CausalLm):
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
-        self._network = (network,)  # in a tuple: not a submodule, since body and head are
+        self._network = (network,)  # in a tuple, so not a submodule
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
         state = network.state_dict(keep_vars=True)
@@ -69,7 +68,7 @@ class HuggingFaceLm(CausalLm):
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
 
     def train(self, mode: bool = True) -> "HuggingFaceLm":
-        """Keep dropout off: the trainer's log-probs must be the engine's."""
+        """Keep dropout off, as in the engine."""
         super().train(mode)
         self.body.eval()
         return self
@@ -97,7 +96,7 @@ class HuggingFaceLm(CausalLm):
         if documents is None:
             assert cu_seqlens is not None, "cu_seqlens or documents"
             documents = Documents(cu_seqlens, max_seqlen)
-        # An empty pack runs one token: the blocks' gradients and collectives are still needed.
+        # An empty pack runs one token, because gradients and collectives are still needed.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
         row_T = torch.searchsorted(documents.cu_seqlens[1:].long(), index_T, right=True)
@@ -128,10 +127,7 @@ class HuggingFaceLm(CausalLm):
 
     @torch.no_grad()
     def initial_tensor(self, parameter_name: str, seed: int, std: float) -> Tensor:
-        """Draw as transformers does, with the manifest's `std`.
-
-        The latest draw is cached, because a stack's experts are asked for one after another.
-        """
+        """Draw as transformers does, with the manifest's `std`. Cached for a stack's experts."""
         network, key = self._network[0], (parameter_name, seed, std)
         owner_name, _, attribute = parameter_name.rpartition(".")
         with _global_generator, torch.random.fork_rng(devices=[]):
@@ -157,7 +153,6 @@ class HuggingFaceLm(CausalLm):
 
 
 def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names:
-    """Map the network's names to those in files; most are equal."""
     if revert_weight_conversion is None:
         return {name: name for name in state}
     converted = revert_weight_conversion(network, dict(state))
@@ -171,8 +166,8 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
     """Return the names of a stack's experts in files, each in one or several even parts.
 
-    Converts a small probe with as many experts, and finds each part by its values. Raise
-    OrreryError for any other conversion.
+    Converts a small probe and finds each part by its values. Raise OrreryError for any other
+    conversion.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0
     probe = torch.arange(num_experts * PROBE_SHAPE[0] * PROBE_SHAPE[1], device="cpu")
@@ -193,7 +188,6 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
 
 
 def _pattern(found: dict[str, Tensor], part_E: Tensor) -> str | None:
-    """Return the pattern over `{expert}` of the files' tensors that equal `part_E`, if any."""
     by_first = {tensor.flatten()[0].item(): name for name, tensor in found.items()}
     names = [by_first.get(one[0, 0].item(), "") for one in part_E]
     first, last = names[0].split("."), names[-1].split(".")

@@ -1,5 +1,4 @@
 """Memory plan: the bytes that a trainer rank needs, and the manifest fields that reduce them.
 
-Formulas follow the code's allocations, without fitted factors. They predict the bytes that torch
-counts as allocated. The allocator reserves more.
+Formulas predict torch's allocated bytes, without fitted factors. The allocator reserves more.
 """

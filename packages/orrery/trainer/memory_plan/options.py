@@ -1,8 +1,8 @@
-"""Memory options: manifest changes that free device memory, and which to choose.
+"""Choose manifest changes that free device memory.
 
 An option frees the difference of two plans' peaks. One option on the same devices is best, then
-several, then all state in host memory (tier 1), then more devices (tier 2). Options that need more
-host memory than a node has are not chosen.
+several, then all state in host memory (tier 1), then more devices (tier 2). Options must fit a
+node's host memory.
 """
 
 import sys
@@ -26,7 +26,7 @@ WORTH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """One field's change, with the trainer and workload that follow."""
+    """A field's change, with the trainer and workload that follow."""
 
     field: str
     value: Any
@@ -45,8 +45,6 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class ChosenOptions:
-    """Options to apply together, and the bytes that they free on each rank."""
-
     options: tuple[MemoryOption, ...]
     freed_bytes: int
     is_enough: bool
@@ -75,7 +73,7 @@ def choose_options(
 ) -> ChosenOptions:
     """Return the cheapest option that frees `needed_bytes`, or the most effective together.
 
-    `host_bytes`: host memory that a rank may use beside its present use.
+    `host_bytes`: free host memory for a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -105,7 +103,6 @@ def _combine(
     freed: Callable[[MemoryOption], int],
     max_tier: int,
 ) -> ChosenOptions:
-    """Add the most effective option until they are enough."""
     applied: dict[str, MemoryOption] = {}
     total = 0
     while total < needed_bytes:
@@ -225,7 +222,6 @@ def _mesh_options(model: Model, trainer: Trainer, load: Workload) -> Iterator[Me
 def _checkpointing(
     model: Model, trainer: Trainer
 ) -> Iterator[tuple[SelectiveCheckpointing | FullCheckpointing, str]]:
-    """Yield the kinds that keep less than the present one, with their costs."""
     now = trainer.memory.activation_checkpointing
     if now.kind == "full":
         return

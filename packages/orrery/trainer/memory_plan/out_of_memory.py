@@ -1,8 +1,8 @@
 """Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
 
 Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
-margin. CUDA and NCCL report other errors than torch's allocator, without numbers: pinning host
-memory failed if the device has room, a field that pins is on, and the error is not NCCL's.
+margin. Errors of CUDA and NCCL have no numbers. Pinning failed if the device has room, a field that
+pins is on, and the error is not NCCL's.
 """
 
 import os
@@ -25,7 +25,7 @@ from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
 from orrery.wire.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # of the device, for fragments
-END_S = 10.0  # for an orderly end; it may wait for collectives
+END_S = 10.0  # for an orderly end, with collectives
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
     ("memory", "activation_offload"),
@@ -35,8 +35,6 @@ PINNING_FIELDS = (
 
 
 class StageProgress:
-    """`learner` is None while it is being built."""
-
     learner: Learner | None = None
 
 
@@ -44,7 +42,7 @@ class StageProgress:
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
     """Raise RunFailed with an explanation if the stage runs out of memory.
 
-    Rank 0 first logs a warning if the plan predicts that.
+    Rank 0 first logs a warning if the plan predicts it.
     """
     progress, world_size = StageProgress(), ctx.manifest.trainer.mesh.world_size
     ranks_here = min(world_size, ctx.manifest.hardware.devices_per_node)
@@ -82,7 +80,7 @@ def describe_error(
 ) -> str:
     """Return the sentence for an out-of-memory error. `step` None: before the first step.
 
-    `ranks_here`: ranks that share this host's memory.
+    `ranks_here`: ranks on this host.
     """
     capacity, available = device_bytes(), available_bytes()
     is_torchs = isinstance(error, torch.OutOfMemoryError)
@@ -109,7 +107,7 @@ def describe_error(
 def predict_out_of_memory(
     manifest: Manifest, stage: str, capacity: int, host_bytes: int = sys.maxsize
 ) -> str | None:
-    """Return a warning if the stage's plan exceeds the device's `capacity` bytes.
+    """Return a warning if the stage's plan exceeds `capacity` device bytes.
 
     `host_bytes`: host memory that a rank may use.
     """
@@ -144,7 +142,7 @@ def free_bytes() -> int:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the stage's trainer and its largest workload, with samples of full length."""
+    """Return the stage's trainer and largest workload, with samples of full length."""
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
     longest = manifest.inference.max_model_len_tokens
@@ -174,8 +172,7 @@ def describe_device_error(
 ) -> str:
     """Return the sentence for torch's text `error`. `step` None: before the first step.
 
-    `capacity`: bytes of the device, if the text has none. `host_bytes`: host memory that this rank
-    may use beside its present use.
+    `capacity`: device bytes, if the text has none. `host_bytes`: free host memory for this rank.
     """
     asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -1,8 +1,7 @@
 """The bytes of one rank at every moment of a step.
 
 n parameters of an FSDP unit as gathered on one rank · s ranks that shard it · T tokens here
-M scored tokens · V vocabulary · D hidden · bytes of a value: p of weights, c in computation,
-r in reductions
+M scored tokens · V vocabulary · D hidden · bytes of a value: p weights, c compute, r reductions
 """
 
 from collections.abc import Iterator
@@ -40,9 +39,9 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Workload:
-    """One data rank's work: tokens of a micro-batch, its longest document, micro-batches a step.
+    """A data rank's tokens of a micro-batch, longest document, and micro-batches a step.
 
-    `merged_width`: bytes of a value of adapted weights' merged copies, for a direct transfer, or 0.
+    `merged_width`: bytes of a merged adapted weight's value, for a direct transfer, or 0.
     """
 
     tokens: int
@@ -53,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Device bytes by category for every moment of a step, and bytes in host memory."""
+    """Device bytes by category for every moment of a step."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -81,7 +80,7 @@ def plan_memory(
 
 
 def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
-    """Return the number of values of the whole model's optimizer state."""
+    """Return the number of values in the whole model's optimizer state."""
     per_value = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}
     in_block, outside = per_value[optimizer.kind]
     if optimizer.kind == "sgd" and not optimizer.momentum:
@@ -123,7 +122,7 @@ class _StepPlan:
         block, backward   activations up to it · recomputation · it and the block before, gathered
                           (c·n) · its gradient · the reduction of the next · two T·D gradients
         block, reducing   activations before it · the block before, gathered · its gradient and
-                          reduction (r·n; a single rank copies instead: 3·r·n)
+                          reduction (r·n, or 3·r·n on a single rank, with copies)
         embedding         a dense V·D gradient (two if tied) · the reduction of block 0
         optimizer         all reduced gradients · Muon's temporaries
         """
@@ -219,7 +218,7 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return bytes in host memory. Activations count twice, as buffers are powers of two."""
+        """Return host bytes. Activations count twice, as buffers are powers of two."""
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -235,7 +234,6 @@ class _StepPlan:
         return self.c * unit.gathered(self.ep) if self.is_sharded else 0
 
     def gathered_before(self, layer: int) -> int:
-        """Return the gathered unit before `layer`, or all if not resharded."""
         units: tuple[UnitParameters, ...] = (self.counted.before, *self.counted.layers[:layer])
         if self.trainer.fsdp.reshard_after_forward:
             units = units[-1:]
@@ -250,8 +248,8 @@ class _StepPlan:
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
         """Return the gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` have reduced theirs (p·n / s). Others have gradients of earlier
-        micro-batches: the same, or whole (r·n) with `reduce_gradients: step`.
+        Units in `done` are reduced (p·n / s). Others have earlier micro-batches' gradients, whole
+        (r·n) with `reduce_gradients: step`.
         """
         total = 0
         for unit in self.counted.units:
@@ -272,7 +270,7 @@ class _StepPlan:
     def logits(self) -> int:
         """Return 6 bytes a logit of the largest tile, or 4·M·V and 2 of a tile if logits are kept.
 
-        M = T is an upper bound, for long prompts.
+        M = T is an upper bound.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

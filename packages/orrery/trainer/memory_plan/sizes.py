@@ -1,12 +1,11 @@
-"""Sizes that a memory plan adds up: a block's activations, and parameters by FSDP unit.
+"""Sizes for the memory plan: a block's activations, and parameters by FSDP unit.
 
 Activations are in bytes a token of this rank.
 
 c bytes of the compute dtype · D hidden · h = query heads · head size · g = key heads · head size
 F dense (or shared) intermediate · E experts · K experts a token · I expert intermediate
 
-Blocks of transformers networks count as dense blocks of ours. If their attention keeps scores they
-need far more.
+Blocks of transformers networks count as our dense blocks: too little if attention keeps scores.
 """
 
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ class ActivationBytes:
 class _Results:
     """Bytes of a block's results: `named` for checkpointing, and `rest`.
 
-    No backward pass reads the `unread` part of `named`. Attention's alone reads `for_attention`,
-    which is not kept.
+    No backward pass reads the `unread` part of `named`. Only attention's reads `for_attention`.
     """
 
     named: dict[str, int]
@@ -45,7 +43,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     """Return a block's activation bytes under the trainer's checkpointing.
 
     `none` keeps all results, `full` the input (c·D), `selective` also the named results. A block
-    with exchanges keeps the unread results too, because they have no name inside its graphs.
+    with exchanges keeps the unread results too: they have no name inside its graphs.
     """
     results = _results(model, trainer, layer)
     entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
@@ -83,8 +81,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys · c·F activation
                       · c·K·D rows in expert order · c·K·I activation · statistics, row orders
 
-    An adapter repeats its projection's result and adds its narrow one. A frozen product without an
-    adapter needs no input. An expert's product and adapter are one operator.
+    An adapter repeats its projection's result and adds its narrow result. A frozen product without
+    an adapter needs no input.
     """
     c, hidden = dtype_bytes(trainer.compute_dtype), model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -159,7 +157,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Numbers of parameters of an FSDP unit. `adapted` are frozen with adapters."""
+    """Parameter counts of an FSDP unit. `adapted` are frozen with adapters."""
 
     trained: int = 0
     frozen: int = 0
@@ -172,7 +170,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return what one rank holds when gathered: all but the experts of other ep ranks."""
+        """Return the parameters on one rank when gathered: no experts of other ep ranks."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -184,7 +182,7 @@ class UnitParameters:
 class ParameterCounts:
     """FSDP units in forward order. With tied embeddings `root` has both ends.
 
-    `largest_in_a_layer`: parameters of the largest trained weight. A stack of experts is one.
+    `largest_in_a_layer`: parameters of the largest trained weight, such as a stack of experts.
     """
 
     before: UnitParameters
@@ -199,9 +197,9 @@ class ParameterCounts:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Count on the manifest's network, built without storage.
+    """Count on the manifest's network, without storage.
 
-    Raise OrreryError if it cannot be built, such as one of transformers without transformers.
+    Raise OrreryError if it cannot be built, as without transformers.
     """
     network = build(model, torch.float32, "meta")
     if adapters is not None:

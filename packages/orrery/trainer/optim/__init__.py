@@ -1,7 +1,7 @@
 """Optimizers: the manifest's kinds behind one `BucketedOptimizer`.
 
-Norms and biases never decay, because decaying a gain fights its normalisation. Checkpoints read
-or fill in place the tensors of `named_state`.
+Norms and biases never decay, because decaying a gain fights its normalisation. Checkpoints use
+`named_state`.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,6 @@ KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[ParamGroup]]] = {
 def make_optimizer(
     policy: nn.Module, spec: schema.Optimizer, offload: bool = False
 ) -> BucketedOptimizer:
-    """Return the manifest's optimizer over all trainable weights. `offload`: state on the host."""
+    """Return the manifest's optimizer over trainable weights. `offload`: state on the host."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     return BucketedOptimizer(KINDS[spec.kind](spec, weights), offload)

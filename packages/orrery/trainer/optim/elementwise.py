@@ -76,7 +76,7 @@ class SgdRule:
 class SignSgdRule:
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    It has no state, and the divisor changes no sign.
+    The divisor changes no sign.
     """
 
     keys: tuple[str, ...] = ()

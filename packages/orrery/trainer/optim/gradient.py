@@ -1,7 +1,6 @@
 """Global gradient norm, clipping, and the search for NaN and infinity.
 
-Gradients are already summed over ranks. A weight's own mesh says which ranks hold its other
-shards, so the same code serves FSDP weights, experts, replicas and unsharded weights.
+Gradients are already summed over ranks. A weight's mesh gives the ranks with its other shards.
 """
 
 from collections.abc import Iterable
@@ -74,10 +73,7 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Return the position of the last tensor with a NaN or infinity in its local part, or −1.
-
-    It costs one sync a device.
-    """
+    """Return the position of the last tensor with a local NaN or infinity, or −1. Syncs."""
     positions: dict[torch.device, list[int]] = {}
     extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum
     for position, tensor in enumerate(tensors):

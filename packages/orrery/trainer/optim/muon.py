@@ -1,11 +1,12 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for the matrices of blocks.
 
-    m ← momentum · m + (1 − momentum) · g;   u = m, or Nesterov: momentum · m + (1 − momentum) · g
+    m ← momentum · m + (1 − momentum) · g
+    u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
-Embedding, LM head, routers, norms, biases and convolutions use AdamW (`rest`). All ranks that
-share a weight have a gradient of it, or none: `orthogonalize` is collective.
+The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4). Other
+weights use AdamW (`rest`). All ranks that share a weight have a gradient of it, or none:
+`orthogonalize` is collective.
 
 B matrices of a stack · M rows · N columns
 """
@@ -34,7 +35,7 @@ NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The steepest odd quintic at zero to keep singular values near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # orthogonalized at a time; bounds temporary memory
+BATCH_VALUES = 1 << 27  # orthogonalized at a time, to bound temporary memory
 
 
 class MuonRule:
@@ -77,7 +78,6 @@ class MuonRule:
 
 
 def is_block_matrix(name: str, weight: Tensor) -> bool:
-    """Return whether the weight is a matrix, or a stack of matrices, inside a block."""
     owner = name.removesuffix(".weight").rpartition(".")[2]
     inside = re.search(r"\.\d+\.", name) is not None
     return weight.ndim in (2, 3) and inside and owner not in NOT_MATRICES and not is_bias(name)
@@ -95,7 +95,7 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of a direction [M, N] or [B, M, N], sharded like the weight `source`.
+    """This rank's shard of a direction [M, N] or [B, M, N], sharded like `source`.
 
     Each matrix is `num_fused` matrices, one above the other.
     """
@@ -139,10 +139,7 @@ class MatrixShard:
 
 
 def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """Return approximately the nearest semi-orthogonal matrices, computed in `dtype`.
-
-    Their singular values are between about 0.7 and 1.2.
-    """
+    """Return nearly the nearest semi-orthogonal matrices (singular values 0.7 to 1.2)."""
     a, b, c = COEFFICIENTS
     tall = x_BMN.shape[-2] > x_BMN.shape[-1]
     x = (x_BMN.mT if tall else x_BMN).to(dtype)
@@ -154,7 +151,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
-    """Return this rank's shard of each orthogonalized weight, shaped like `shard`. A collective.
+    """Return this rank's shard of each orthogonalized weight. A collective.
 
     Computes in bfloat16 on CUDA, and in the shard's dtype on CPU.
     """
@@ -182,7 +179,7 @@ def _stack(one: MatrixShard) -> Tensor:
 def _orthogonalize_whole(
     stacks: list[Tensor], num_fused: list[int], num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize stacks [B, num_fused · M, N] of one dtype, equal shapes as one batch."""
+    """Orthogonalize stacks [B, num_fused · M, N] of one dtype, in batches of equal shapes."""
     alike: dict[tuple[int, int], list[int]] = {}
     for index, (stack, num) in enumerate(zip(stacks, num_fused, strict=True)):
         alike.setdefault((stack.shape[-2] // num, stack.shape[-1]), []).append(index)
@@ -200,8 +197,6 @@ def _orthogonalize_whole(
 
 @dataclass(frozen=True)
 class _SplitMatrix:
-    """One matrix of which each rank holds a part along `dim`."""
-
     stack: int
     position: int
     shape: tuple[int, int]
@@ -240,7 +235,6 @@ def _orthogonalize_split(
     to_owners = [sum(one.part_numel(rank) for one in matrices) for matrices in assigned]
     to_me = [sum(one.part_numel(sender) for one in own) for sender in ranks]
     arrived = _exchange(sent, to_owners, to_me, group)
-    # By sender, then in the order of `own`.
     parts = iter(arrived.split([one.part_numel(sender) for sender in ranks for one in own]))
     by_sender = [[next(parts).view(one.part_shape(sender)) for one in own] for sender in ranks]
     whole = [
@@ -292,7 +286,6 @@ def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def _assign(matrices: list[_SplitMatrix], num_ranks: int) -> list[list[_SplitMatrix]]:
-    """Return each rank's matrices, even in work. Every rank computes the same result."""
     loads = [0] * num_ranks
     assigned: list[list[_SplitMatrix]] = [[] for _ in range(num_ranks)]
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):

@@ -1,8 +1,8 @@
 """Optimizer state in pinned host memory that visits the device during the step.
 
 The state of `FlatShards` under one key is one host block, and a bucket is a window of it. The
-device has three slots: bucket i is updated, i + 1 copied in and i − 1 copied out, each direction
-on its own stream. Slots exist from `prefetch` to the end of the step.
+device has three slots, from `prefetch` to the end of the step: bucket i is updated, i + 1 copied in
+and i − 1 copied out, each direction on its own stream.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ NUM_SLOTS = 3
 
 
 class StateOffload:
-    """`host[id(shards)][key]` is the host block of the state of one `FlatShards`."""
+    """`host[id(shards)][key]` is the host block of one `FlatShards`' state."""
 
     def __init__(self, buckets: list["Bucket"]):
         self._buckets = buckets
@@ -46,7 +46,6 @@ class StateOffload:
             self._returned = [torch.cuda.Event() for _ in buckets]  # no wait until recorded
 
     def prefetch(self) -> None:
-        """Start the step's first fetches, if they have not started."""
         if not self._slots:
             self._slots = [
                 torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
@@ -109,7 +108,6 @@ class StateOffload:
             (view if inward else host).copy_(host if inward else view, non_blocking=True)
 
     def _views(self, index: int) -> dict[str, Tensor]:
-        """Return the bucket's windows in its slot."""
         bucket, slot = self._buckets[index], self._slots[index % NUM_SLOTS]
         size = bucket.num_bytes
         return {

@@ -1,8 +1,8 @@
 """The optimizer: groups of weights, each with an update rule, stepped bucket by bucket.
 
 `FlatShards` places a group's local shards end to end, and a bucket is a window of them. State
-exists from the start, so it can be saved and loaded before any step. Each key has a tensor like
-the weight, sharded like it unless offloaded. A weight without a gradient does not change.
+exists before any step, to be saved and loaded. Each key's tensor is sharded like the weight, unless
+offloaded. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -37,9 +37,9 @@ class WeightPart:
 
 
 class UpdateRule(Protocol):
-    """How weights move. `keys` name the states like the weight.
+    """An update of weights. `keys` name the states like the weight.
 
-    With `counts_steps` there is also `step`, a float32 scalar: the steps done before.
+    With `counts_steps`, state also has `step`, a float32 scalar: the earlier steps.
     """
 
     keys: tuple[str, ...]
@@ -54,7 +54,7 @@ class UpdateRule(Protocol):
 
 @dataclass
 class ParamGroup:
-    """Weights that share a rule. `lr` is the peak of the schedule."""
+    """Weights that share a rule. `lr` is the schedule's peak."""
 
     weights: list[nn.Parameter]
     rule: UpdateRule
@@ -65,7 +65,7 @@ class ParamGroup:
 def split_by_decay(
     rule: UpdateRule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]
 ) -> list[ParamGroup]:
-    """Return the group of matrices, with decay, and that of biases and vectors, without."""
+    """Return matrices, with decay, and biases and vectors, without."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in weights.items():
@@ -74,7 +74,7 @@ def split_by_decay(
 
 
 def is_bias(name: str) -> bool:
-    """Decide by name, because stacked experts' biases have two dimensions: [E, width]."""
+    """Decide by name, because stacked experts' biases have two dimensions."""
     return name.endswith("bias")
 
 
@@ -103,7 +103,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """Local shards of weights of one dtype, end to end."""
+    """Local shards of one dtype, end to end."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -116,7 +116,7 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of at most `num_values`. They may cut weights."""
+        """Yield windows of at most `num_values`, perhaps cutting weights."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)
@@ -136,7 +136,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights, the same on all ranks: local sizes do not count."""
+        """Yield windows of whole weights, the same on all ranks whatever their local sizes."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -151,7 +151,7 @@ class FlatShards:
 
 
 class BucketedOptimizer:
-    """Call `set_rate` and `step` once a training step. `prefetch` and `prepare` are hints."""
+    """Call `set_rate` and `step` once a training step. `prefetch` and `prepare` are optional."""
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
@@ -177,23 +177,22 @@ class BucketedOptimizer:
         return self._state
 
     def set_rate(self, factor: float) -> None:
-        """Set the share of its peak learning rate that every group uses."""
+        """Set the share of the peak learning rates."""
         self._rate = factor
 
     def prefetch(self) -> None:
-        """Start to fetch the first buckets of offloaded state."""
         if self._offload is not None:
             self._offload.prefetch()
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Build the next step's parts. The gradients' tensors must exist."""
+        """Build the next step's parts. Gradients must exist."""
         if self._offload is None:
             self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
-        """Move all weights with a gradient, divided by `divisor` (float32 scalar, `clip`)."""
+        """Move all weights with a gradient, divided by `divisor` (float32 scalar)."""
         divisors: dict[torch.device, Tensor | None] = {}
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
@@ -283,8 +282,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    Filling a tensor in place loads it. The box is `local_box(weight)`, or () for a scalar. Scalars
-    are equal on all ranks.
+    Filling a tensor in place loads it. Scalars have the box () and are equal on all ranks.
     """
     state = optimizer.state
     for name, weight in weights.items():

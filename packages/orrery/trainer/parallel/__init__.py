@@ -1,10 +1,10 @@
 """Parallelism from outside: model code is written for one device, and this package wraps it.
 
-1. context parallel replaces the core of attention.
-2. expert parallel replaces the token exchange and shards the experts.
-3. activation checkpointing and compile: the compiled block goes inside the checkpoint if it has
+1. Context parallel replaces the core of attention.
+2. Expert parallel replaces the token exchange and shards the experts.
+3. Activation checkpointing and compile: the compiled block goes inside the checkpoint if it has
    exchanges, or outside.
-4. activation offload wraps both, because it moves the activations that they save.
+4. Activation offload wraps both, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must wrap all of these.
 """
 
@@ -26,7 +26,7 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the manifest's parallelized policy with unset weights, on "meta" if it is sharded."""
+    """Return the parallelized policy with unset weights, on "meta" if it is sharded."""
     network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
     memory = trainer.memory
     policy = Policy(network, memory.lm_head_chunk_tokens, memory.lm_head_keeps_logits)
@@ -37,7 +37,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
     """Return the network for one device, with its adapters.
 
-    Frozen weights have the compute dtype, because no updates accumulate in them.
+    Frozen weights have the compute dtype: no updates accumulate in them.
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:

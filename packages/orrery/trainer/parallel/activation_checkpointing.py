@@ -1,4 +1,4 @@
-"""Activation checkpointing: which results of a block stay for the backward pass.
+"""Activation checkpointing: the results of a block that stay for the backward pass.
 
 `full` keeps each block's input. `selective` also keeps the results of named operations. `none`
 keeps all that autograd saves.
@@ -48,7 +48,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
-    """Return the keyword arguments of torch's `checkpoint` that select the operations to keep.
+    """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
 
     A block of one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
     """
@@ -64,7 +64,7 @@ def contexts(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
-    """Return the operations inside graphs. Attention is outside with cp, experts with ep."""
+    """Return the operations inside graphs: attention without cp, experts without ep."""
     if not trainer.compile:
         return frozenset()
     ranks = {"attention": trainer.mesh.cp, "experts": trainer.mesh.ep}
@@ -73,8 +73,6 @@ def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
 
 
 def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
-    """Return the policy that recomputes all but the results of `operations`."""
-
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in operations:
             return CheckpointPolicy.MUST_SAVE
@@ -112,7 +110,7 @@ class _WithoutView(torch.autograd.Function):
 def _operations(name: str) -> list[Any]:
     aten, orrery = torch.ops.aten, torch.ops.orrery
     match name:
-        case "attention":  # ours and torch's
+        case "attention":
             theirs = (getattr(aten, f"_scaled_dot_product_{kind}") for kind in SCALED_DOT_PRODUCT)
             ours = orrery.varlen_attention_forward
             return [ours.default, *(operation.default for operation in theirs)]

@@ -1,9 +1,8 @@
 """Activation offload: tensors saved for the backward pass wait in pinned host memory.
 
 While block i computes, block i − 1 is copied out (forward) or in (backward), each direction on its
-own stream. So at most two blocks' tensors are on the device.
-
-Weights, tensors that all blocks share, small or gapped tensors and the last block's stay there.
+own stream, so at most two blocks' tensors are on the device. Weights, small, gapped
+or shared tensors, and the last block's tensors, stay there.
 """
 
 from collections import defaultdict
@@ -34,7 +33,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Reusable host buffers of powers of two bytes. `num_bytes` counts all of them."""
+    """Reusable host buffers of powers of two bytes. `num_bytes` counts all."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -42,7 +41,7 @@ class HostBufferPool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return a buffer of at least `num_bytes`, and the event to wait for before writing."""
+        """Return a buffer of at least `num_bytes`, and an event to wait for before writing."""
         size = 1 << (num_bytes - 1).bit_length()
         if self._free[size]:
             return self._free[size].pop()
@@ -71,8 +70,6 @@ class OffloadedTensor:
 
 
 class BlockActivations:
-    """The tensors that a block saved in one forward pass."""
-
     def __init__(self, previous: "BlockActivations | None"):
         self.previous = previous
         self.saved: dict[tuple, OffloadedTensor] = {}
@@ -91,7 +88,6 @@ class ActivationOffload:
         self._last: BlockActivations | None = None
 
     def run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`, and start to copy the tensors that it saves."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         activations = BlockActivations(self._last)

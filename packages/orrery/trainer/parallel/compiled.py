@@ -20,12 +20,11 @@ MAX_GRAPHS = 64
 
 
 def is_without_exchange(mesh: Mesh) -> bool:
-    """Return whether a block runs without communication."""
     return mesh.cp == mesh.ep == 1
 
 
 def is_one_graph(trainer: Trainer, model: Model) -> bool:
-    """Return whether a block is one graph of our own code, so that its saved tensors are known."""
+    """Return whether a block is one graph of our own code, with known saved tensors."""
     return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
 
 

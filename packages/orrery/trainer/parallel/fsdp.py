@@ -1,9 +1,9 @@
 """FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
-- The model names the units, and the root takes the rest. With expert parallel a layer's experts
-  are one more unit, sharded over the ranks with the same experts.
+- The model names the units, and the root takes the rest. With expert parallel a layer's experts are
+  one more unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
-- One rank is left unwrapped (`is_needed`). `ComputeCopies` replaces FSDP's mixed precision there.
+- A single rank may stay unwrapped (`is_needed`), with `ComputeCopies` for mixed precision.
 """
 
 import itertools
@@ -32,7 +32,6 @@ def is_needed(trainer: Trainer) -> bool:
 
 
 def has_copies(trainer: Trainer) -> bool:
-    """Return whether one unwrapped rank computes on copies of its weights."""
     return not is_needed(trainer) and trainer.param_dtype != trainer.compute_dtype
 
 
@@ -80,7 +79,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Prefetch by name, because a token exchange keeps the host from running ahead."""
+    """Prefetch by name, because token exchanges keep the host from running ahead."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -91,7 +90,7 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Set what the next backward pass reduces. `last`: it is the step's last.
+    """Set the reductions of the step's next backward pass. `last`: no other follows.
 
     `step` reduces once a step. With `micro_batch` only HSDP's all-reduce waits for the last.
     """
@@ -115,8 +114,8 @@ def reshard_all(policy: Policy) -> None:
 class ComputeCopies:
     """One rank's weights in the compute dtype, beside trained weights of another dtype.
 
-    A forward pass fills the copies and puts them into the modules. A gradient moves to its trained
-    weight at once, in that weight's dtype, so the sums have the bits of FSDP on one rank.
+    A forward pass fills the copies and puts them into the modules. A gradient moves at once to its
+    trained weight, in that weight's dtype, so sums have the bits of FSDP on one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):
@@ -143,7 +142,6 @@ class ComputeCopies:
         self._are_filled = True
 
     def restore(self) -> None:
-        """Put the trained weights back and free the copies."""
         if not self._are_filled:
             return
         for module, name, weight in self._places:

@@ -1,8 +1,8 @@
 """Values that a block's forward pass keeps for its recomputation.
 
 - Answers to the host (`keep`, `recall`): the recomputation does not wait for the device again.
-- Results of named operations, as in torch's selective checkpointing. Unlike there, the other
-  operations may differ between both runs, as FSDP's hooks make them.
+- Results of named operations. Unlike in torch's selective checkpointing, the other operations may
+  differ between both runs, as with FSDP's hooks.
 """
 
 from collections import defaultdict, deque
@@ -33,7 +33,7 @@ def contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    Graphs call the operations in `compiled`. They may overwrite the results, so these are cloned.
+    Graphs may overwrite the results of operations in `compiled`, so these are cloned.
     """
     answers: list[Any] = []
     if not operations:

@@ -1,8 +1,8 @@
 """The ranks of a trainer and their meshes, innermost axis last.
 
-    mesh          dp_replicate × dp_shard × cp       documents; a cp group shares them
-    fsdp_mesh     [dp_replicate ×] fsdp              weights; fsdp = dp_shard · cp
-    expert_mesh   dp_replicate × expert_fsdp × ep    experts; expert_fsdp · ep = fsdp
+    mesh          dp_replicate × dp_shard × cp       documents, shared by a cp group
+    fsdp_mesh     [dp_replicate ×] fsdp              weights, fsdp = dp_shard · cp
+    expert_mesh   dp_replicate × expert_fsdp × ep    experts, expert_fsdp · ep = fsdp
 
 A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 """
@@ -33,7 +33,7 @@ COLLECTIVE_BLOCKS = 16  # of an NCCL collective
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among all ranks. With one rank every collective is the identity."""
+    """This rank's place. With one rank every collective is the identity."""
 
     rank: int
     size: int
@@ -57,7 +57,6 @@ class World:
         return tensor
 
     def all_gather(self, value: int) -> list[int]:
-        """Return every rank's `value`, in rank order."""
         if self.mesh is None:
             return [value]
         own = torch.tensor([value], device=self.device)
@@ -95,7 +94,6 @@ class World:
         return 0 if mesh is None else mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return this rank's process group along `axis`."""
         mesh = self._mesh_with(axis)
         assert mesh is not None, f"no mesh has an axis {axis!r}"
         return mesh.get_group(axis)

@@ -1,10 +1,10 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
 `apply` replaces `Attention.core`, and `shard` cuts a micro-batch. A scored token belongs to the
-rank that predicts it. The kinds (`trainer.mesh.cp_style`) are a core and its way to cut:
+rank that predicts it. A kind (`trainer.mesh.cp_style`) is a core and its way to cut:
 
-    ulysses   contiguous shares; an all-to-all gives each rank all tokens of 1/cp of the heads
-    ring      pieces r and 2·cp − 1 − r of each document; keys and values pass around the ring
+    ulysses   contiguous shares, and an all-to-all gives each rank all tokens of 1/cp of the heads
+    ring      pieces r and 2·cp − 1 − r of each document, and keys and values pass around
 """
 
 from collections.abc import Callable
@@ -57,7 +57,6 @@ def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
 
 
 def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
-    """Return this rank's part of `batch`, on the CPU."""
     if mesh.cp == 1:
         return batch
     lengths, rank = batch.cu_seqlens.diff().tolist(), world.axis_rank("cp")

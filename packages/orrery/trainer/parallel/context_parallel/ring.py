@@ -2,8 +2,8 @@
 
 T tokens here · H query heads · G key and value heads · K head size
 
-Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`), and keys
-and values pass around. With the keys of rank j, a step is one of three cases of equal work:
+Rank r has pieces r (early half) and 2·cp − 1 − r (late half) of each document (`zigzag`). Keys and
+values pass around. A step with rank j's keys is one of three cases of equal work:
 
     j = r   all queries, all keys, causal in the order of places here
     j < r   all queries, early keys
@@ -25,8 +25,6 @@ _KEYS, _GRADIENTS = 0, 1  # message tags
 
 
 class Halves(NamedTuple):
-    """Places of the documents' early and late halves among T, and offsets."""
-
     early: Tensor  # i64 [T / 2]
     late: Tensor  # i64 [T / 2]
     cu_whole: Tensor  # i32 [n + 1]
@@ -68,7 +66,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """The queries and keys of one step, as places. None means all."""
+    """The places of one step's queries and keys. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -104,7 +102,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part`. Places are unique, so this avoids the atomics of `index_add_`."""
+    """Add at unique places, without the atomics of `index_add_`."""
     if places is None:
         whole.add_(part)
     else:
@@ -191,7 +189,6 @@ class _Passing(NamedTuple):
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> _Passing:
-    """Start to send `x` to the next rank, and to receive the previous rank's."""
     ranks = dist.get_process_group_ranks(group)
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(x)

@@ -1,7 +1,7 @@
-"""Which tokens of a packed micro-batch each context-parallel rank gets.
+"""The tokens of a packed micro-batch for each context-parallel rank.
 
-All ranks get equally many. Padding repeats a real token, is never scored, and stands where no real
-token attends to it: behind its document, or in its own document.
+Ranks get equal numbers. Padding repeats a real token, is never scored, and follows its document or
+forms another, so no real token attends to it.
 """
 
 from dataclasses import fields, replace
@@ -15,15 +15,13 @@ from orrery.trainer.micro_batch import MicroBatch
 
 
 class TokenShard(NamedTuple):
-    """One rank's t of the T tokens of a stream."""
-
-    source: np.ndarray  # i64 [t]: the token of the stream at each place here
+    source: np.ndarray  # i64 [t]: each place's token of the stream
     is_real: np.ndarray  # bool [t]: not padding
     cu_seqlens: np.ndarray  # i32: offsets for the attention core
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the rank-th of equal runs of the stream, with the offsets of the whole padded stream.
+    """Return the rank-th of equal runs of the stream, with the whole padded stream's offsets.
 
     The padding is one document at its end.
     """
@@ -41,7 +39,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     """Cut documents into 2·num_ranks equal pieces. Return the rank-th from the front and the back.
 
-    The offsets count pairs of pieces, so all ranks have the same offsets and equal work.
+    Offsets count pairs of pieces, so all ranks have equal offsets and work.
     """
     length = np.asarray(lengths, dtype=np.int64)
     piece = -(-length // (2 * num_ranks))
@@ -59,9 +57,9 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the part of `batch` with `tokens`. Only the group's first rank counts samples."""
+    """Return the part of `batch` with `tokens`. Only the first rank counts samples."""
     source = torch.from_numpy(tokens.source)
-    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # here, of each token of the stream
+    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # each token's place here
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
     row = place[batch.row.numpy()]
     scored = torch.from_numpy(np.flatnonzero(row >= 0))
@@ -88,7 +86,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the routes. Padding has none, or its mismatches would count twice."""
+    """Return the routes, without padding's: its mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]
@@ -97,7 +95,7 @@ def _routes(
 
 
 def _with_unweighted_token(batch: MicroBatch) -> MicroBatch:
-    """Score one token with weight 0, so that this rank joins the LM head's collectives."""
+    """Score one token with weight 0, for the LM head's collectives."""
     zeros = {
         field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype)
         for field in fields(Targets)

@@ -42,13 +42,11 @@ def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tens
 
 
 def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inverse of `_to_heads`."""
     leaving = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(group, leaving))
 
 
 def _all_to_all(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
-    """Send entry i of each tensor to rank i. Entry i of a result comes from rank i."""
     arriving = [torch.empty_like(x) for x in leaving]
     works = [
         dist.all_to_all_single(into, x, group=group, async_op=True)

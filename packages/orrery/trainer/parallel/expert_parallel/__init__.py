@@ -1,9 +1,8 @@
 """Expert parallel: each ep rank holds 1/ep of every layer's experts, and tokens travel to them.
 
 `apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
-the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers the
-tokens of all ep ranks. The kinds (`trainer.mesh.ep_backend`) are `torch`, deterministic,
-and `deepep`, with DeepEP's kernels.
+the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
+ranks' tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +74,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args)
 
-    # On `forward`, inside FSDP's hooks: these read the parameters.
+    # On `forward`, inside FSDP's hooks, because these read the parameters.
     experts.forward = on_local_shares
 
 

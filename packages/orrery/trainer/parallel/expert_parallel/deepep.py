@@ -57,7 +57,7 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
-    """Sort rows by expert, then one row for all slots with an expert elsewhere (−1)."""
+    """Sort rows by expert, then one row for all slots with an expert on another rank (−1)."""
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
     return RowOrder(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
 

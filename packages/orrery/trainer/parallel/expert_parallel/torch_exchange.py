@@ -4,7 +4,7 @@ T tokens here · K experts a token · M = T·K rows here · N rows of this rank'
 ranks · R ranks · E experts · D hidden
 
 Counts travel first, because torch's all-to-all needs lengths on the host. Backward pass and
-recomputation reuse them. Every sort is stable, so results are deterministic.
+recomputation reuse them. Stable sorts make results deterministic.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,6 @@ class TorchExchange(nn.Module):
 
 
 class HostLengths:
-    """Lengths on their way to the host."""
-
     def __init__(self, numbers: Tensor) -> None:
         self._event = None
         if numbers.is_cuda:
