@@ -1,13 +1,13 @@
 """Checkpoints: folders that count only once they are complete.
 
 - The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
-  (sha256 of all files), and last `COMPLETE`. Everything is synced before the marker, and readers
-  look only for the marker. No attempt changes, completes or prunes a newer one's folders.
-- A rank that writes big files syncs and hashes them itself and leaves a note (`note_digests`), so
-  all ranks hash at once, and `complete` reads none of these files.
-- SFT checkpoints are in `checkpoints/sft/…`, and are removed when the RL stage begins.
-- Only `later.attempt_<k>/` may be added after the marker. It has its own marker. Attempt k writes
-  it if it winds down before the next checkpoint.
+  (sha256 of all), and last, with all synced, the marker `COMPLETE`. No attempt changes, completes
+  or prunes a newer attempt's folders.
+- A rank hashes its big files into a note (`note_digests`), so all ranks hash at once and `complete`
+  does not.
+- SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
+- Only `later.attempt_<k>/`, with its own marker, may be added after the marker, when attempt k
+  winds down before the next checkpoint.
 - A discarded folder loses its marker first, then its name, then its files.
 """
 
@@ -37,10 +37,10 @@ from orrery.wire import nfs
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # orchestrator state of a wind-down after a complete checkpoint
-PUBLISHED = "published.json"  # of the trainer: {version: digest} of all published versions
+LATER = "later"  # the orchestrator's, of a wind-down after a checkpoint
+PUBLISHED = "published.json"  # the trainer's {version: digest} of all published versions
 CHUNK_BYTES = 32 << 20
-DISCARDED = ".discarded"  # prefix of folders in `checkpoints/` that are being removed
+DISCARDED = ".discarded"  # prefix of folders being removed
 
 
 class _Noted(msgspec.Struct):
@@ -49,20 +49,17 @@ class _Noted(msgspec.Struct):
 
 
 def checkpoint_dir(run_dir: Path, step: int, attempt: int, stage: str = "rl") -> Path:
-    """Return the folder that attempt `attempt` writes for `step`."""
     return checkpoints_dir(run_dir, stage) / Checkpoint(step, attempt).name
 
 
 def later_dir(checkpoint: Path, attempt: int) -> Path:
-    """Return the folder in `checkpoint` for the state of a later wind-down of attempt `attempt`."""
     return checkpoint / f"{LATER}.attempt_{attempt}"
 
 
 def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
     """Return whether the stage leaves a checkpoint after `step`.
 
-    RL leaves one after its last step, and trainer and orchestrator each write a half. SFT leaves
-    none, since its last weights are exported at once.
+    RL leaves one after its last step. SFT exports its last weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -76,15 +73,12 @@ def steps(run_dir: Path, stage: str = "rl") -> list[int]:
 
 
 def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step, then the newest attempt, or None."""
+    """Return the newest attempt's complete checkpoint of the highest step, or None."""
     return max(whole_checkpoints(run_dir, stage), default=None)
 
 
 def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    """Return the folder of the newest attempt's complete checkpoint of `step`.
-
-    Raises OrreryError if there is none.
-    """
+    """Return the newest complete checkpoint of `step`. Raises OrreryError if none exists."""
     ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
     if not ones:
         raise OrreryError(
@@ -95,15 +89,14 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
-    """Write `note`: size and sha256 of `files`, which are synced and in the same folder."""
+    """Write `note`: size and sha256 of the synced `files` in the same folder."""
     write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write `note` from the known (bytes, sha256) of every file, by its name.
+    """Write `note` from every file's (bytes, sha256), by name.
 
-    Call this last in the folder: a reader of the note may rename the folder at once. `complete`
-    syncs the note.
+    Call this last: a reader of the note may rename the folder at once. `complete` syncs it.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -114,8 +107,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are the required files of `note_digests`, relative to `folder`. Their files are not
-    read again. Raises RunFailed if one is missing, or if a file's size is not the noted one.
+    `notes` are files of `note_digests`, relative to `folder`. Their files are not read again.
+    Raises RunFailed if one is missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -143,8 +136,8 @@ def verify(
 ) -> None:
     """Raise OrreryError, with `remedy`, naming a missing, damaged or unknown file.
 
-    With `share` (i, n) only the i-th of n shares of the files is read, one for each of n processes.
-    `each` is called, by several threads, after every CHUNK_BYTES.
+    `share` (i, n) selects the i-th of n processes' shares. Threads call `each` after every
+    CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -173,8 +166,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    A folder that cannot be removed is tried again at the next call. The caller is attempt
-    `attempt`. Checkpoints of newer attempts stay.
+    Checkpoints of attempts after `attempt` stay. The next call retries failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -193,10 +185,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove all checkpoints of a finished stage. Return the steps.
-
-    A folder that cannot be removed is tried again at the next call.
-    """
+    """Remove a finished stage's checkpoints. Return the steps. The next call retries failures."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:  # a user's own copy
@@ -209,18 +198,18 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 
 def discard(run_dir: Path, folder: Path) -> None:
-    """Free the name of a checkpoint folder, if it exists, and remove what can be removed."""
+    """Free a checkpoint folder's name, if it exists, and remove its files if possible."""
     aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # else a power cut may restore the marked name without files
+        sync(folder.parent)  # a power cut must not restore the marked name
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
     """Remove incomplete checkpoints of earlier attempts. Return the steps.
 
-    Call it before any process writes: for RL the orchestrator does, for SFT the trainer.
+    Call it before any process writes: in RL from the orchestrator, in SFT from the trainer.
     """
     whole = set(whole_checkpoints(run_dir, stage))
     removed = []
@@ -251,7 +240,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return {name in `folder`: sha256} of a note, after checking the files' sizes."""
+    """Return {name in `folder`: sha256} of a note. Checks the files' sizes."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
@@ -281,7 +270,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the current size. NFS refreshes it when the file is opened, `stat` may be stale."""
+    """Return the size. NFS refreshes it on opening, `stat` may be stale."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

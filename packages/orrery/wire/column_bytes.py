@@ -1,11 +1,11 @@
-"""The byte layout of columns, which every wire and file shares.
+"""The byte layout of columns, shared by all wires and files.
 
-- A micro-batch is given as parts (`Columns` of one or more samples) and never concatenated. Its
-  bytes are segments that are views of the parts.
+- A micro-batch is given as parts (`Columns`), never concatenated. Its bytes
+  are segments: views of the parts.
 - The receiver turns one buffer into `Columns` without a copy.
-- Each column has one slot, wider dtypes first, without gaps. So every slot is aligned to its dtype,
-  and the bytes are a valid safetensors body.
-- No object dtypes, no pickles. A decoder checks that every slot lies inside the buffer.
+- Columns follow each other without gaps, wider dtypes first. So each is aligned to its dtype, and
+  the bytes are a valid safetensors body.
+- A decoder checks that columns lie inside the buffer.
 """
 
 import math
@@ -18,7 +18,7 @@ from orrery.wire.columns import Columns
 
 MicroBatch = Columns | Sequence[Columns]
 
-COALESCE_BYTES = 64 * 1024  # smaller segments are copied together instead of sent alone
+COALESCE_BYTES = 64 * 1024  # smaller segments are copied together
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
@@ -38,13 +38,11 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ColumnLayout(msgspec.Struct, frozen=True):
-    """The slots of one micro-batch, in the order of their bytes."""
-
     slots: tuple[Slot, ...]
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError unless this is a layout of `layout_of`. A damaged one is unsafe."""
+        """Raise ValueError if `layout_of` cannot have made this, since using it is unsafe."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -101,7 +99,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order, as views of the parts. Only non-contiguous parts are copied."""
+    """Yield the bytes in order, as views. Only non-contiguous parts are copied."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -119,7 +117,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes in chunks of at most `chunk_bytes`. Small segments are gathered into one."""
+    """Yield the bytes in chunks of at most `chunk_bytes`, small segments gathered."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:

@@ -1,10 +1,10 @@
 """Columns in safetensors files, and the trained batches that a run keeps.
 
-- A file holds the tensors `offsets`, `token/<name>` and `sample/<name>`, and a small dict of JSON
-  values in its metadata. Any safetensors reader opens it.
-- It is written aside and renamed, straight from a micro-batch's parts: the library's own writer
-  would copy every tensor once more.
-- `rollouts/step_<n>.safetensors` in the run directory holds the batch that step n trained.
+- A file holds the tensors `offsets`, `token/<name>` and `sample/<name>`, and JSON
+  metadata.
+- It is written aside and renamed, straight from a micro-batch's parts. The library's
+  writer would copy every tensor.
+- `rollouts/step_<n>.safetensors` in the run directory holds the batch of step n.
 """
 
 import json
@@ -31,7 +31,7 @@ _SAFETENSORS = {
     "<u4": "U32", "<i4": "I32", "<f4": "F32", "<u8": "U64", "<i8": "I64", "<f8": "F64",
 }  # fmt: skip
 _NUMPY = {name: dtype for dtype, name in _SAFETENSORS.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's limit
 
 
 def write(
@@ -62,11 +62,10 @@ def write(
 
 
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
-    """Return (columns, info). The columns are read-only.
+    """Return (columns, info), read-only.
 
-    They are views of the mapped file, which stay valid if this machine removes it, but not if
-    another machine does on NFS. `mapped=False` reads the file whole. Raises OrreryError if the
-    file is missing or damaged.
+    A mapped file's views stay valid if this machine removes it, but not if another machine does on
+    NFS. `mapped=False` reads the file whole. Raises OrreryError if it is missing or damaged.
     """
     try:
         if mapped:
@@ -97,7 +96,7 @@ def batch_path(run_dir: Path, step: int) -> Path:
 
 
 def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
-    """Keep the batch of `step`, replacing an earlier attempt's. Return its path."""
+    """Write or replace the batch of `step`. Return its path."""
     path = batch_path(run_dir, step)
     make_folder(path.parent)
     write(path, batch, {"step": step, **info})
@@ -105,19 +104,18 @@ def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Pat
 
 
 def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
-    """Return (columns, info) of the batch of `step`, mapped from its file."""
     return read(batch_path(run_dir, step))
 
 
 def prune_batches(run_dir: Path, step: int, keep: int) -> None:
-    """Of the batches up to `step`, keep the newest `keep`."""
+    """Remove batches older than the `keep` steps that end with `step`."""
     for old in batch_steps(run_dir):
         if old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)
 
 
 def batch_steps(run_dir: Path) -> list[int]:
-    """Return the steps whose batches are kept, ascending."""
+    """Return the kept steps, ascending."""
     paths = (Path(run_dir) / "rollouts").glob("step_*.safetensors")
     names = [path.stem.removeprefix("step_") for path in paths]
     return sorted(int(name) for name in names if name.isdigit())

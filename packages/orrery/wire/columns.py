@@ -1,12 +1,12 @@
 """Training data as columns: one numpy array a column over the concatenated tokens, plus offsets.
 
-- A sample is one packed document (a rollout or an SFT example). Sample i owns the tokens
+- A sample is one document (a rollout or an SFT example) with tokens
   `offsets[i]:offsets[i + 1]`.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`.
-- A column's entry at token t describes token t: `logprob[t]` is log p(token t | earlier tokens),
-  `trained[t]` says that the loss counts it. The first token of a sample is never trained.
-- `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix dtypes. Any other column is opaque, such as
-  `routed_experts` (see that module), whose row t produced `logprob[t + 1]`.
+- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), `trained[t]` says that
+  the loss counts it. A sample's first token is never trained.
+- `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix dtypes. Other columns are opaque. Row t of
+  `routed_experts` produced `logprob[t + 1]`.
 - Defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # the engine's, with the temperature applied
-    "version": np.dtype("int32"),  # policy version of a sampled token, −1 for any other token
+    "logprob": np.dtype("float32"),  # the engine's, with temperature
+    "version": np.dtype("int32"),  # policy version of a sampled token, or −1
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -28,8 +28,8 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # policy version at the group's dispatch, cache salt
-    "engine": np.dtype("int32"),  # index of the engine that sampled all of it, −1: unknown, several
+    "dispatch_version": np.dtype("int32"),  # at the group's dispatch, cache salt
+    "engine": np.dtype("int32"),  # index of the sampling engine, −1: unknown, several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -38,7 +38,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """`num_samples` documents as columns. The arrays are read-only: they may be received views."""
+    """`num_samples` documents. The arrays are read-only, possibly received views."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Columns:
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
-        """Return the given samples, in the given order, copied into new arrays."""
+        """Return copies of the samples, in the given order."""
         samples = np.asarray(samples, dtype=np.int64)
         lengths = self.lengths[samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

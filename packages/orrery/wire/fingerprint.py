@@ -5,10 +5,10 @@ Let b_i be the elements in row-major order, their raw bits read as signed intege
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two rounds of splitmix64
 
-- c_i depends only on the global position, so the slices' shares add up to the whole tensor's F.
-- One flipped bit always shows: it adds ±2^k · c_i, which is never 0 because c_i is odd.
+- c_i depends only on the global position, so slices' shares add up to the whole F.
+- One flipped bit always shows: it adds ±2^k · c_i, never 0 because c_i is odd.
 - Swapped elements show unless 2^64 divides (b_i − b_j) · (c_j − c_i).
-- It detects mistakes and damage, not an adversary. Torch is imported when first needed.
+- It detects damage, not an adversary.
 """
 
 import functools
@@ -24,7 +24,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1 << 18  # fits a core's cache; chunks keep temporaries small
+CHUNK_ELEMENTS = 1 << 18  # fits a core's cache, keeps temporaries small
 GPU_CHUNK_ELEMENTS = 1 << 24  # hides the cost of fifteen launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
@@ -51,8 +51,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64). Dtypes of 1, 2, 4 or 8 bytes, any device and strides.
 
-    With `full_shape` and `starts`, `tensor` is the slice of a larger tensor at that index, and the
-    result is its share of the whole tensor's F. Raises ValueError if it lies outside.
+    With `full_shape` and `starts`, return a slice's share of the whole F. Raises ValueError if it
+    lies outside.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -66,11 +66,11 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor with the integers `bits` as elements. Needs no torch."""
+    """Return F of a whole tensor with the integer elements `bits`. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
-        chunk = np.zeros(-(-part.size // GROUP) * GROUP, np.uint64)  # zeros at the end add nothing
+        chunk = np.zeros(-(-part.size // GROUP) * GROUP, np.uint64)  # zeros leave F unchanged
         chunk[: part.size] = part.astype(np.int64).view(np.uint64) + np.uint64(1)
         sums = (chunk.reshape(-1, GROUP) * FACTORS).sum(1, dtype=np.uint64)
         mixed = _mixed(start // GROUP + np.arange(sums.size, dtype=np.uint64))
@@ -79,7 +79,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return 16 hex digits for a set of named fingerprints, whatever their order."""
+    """Return 16 hex digits for named fingerprints in any order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -87,10 +87,7 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return the share as a signed i64 scalar on the tensor's device, without synchronizing.
-
-    The arguments are not checked.
-    """
+    """Return a slice's share, an i64 scalar on its device. No checks, no synchronization."""
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -99,7 +96,7 @@ def slice_share(
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
     is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # consecutive in the whole too
-    if not is_run and tensor.numel() > most:  # in halves, since flattening would copy it whole
+    if not is_run and tensor.numel() > most:  # flattening would copy it whole
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
@@ -124,7 +121,7 @@ def slice_share(
 
 
 def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
-    """Return the share of elements at consecutive positions from `first` on."""
+    """Return the share of elements from position `first` on."""
     import torch
 
     head = min(-first % GROUP, len(bits))
@@ -143,7 +140,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of whole groups with the numbers `index`, which is overwritten."""
+    """Return the share of the groups `index`. Overwrites `index`."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -151,7 +148,6 @@ def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
 
 
 def _scattered(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of elements at the positions `index`."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).mul_(_factors(bits.device)[index % GROUP])
@@ -165,7 +161,7 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return i64 [elements / run]: the positions, in runs, of a slice's runs in the full tensor."""
+    """Return i64 [elements / run]: positions of the slice's runs in the full tensor, in runs."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -184,7 +180,7 @@ def _factors(device: "torch.device") -> "torch.Tensor":
 
 
 def _mix(index: "torch.Tensor") -> "torch.Tensor":
-    """Return `mix` | 1, in place. `>>` keeps the sign, so a mask makes it logical."""
+    """Return `mix` | 1, in place. The masks make `>>` logical."""
     value = index.add_(1).mul_(_signed(GOLDEN))
     value ^= (value >> 30) & ((1 << 34) - 1)
     value.mul_(_signed(FIRST))
@@ -199,10 +195,7 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice, dense and row-major from byte `offset` of a buffer.
-
-    It is the box at `starts` of a tensor of `full_shape`.
-    """
+    """The box at `starts` of a tensor of `full_shape`, dense and row-major from byte `offset`."""
 
     offset: int
     shape: tuple[int, ...]
@@ -212,14 +205,14 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """(elements a row, positions between rows, first position); None if rows are uneven."""
+        """(elements a row, positions between rows, first position), or None if rows are uneven."""
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
         dim = len(self.shape)
         while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
             dim -= 1
         if dim:
-            dim -= 1  # a row is part of this dimension and all of the later ones
+            dim -= 1  # a row is part of this dimension and all later
         sizes = zip(self.shape[:dim], strides[:dim], strict=True)
         outer = [(size, stride) for size, stride in sizes if size > 1]
         if len(outer) > 1:
@@ -228,17 +221,15 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Shares of many slices of one buffer, which lie at the same places every time.
+    """Shares of many slices at fixed places of one buffer.
 
-    On a CPU slice by slice. On a GPU one kernel handles all slices of an element size
-    (`fingerprint_kernel`): a mixture has tens of thousands of tensors, and a launch for each would
-    cost more than the bytes.
+    On a GPU one kernel for each element size saves tens of thousands of launches.
     """
 
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """`fused` selects the kernel. By default on a GPU with Triton."""
+        """Select the kernel by `fused`, by default on a GPU with Triton."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -1,11 +1,11 @@
 """Fingerprints of many slices of a buffer in one pass on a GPU (Triton).
 
-A slice is rows of its tensor's row-major order: `num_columns` consecutive elements, then the next
-row `row_stride` positions further. Each program takes a few blocks of one slice and adds their sum
-to its share. Sums are mod 2^64, so their order does not matter.
+A slice is rows of `num_columns` consecutive elements, `row_stride` positions apart in its
+tensor's row-major order. Each program adds a few blocks of one slice to its share, mod
+2^64.
 
-If a slice's rows are whole groups of the formula, the buffer is read as 32-bit words, 16 bytes at
-a time, and a group's m is computed once. With W the element's width and u = b + 2^(W−1):
+If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a
+group's m is computed once. With W the element's width and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
 
@@ -29,7 +29,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice, in elements: its place in the buffer, its size, and its rows in the whole tensor."""
+    """A slice's place in the buffer, size, and rows in the tensor, in elements."""
 
     begin: int
     num_elements: int
@@ -53,7 +53,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the runs' positions in the whole tensor, in runs. A stride of 0 means one row."""
+    """Return the runs' positions in the tensor, in runs. A stride of 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -69,9 +69,9 @@ def _groups(
     STEPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Whole groups of BITS-wide elements.
+    """Add shares of whole groups of BITS-wide elements.
 
-    `begin` is in words, a multiple of LOAD. A slice's other numbers are in groups.
+    `begin` is in words, a multiple of LOAD, other numbers in groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS
@@ -124,7 +124,7 @@ def _elements(
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Fallback for unaligned slices, element by element."""
+    """Add shares of unaligned slices, element by element."""
     program = tl.program_id(0)
     which = tl.load(slice_of + program)
     element = tl.load(first_of + program) + tl.arange(0, BLOCK)
@@ -139,19 +139,17 @@ def _elements(
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel's launch over the slices that it handles."""
-
     kernel: Any
-    integers: torch.dtype  # that it reads the buffer as
+    integers: torch.dtype  # the buffer's dtype in the kernel
     factors: list[torch.Tensor]
     slice_of: torch.Tensor  # i32 [programs]
-    first_of: torch.Tensor  # i32 [programs], each program's first run
-    rows: list[torch.Tensor]  # one a field of `Rows`, [slices]
+    first_of: torch.Tensor  # i32 [programs], first run
+    rows: list[torch.Tensor]  # [slices] for each field of `Rows`
     constants: dict[str, int]
 
 
 class RowFingerprints:
-    """Shares of rows of elements of one size. The tables are made once."""
+    """Shares of rows of elements of one size."""
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
@@ -185,7 +183,7 @@ def _of_groups(
 ) -> KernelLaunch:
     bits, parts = 8 * itemsize, WORD_BYTES // itemsize
     slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, STEPS * BLOCK, device)
-    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # every word's lowest part first
+    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # lowest part of every word first
     halves = [
         (factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
         for shift in (0, 32)

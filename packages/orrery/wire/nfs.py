@@ -1,10 +1,10 @@
 """Reading files that another node writes, when NFS shows them late.
 
-- A network file system caches names, and their absence, in each node's memory for up to a minute.
-  Listing a folder bypasses the cache.
-- Polling needs only `read` and `identity`, which ignore a file that is being replaced. `appears`
-  waits for a file whose writer has said by another way that it exists.
-- Writers sync what a marker vouches for before they rename the marker into place.
+- Nodes cache names, and their absence, for up to a minute. Listing a folder bypasses
+  the cache.
+- `read` and `identity` suit polling and ignore a file during its replacement. `appears`
+  waits for an announced file.
+- Writers sync a marker's files before they rename the marker into place.
 """
 
 import errno

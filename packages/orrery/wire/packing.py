@@ -1,13 +1,13 @@
 """Packing: which samples form a micro-batch, on which rank, at which micro-step.
 
-- The plan is `[rank][micro_step]` sample indices. Documents stay apart: a micro-batch is a list of
+- The plan is `[rank][micro_step]` sample indices. A micro-batch is a list of
   documents.
-- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, including the padding of a
-  model that pads. Every rank has the same number of micro-steps.
-- Without padding, bins are filled by best-fit decreasing: at most 11/9 of the optimum plus one,
-  rounded up to whole micro-steps.
-- Collectives run in lock-step, so a micro-step lasts as long as its costliest rank. Micro-batches
-  of similar cost share a micro-step, and samples are spread to make all costs similar.
+- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, padding
+  included. Every rank has the same number of micro-steps.
+- Without padding, bins are filled by best-fit decreasing: at most 11/9 of the optimum
+  plus one, rounded up to whole micro-steps.
+- A micro-step lasts as long as its costliest rank, so micro-batches of a micro-step,
+  and if possible all, have similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,6 @@ Plan = list[list[np.ndarray]]
 
 
 def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
-    """Return the plan for the manifest's trainer."""
     model, trainer = manifest.model, manifest.trainer
     limit = trainer.memory.max_tokens_per_micro_batch
     return pack(
@@ -44,10 +43,10 @@ def pack(
     """Return sample indices (int64, ascending) as `[rank][micro_step]`. Empty for a dummy step.
 
     - `lengths`: int64 [num_samples], tokens.
-    - `quadratic`: the cost of a sample of n tokens is n + quadratic · n². See `quadratic_cost`.
-    - `padded`: the model computes samples as rows of the longest. Those must fit `max_tokens`.
+    - `quadratic`: a sample of n tokens costs n + quadratic · n². See `quadratic_cost`.
+    - `padded`: the model pads samples to the longest. The padded rows must fit `max_tokens`.
 
-    Raises OrreryError for a sample that no micro-batch can hold.
+    Raises OrreryError for a sample longer than a micro-batch.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if num_ranks < 1:
@@ -83,10 +82,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return every sample's bin, int64 [num_samples].
-
-    Longest first. A bin takes as many rows of its first sample's length as fit.
-    """
+    """Fill each bin, longest sample first, with rows of its first sample's length."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -97,12 +93,9 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 
 
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return every sample's bin, int64 [num_samples].
-
-    Longest first. Each goes into the fullest bin that still holds it.
-    """
+    """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted; room · stride + bin, so that one bisection finds the tightest bin.
+    # Sorted. room · stride + bin, so that one bisection finds the tightest bin.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -124,10 +117,9 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Return every sample's bin, or None if the search ends without a solution.
+    """Return each sample's bin, int64 [num_samples], or None if the search finds no solution.
 
-    Costliest first. Each goes into the cheapest bin that holds it. The search skips only a few
-    full bins a sample on average, so it is fast for batches that fill their bins completely.
+    Costliest first, each into the cheapest bin that holds it. Skips few full bins a sample.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -164,14 +156,13 @@ def _lock_step(
 
 
 def is_padded(model: Model) -> bool:
-    """Return whether the model computes a micro-batch as rows of its longest sample."""
     return model.family == "hugging_face"
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return attention FLOPs a squared token over matrix FLOPs a token, for `pack`.
+    """Return attention FLOPs a squared token over matrix FLOPs a token.
 
-    That is layers · heads · head_dim / active matrix parameters.
+    Equals layers · heads · head_dim / active matrix parameters.
     """
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
@@ -186,7 +177,7 @@ def quadratic_cost(model: Model) -> float:
 class LazyMicroBatches(Sequence[MicroBatch]):
     """`length` micro-batches, each made by `make(index)` on access, so no batch is held whole.
 
-    A receiver may ask again. `make` must then return the same micro-batch.
+    `make` must return the same micro-batch every time.
     """
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
@@ -212,7 +203,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
     """Return the plan's micro-batches, `[rank][micro_step]`, as uncopied parts.
 
-    `documents[i]` holds the plan's sample i. A dummy step has the same columns, of length 0.
+    `documents[i]` is the plan's sample i. A dummy step has the same columns, of length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

@@ -1,10 +1,10 @@
 """How the roles of a stage find one another's addresses.
 
-- A role that listens publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
-  wait for the file, with a deadline and a name for the wait.
-- A file appears whole and names its attempt. Files of an earlier attempt are ignored.
-- A process that was restarted within its attempt has another incarnation, so the address of a dead
-  process is not mistaken for its own.
+- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
+  wait for it, with a deadline and a name.
+- A file names its attempt. Files of earlier attempts are ignored.
+- A restarted process has a new incarnation, so a dead process's address is not taken for its
+  own.
 """
 
 import os
@@ -29,7 +29,7 @@ _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one process listens. `info` holds JSON values that it chose to publish."""
+    """Where one process listens. `info` holds JSON values of its choice."""
 
     role: str
     index: int
@@ -54,7 +54,7 @@ def _folder(ctx: "RoleContext") -> Path:
 
 
 def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
-    """Publish this process's address, replacing an earlier one.
+    """Publish or replace this process's address.
 
     Raises RunFailed if a launcher started this process without the run's token.
     """
@@ -66,7 +66,7 @@ def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
 
 
 def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
-    """Return what `role` has published in this attempt so far, by index, without waiting."""
+    """Return the role's endpoints in this attempt so far, by index."""
     found = []
     for path in _folder(ctx).glob(f"{role}.*.json"):
         content = nfs.read(path)
@@ -94,8 +94,8 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of `role` with indices `0..count`, once all are published.
 
-    Blocks the thread. From asyncio call it through `asyncio.to_thread`. Calls `meanwhile` at every
-    look. Raises RunFailed after `deadline_s`.
+    Blocks the thread: in asyncio use `asyncio.to_thread`. Calls `meanwhile` at every look. Raises
+    RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -112,5 +112,5 @@ def await_endpoints(
                     f"{', '.join(map(str, missing))} to say where it listens; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
-            # Poll less often in a long wait, to spare a shared file system.
+            # A long wait spares the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))

@@ -1,12 +1,12 @@
 """Decodes the routed experts of an engine's answer into the column `routed_experts`.
 
-- An answer of /inference/v1/generate has them in the field `routed_experts`, a base64 .npy file,
-  uint8 or uint16 [rows, layers, top_k].
-- The engine sends all hidden layers. The column has only those with experts, which come last.
-- There is a row for each input token from the requested position on. The last sampled token was
-  never an input. A token without a row has no route in the column.
-- A long rollout has tens of MB of them. So the text is found in the body by its quotes, because a
-  JSON decoder would look at every character. It is decoded once, in pieces that fit the cache.
+- The field `routed_experts` of an answer of /inference/v1/generate is a base64 .npy file, uint8 or
+  uint16 [rows, layers, top_k].
+- The engine sends all hidden layers. The column has only the last, the layers with experts.
+- Each input token from the requested position on has a row. Other tokens, such as the last sampled,
+  have no route.
+- The text may have tens of MB. A JSON decoder would look at every character, so it is found by its
+  quotes and decoded once, in pieces that fit the cache.
 """
 
 import io
@@ -21,7 +21,7 @@ from orrery.wire.routed_experts import RouteShape
 
 PIECE = 1 << 20  # characters, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # longer than a .npy header of version 1 with three dimensions
+_HEADER_CHARACTERS = 1024  # exceeds a three-dimensional .npy header of version 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Routes:
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
     dtype: np.dtype
-    _text: memoryview  # of the whole .npy file
+    _text: memoryview  # the whole .npy file
     _header_bytes: int
 
     @property
@@ -80,8 +80,8 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
     """Return the column of a whole conversation, [num_tokens, layers, top_k].
 
-    If two parts have a token, the later part wins. Raises ValueError if a part is of another model
-    or exceeds the tokens.
+    Where parts overlap, the later wins. Raises ValueError if a part is of another model or too
+    long.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -94,7 +94,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"{shape.top_k} experts a token in {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this are set, or are set by a part
+    filled = 0  # rows before this are set, here or by a part
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

@@ -1,12 +1,12 @@
 """Router replay (R3): the experts that an engine's routers chose, for the trainer to choose again.
 
-- Row t of the token column `routed_experts`, [tokens, layers, top_k], is the choice with token t as
-  the input. uint8 up to 256 experts, uint16 above. Layers are those with experts, in the network's
-  order, or all layers of the network, since engines report dense layers too.
-- If all slots of a token and layer hold the dtype's largest value, there is no route: for the last
-  token, which was never an input, and from engines that report none. The trainer routes these
-  itself and counts them. A real choice never looks so, because its experts are distinct. Only
-  expert 255 of 256 with top_k 1 does, and is then chosen afresh.
+- Row t of the token column `routed_experts`, [tokens, layers, top_k], is the choice with token t
+  as the input. uint8 up to 256 experts, uint16 above. Layers are in the network's order, with or
+  without the dense layers that engines report too.
+- If all slots of a token and layer hold the dtype's largest value, there is no route: for the
+  last token, never an input, and from engines that report none. The trainer routes and counts
+  these. Real choices are distinct, so only expert 255 of 256 with top_k 1 looks so, and is chosen
+  afresh.
 - All documents of a batch have the column or none has. `without_routes` takes no memory.
 """
 
@@ -21,8 +21,6 @@ COLUMN = "routed_experts"
 
 
 class RouteShape(NamedTuple):
-    """The shape of a model's routes."""
-
     num_layers: int  # with experts
     top_k: int
     num_experts: int
@@ -34,22 +32,21 @@ class RouteShape(NamedTuple):
 
     @property
     def no_route(self) -> int:
-        """The value of every slot of a row without a route."""
+        """The value of every slot without a route."""
         return int(np.iinfo(self.dtype).max)
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model."""
+    """Routes that fit the model. A row without a route has no expert's id in any slot."""
 
-    # uint8 or int16 [tokens, layers with experts, top_k], a view if possible. A row without a route
-    # has no expert's id in any slot.
+    # uint8 or int16 [tokens, layers with experts, top_k], a view if possible.
     ids: np.ndarray
-    is_missing: np.ndarray  # bool [tokens]: in some layer
+    is_missing: np.ndarray  # bool [tokens], in some layer
     num_routed: int  # pairs of a token and a layer with a route
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """Return the shape of the model's routes, or None for a model without experts."""
+    """Return the shape of the model's routes, or None without experts."""
     moe = model.moe
     if moe is None:
         return None
@@ -66,7 +63,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
     """Return the column as the network takes it. `what` names it in errors.
 
-    Raises RunFailed if the dtype, layers, top_k or an expert's id do not fit the model.
+    Raises RunFailed if the dtype, layers, top_k or an id do not fit the model.
     """
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
@@ -92,7 +89,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
             f"and a route that is missing is {shape.no_route} in all {shape.top_k} slots"
         )
     ids = routes
-    if shape.num_experts > 256:  # torch has few operations on two-byte unsigned integers
+    if shape.num_experts > 256:  # torch has few operations on uint16
         ids = routes.view(np.int16)
     elif shape.num_experts == 256:
         ids = routes.astype(np.int16)

@@ -1,10 +1,10 @@
 """The run's token: the secret that the roles of one attempt share to authenticate messages.
 
-- A role that a launcher started has a token, or ends. A process that a person or a test started may
+- A role started by a launcher has a token, or ends. A process started by a person or a test may
   have none, and then asks no caller for one.
-- The token never goes over HTTP. Requests carry a credential derived from it: one for generation,
-  another for administration.
-- A generation request passes through a router. Its credential cannot administer an engine.
+- The token never goes over HTTP. Requests carry a derived credential: one for generation, another
+  for administration.
+- A generation request's credential, seen by a router, cannot administer an engine.
 """
 
 import hmac
@@ -28,10 +28,8 @@ def run_token() -> str:
 
 
 class Purpose(StrEnum):
-    """The only purpose of a credential."""
-
-    GENERATE = "generate"  # /inference/v1/generate, at an engine or at the router's front
-    ADMINISTER = "administer"  # everything else
+    GENERATE = "generate"  # /inference/v1/generate, at engine or router
+    ADMINISTER = "administer"  # all other paths
 
 
 def credential(token: str, purpose: Purpose) -> str:
@@ -48,5 +46,5 @@ def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return 32 bytes that only holders of the run's token can compute for `purpose`."""
+    """Return 32 bytes for `purpose` that only the token's holders can compute."""
     return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

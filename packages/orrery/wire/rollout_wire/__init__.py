@@ -1,12 +1,12 @@
 """Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind.
 
-- The receiver pulls: it asks for (step, rank) and the sender answers when it has it. So a rank
-  never joins too late, nothing is dropped, and a restarted rank asks again.
-- `send` waits while `keep` earlier batches are not yet acknowledged by all ranks.
-- Micro-batches are made, sent and received one by one: neither end holds a whole batch.
-- Every message carries its step. Refused are a batch that all ranks have acknowledged, and one
-  that comes after a batch which this rank has not received.
-- No pickle. Waits end at a deadline with an error that names the processes.
+- The receiver asks for (step, rank) and the sender answers once it has it. So a
+  rank never joins too late, no batch is dropped, and a restarted rank asks
+  again.
+- `send` waits while `keep` earlier batches are unacknowledged by some rank.
+- Micro-batches go one by one: neither end holds a whole batch.
+- Every message carries its step. An acknowledged batch is refused, and so is a
+  batch that would skip an earlier one.
 """
 
 from collections.abc import Callable
@@ -47,10 +47,10 @@ def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., Rollou
 
 
 def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
-    """Return the orchestrator's end, listening at `host`. `port` 0 takes a free one."""
+    """Return the orchestrator's end. `port` 0 takes a free port."""
     return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
 
 
 def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:
-    """Return one trainer rank's end of the wire at `url`."""
+    """Return a trainer rank's end."""
     return _kind(kind)[1](Path(run_dir), url, rank)

@@ -1,12 +1,12 @@
 """Bulk bytes of a rollout wire: one plain TCP connection a micro-batch, opened by a ticket.
 
-- The sender issues a `Ticket` over the wire's authenticated socket. It holds two random secrets.
-- The receiver connects and sends the first secret and an offset. The sender answers with the second
-  secret and the bytes from that offset on. Neither end reads from a peer without its secret.
-- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on one
-  of MAX_UNKNOWN connections.
-- A rank has at most TICKETS_A_RANK tickets, and none after it has acknowledged the batch.
-- The bytes are neither encrypted nor signed: like gradients and weights, they need the run's own
+- The sender issues a `Ticket` with two random secrets over the wire's authenticated socket.
+- The receiver connects and sends the first secret and an offset. The sender answers with the
+  second secret and the bytes from there on. Neither end reads from a peer without its secret.
+- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on
+  one of MAX_UNKNOWN connections.
+- A rank has at most TICKETS_A_RANK tickets, none for acknowledged batches.
+- Bytes are neither encrypted nor signed. Like gradients and weights, they need a private
   network.
 """
 
@@ -26,18 +26,18 @@ from orrery.wire.column_bytes import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
-TICKETS_A_RANK = 2  # for the micro-batch being received, and for the next one
-MAX_UNKNOWN = 64  # connections that have not shown a ticket, one more closes the oldest
+TICKETS_A_RANK = 2  # for the current micro-batch and the next
+MAX_UNKNOWN = 64  # one connection more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
-_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # the ticket's first secret, offset in the bytes
-_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's own argument
+_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # first secret, offset
+_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's argument
 
 log = logging.getLogger(__name__)
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The port that serves one micro-batch, and the secrets that the two ends show each other."""
+    """The port of one micro-batch, and each end's secret."""
 
     port: int
     knock: bytes
@@ -54,10 +54,7 @@ class _TicketedBatch:
 
 
 class BulkSender:
-    """The sender's listener, at `host` on a port that the kernel chooses.
-
-    `issue` needs a running event loop.
-    """
+    """The sender's listener. `issue` needs a running event loop."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0))
@@ -65,7 +62,7 @@ class BulkSender:
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
         self._ticketed: dict[int, list[_TicketedBatch]] = {}  # by rank, oldest first
-        # Connections that have not shown a ticket, oldest first.
+        # Connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -85,10 +82,9 @@ class BulkSender:
         return ticket
 
     def forget(self, rank: int, up_to_step: int) -> None:
-        """Void the tickets of batches that `rank` has acknowledged."""
         held = self._ticketed.get(rank, [])
         for each in [each for each in held if each.step <= up_to_step]:
-            held.remove(each)  # its stream has sent everything, or its reader has gone
+            held.remove(each)  # its stream is sent, or its reader has gone
 
     def close(self) -> None:
         for task in [self._accepting, *self._unknown, *self._streams]:
@@ -117,7 +113,7 @@ class BulkSender:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are waiting
+            await asyncio.sleep(0)  # `sock_accept` does not yield while connections wait
 
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -133,7 +129,7 @@ class BulkSender:
                     return
                 self._unknown.pop(task, None)
                 if found.stream is not None:
-                    found.stream.cancel()  # its reader has come back on another connection
+                    found.stream.cancel()  # its reader has reconnected
                 found.stream = task
                 await loop.sock_sendall(connection, found.ticket.answer)
                 for chunk in chunks(segments(found.micro_batch, found.layout), CHUNK_BYTES):
@@ -154,7 +150,7 @@ class BulkSender:
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # 1, 2, 4, 8, …: a flood must not fill the disk
+        if self.num_foreign.bit_count() == 1:  # powers of two: a flood must not fill the disk
             log.warning(
                 "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
                 self.port,
@@ -163,7 +159,7 @@ class BulkSender:
 
 
 async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return `num_bytes` from a non-blocking socket, or b"" if the connection ends before."""
+    """Return `num_bytes`, or b"" if the connection ends before."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < num_bytes:
         part = await loop.sock_recv(connection, num_bytes - len(got))
@@ -174,10 +170,10 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from `offset` on. Return the offset that was reached.
+    """Fill `into` from `offset` on. Return the reached offset.
 
-    It is less than the end if the connection fails, ends or is silent for `silence_s`, or if the
-    peer does not know the ticket.
+    It is below the end if the connection fails or is silent for `silence_s`, or for an unknown
+    ticket.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -206,11 +202,10 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Receive buffers that are reused, since fresh pages cost as much as the copy into them.
+    """Reused receive buffers, since fresh pages cost as much as the copy into them.
 
-    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. So a
-    buffer with no reference but the pool's is free. The pool keeps `keep` buffers. A caller that
-    holds more gets fresh ones.
+    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference, so a buffer
+    referenced only by the pool is free. The pool keeps `keep` buffers.
     """
 
     def __init__(self, keep: int = 2) -> None:

@@ -13,9 +13,9 @@ from orrery.wire.columns import Columns
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, with the same length on all ranks. A rank's sequence
-      may be lazy, is read by index, possibly twice, and may be shared by several ranks. Its arrays
-      must not change until the batch is acknowledged.
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. A rank's sequence may be
+      lazy and shared, and is read by index, possibly twice. Its arrays must not change until the
+      batch is acknowledged.
     - `totals` (counts for the loss) and `info` hold JSON values and reach every rank.
     """
 
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's share of a batch. Iterate over it once: micro-batches are fetched on demand."""
+    """One rank's share of a batch. Iterate once: micro-batches are fetched on demand."""
 
     step: int
     rank: int
@@ -54,24 +54,18 @@ class ReceivedBatch:
 
 
 class RolloutSender(Protocol):
-    """The orchestrator's end. Asyncio, one event loop."""
+    """The orchestrator's end, in one event loop."""
 
     url: str
 
     async def send(self, batch: Batch) -> None:
-        """Take the batch over. Wait while an earlier batch is unacknowledged by some rank."""
+        """Take the batch over. Wait while some rank has not acknowledged an earlier batch."""
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Return the newest step that any rank has asked for, once it is `at_least` that.
-
-        −1 before the first ask.
-        """
+        """Wait until a step of `at_least` is asked for. Return the newest, −1 before any."""
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Return when all ranks have acknowledged everything.
-
-        Raises RunFailed after `deadline_s`; None waits without a deadline.
-        """
+        """Wait for all acknowledgements. Raises RunFailed after `deadline_s`, if not None."""
 
     def close(self) -> None:
         """Stop serving and drop unacknowledged batches."""
@@ -90,7 +84,7 @@ class RolloutReceiver(Protocol):
 
 
 def not_drained(deadline_s: float | None, missing: Mapping[int, set[int]]) -> RunFailed:
-    """Return the error of `drained`. `missing` maps a step to the ranks that lack it."""
+    """Return the error of `drained`. `missing` maps a step to the ranks without it."""
     late = "; ".join(
         f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
         for step, ranks in missing.items()

@@ -1,14 +1,14 @@
 """Rollouts through files: one safetensors file a micro-batch, in a folder that both ends see.
 
-- The sender makes `rollouts/wire/<session>/`. The session is in its url, so a receiver never reads
-  an earlier sender's batches.
-- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`. Each
-  file is closed before the next is begun, so a reader that sees the marker sees the data, on NFS
-  too. Ranks with the same micro-batches have hard links to the same files.
-- A receiver asks by writing `ask.rank_<r>.json`, with the step it wants and the last that it has
-  whole. The sender removes a batch that all ranks have.
-- Files carry a hash of the run's token, never the token. Asks that do not decode or carry another
-  hash are ignored. A receiver refuses a `wire.json` with another hash.
+- The sender makes `rollouts/wire/<session>/` and names it in its url, so a receiver never reads an
+  earlier sender's batches.
+- A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`. Files
+  are closed in this order, so a reader of the marker sees the data, on NFS too. Ranks with the same
+  micro-batches share files by hard links.
+- A receiver asks by writing `ask.rank_<r>.json`: the wanted step, and the last whole one. The
+  sender removes a batch that all ranks have.
+- Files carry a hash of the run's token. Asks without it are ignored, and a `wire.json` without it
+  is refused.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from orrery.wire.token import run_token
 
 PROTOCOL = 1
 POLL_S = 0.01
-GONE_S = 5.0  # a batch that is not seen for so long after it was announced is gone
+GONE_S = 5.0  # for an announced batch to be seen
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class FileAsk(msgspec.Struct):
     token_sha256: str
     rank: int
     step: int
-    received: int  # the last step that this receiver has whole, −1 before the first
+    received: int  # the last whole step, −1 before the first
 
 
 class BatchMarker(msgspec.Struct):
@@ -55,7 +55,7 @@ class BatchMarker(msgspec.Struct):
 
 
 class WireState(msgspec.Struct):
-    """`wire.json`: the hash of the run's token, and the newest batch that was sent."""
+    """`wire.json`: the hash of the run's token, and the newest sent batch."""
 
     token_sha256: str
     last_step: int | None
@@ -76,7 +76,7 @@ def _data_path(folder: Path, step: int, rank: int, micro_step: int) -> Path:
 
 
 class FilesSender:
-    """See `contract.RolloutSender`. `host` and `port` are not used."""
+    """See `contract.RolloutSender`. `host` and `port` are unused."""
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
@@ -87,10 +87,10 @@ class FilesSender:
         self._folder = wires / secrets.token_hex(8)
         self._folder.mkdir(parents=True)
         self.url = f"file://{self._folder}"
-        self._missing: dict[int, set[int]] = {}  # step → ranks that have not acknowledged it
+        self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
         self._last_step: int | None = None
         self._wanted = -1
-        self._foreign: dict[str, int] = {}  # file name → hash of its content when it was counted
+        self._foreign: dict[str, int] = {}  # file name → hash of its counted content
         self._token_sha256 = _token_sha256(self._folder)
         _write(self._folder / "wire.json", WireState(self._token_sha256, None))
 
@@ -144,7 +144,7 @@ class FilesSender:
             await asyncio.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Read every rank's ask. Remove batches that all ranks have acknowledged."""
+        """Read all asks. Remove batches acknowledged by all ranks."""
         for path in [self._folder / f"ask.rank_{rank}.json" for rank in range(self.num_ranks)]:
             ask = self._read(path)
             if ask is None:
@@ -227,7 +227,7 @@ class FilesReceiver:
         for micro_step in range(num_micro_batches):
             path = _data_path(self._folder, step, self.rank, micro_step)
             try:
-                # Not mapped: the sender removes the file once all ranks have acknowledged it.
+                # Not mapped: the sender removes acknowledged files.
                 columns, info = column_files.read(path, mapped=False)
             except OrreryError as error:
                 raise RunFailed(
@@ -252,7 +252,7 @@ class FilesReceiver:
         try:
             _write(self._folder / f"ask.rank_{self.rank}.json", ask)
         except FileNotFoundError:
-            if self._received < step:  # else the sender may have closed after the last batch
+            if self._received < step:  # once received, the sender may close
                 raise self._closed() from None
 
     def _closed(self) -> RunFailed:
@@ -269,7 +269,7 @@ class FilesReceiver:
         path = self._folder / "wire.json"
         if (data := nfs.read(path)) is None:
             if nfs.appears(path, GONE_S):
-                return  # it was being replaced, the caller looks again
+                return  # it was being replaced
             raise self._closed()
         try:
             wire = msgspec.json.decode(data, type=WireState)

@@ -1,13 +1,13 @@
 """Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank. `bulk` for bytes.
 
 - Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
-  public key is ever sent. libzmq drops a peer without the token in the handshake.
+  public key is sent. The handshake drops a peer without the token.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
-- A receiver sends `ZmqAsk(step, rank, micro_step)`. `micro_step` −1 asks for the batch's head. The
-  answer to any other is a layout and a ticket, which fetches the bytes into one buffer.
-- A receiver asks for at most two micro-batches at a time. The sender holds references to them.
-- An ask is repeated until it is answered, so a lost connection heals. If its bytes stop in the
-  middle, the new ask has a new number. The sender answers a number once per connection.
+- A receiver sends `ZmqAsk(step, rank, micro_step)`. The answer to `micro_step` −1 is the batch's
+  head, otherwise a layout and a ticket to fetch the bytes.
+- A receiver asks for at most two micro-batches at a time.
+- An ask is repeated until answered, so a lost connection heals. If its bytes stop, the new ask has
+  a new number. The sender answers a number once per connection.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # without bytes; then the receiver asks for the rest on a new connection
+SILENCE_S = 10.0  # without bytes, until the receiver reconnects for the rest
 HANDSHAKE_S = 5.0
-NUM_HANDSHAKES = 5  # failures in a row; then the other end is not this run's orchestrator
+NUM_HANDSHAKES = 5  # failures in a row
 _HEAD = -1
 # Decoding errors. RecursionError and ValueError come of deep nesting and bad UTF-8.
 _NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
@@ -53,7 +53,7 @@ class ZmqAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # the last step that this receiver has whole, −1 before the first
+    received: int  # the last whole step, −1 before the first
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -93,7 +93,7 @@ _to_receiver = msgspec.msgpack.Decoder(Answer)
 
 
 def _authenticate(socket: Any, is_sender: bool) -> None:
-    """Restrict `socket` to peers with the run's token. Raises OrreryError if pyzmq lacks CURVE."""
+    """Restrict `socket` to the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
             "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; "
@@ -134,7 +134,7 @@ class ZmqSender:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound what is queued, a full queue drops
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound the queue, and a full queue drops
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             _authenticate(self._socket, is_sender=True)
@@ -151,8 +151,8 @@ class ZmqSender:
         self._bulk = BulkSender(host)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._held: dict[int, Batch] = {}
-        self._missing: dict[int, set[int]] = {}  # step → ranks that have not acknowledged it
-        self._last_taken: int | None = None  # by `send`, perhaps still waiting for room
+        self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
+        self._last_taken: int | None = None  # by `send`, perhaps waiting for room
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → peer, newest open ask
@@ -163,7 +163,7 @@ class ZmqSender:
 
     @property
     def num_foreign(self) -> int:
-        """The number of refused peers and ignored messages."""
+        """Refused peers and ignored messages."""
         return self._num_ignored + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
@@ -237,7 +237,6 @@ class ZmqSender:
             self._count_foreign("a peer that does not hold this run's token")
 
     def _read(self, parts: list[bytes]) -> ZmqAsk | Acknowledgement | None:
-        """Return the message, or None if it is not of this protocol."""
         with contextlib.suppress(*_NOT_OF_THE_PROTOCOL):
             message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
             is_ours = message is not None and message.protocol == PROTOCOL
@@ -248,7 +247,7 @@ class ZmqSender:
 
     def _count_foreign(self, why: str) -> None:
         self._num_ignored += 1
-        if self._num_ignored.bit_count() == 1:  # 1, 2, 4, 8, …: a flood must not fill the disk
+        if self._num_ignored.bit_count() == 1:  # powers of two: a flood must not fill the disk
             log.warning("rollout wire: turned away %s (%d so far)", why, self._num_ignored)
 
     def _acknowledge(self, rank: int, up_to_step: int) -> None:
@@ -259,7 +258,6 @@ class ZmqSender:
                 del self._held[step], self._missing[step]
 
     async def _answer(self, peer: bytes, ask: ZmqAsk) -> None:
-        """Answer the ask, or keep it until its batch is sent."""
         self._waiting.pop(ask.rank, None)
         try:
             answer = self._answer_to(ask)
@@ -274,10 +272,7 @@ class ZmqSender:
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: ZmqAsk) -> Answer | None:
-        """Return the answer, or None if the batch is not there yet.
-
-        Raises OrreryError if the micro-batch cannot be sent.
-        """
+        """Return the answer, or None before its batch. Raises OrreryError if it cannot be sent."""
         step, rank, number = ask.step, ask.rank, ask.number
         for other in self._held:
             if other < step and rank in self._missing[other]:
@@ -305,7 +300,7 @@ class ZmqSender:
         return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
 
     async def _post(self, peer: bytes, message: Any) -> None:
-        """Queue one message. A peer that has gone will ask again under a new identity."""
+        """Queue one message. A lost peer asks again under a new identity."""
         try:
             await self._socket.send_multipart([peer, _encode(message)], copy=False)
         except zmq.ZMQError as error:
@@ -325,7 +320,7 @@ class ZmqReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are small and few; see `_send`
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are few, see `_send`
         self._socket.setsockopt(zmq.LINGER, 500)  # lets the last acknowledgement out
         try:
             _authenticate(self._socket, is_sender=False)
@@ -381,7 +376,7 @@ class ZmqReceiver:
     def _send(self, message: ZmqAsk | Acknowledgement, asked: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # libzmq gave up: the peer does not speak its protocol
+        except zmq.Again:  # the peer does not speak libzmq's protocol
             raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
 
     def _ask(self, step: int, micro_step: int) -> ZmqAsk:
@@ -393,7 +388,7 @@ class ZmqReceiver:
     def _await(
         self, ask: ZmqAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
-        """Return the head that answers `ask`. Skip heads of older asks."""
+        """Return the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
         while True:
             frame = self._next(ask, min(start + deadline_s, last_asked + ASK_AGAIN_S))
@@ -423,7 +418,6 @@ class ZmqReceiver:
             return message
 
     def _gather(self, ask: ZmqAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
-        """Fetch one micro-batch into one buffer. Return it as columns."""
         try:
             head.layout.check()
         except ValueError as error:
@@ -444,7 +438,7 @@ class ZmqReceiver:
                     f"for {deadline_s:g} s; read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # Under a new number, because the sender answers each number once.
+            # A new number: the sender answers each once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
@@ -458,10 +452,7 @@ class ZmqReceiver:
             raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
     def _next(self, ask: ZmqAsk, until: float) -> zmq.Frame | None:
-        """Return the next message, or None at `until`.
-
-        Raises RunFailed if the peer at the URL is not this run's orchestrator.
-        """
+        """Return the next message, or None at `until`. Raises RunFailed if the peer is foreign."""
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
             if self._monitor in ready:

@@ -1,13 +1,13 @@
 """Weight wires: new policy versions from the trainer to the engines.
 
 - A version appears as one marker file, or not at all. Versions only rise. Every tensor has a
-  fingerprint, computed from the trainer's memory before it is sent.
-- `acquire_lease(published, engines)` before engines are updated, `release_lease` afterwards.
-- Kind `files`: rank 0 gathers and writes whole tensors. Engines read them (`files`). Kind
-  `adapters`: the same, with only the adapters of `trainer.lora`, by PEFT's names, the scale in B.
-- Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank. Nothing is
-  gathered or written. vLLM's own engines send whole tensors or need Ray, so this sender is ours;
-  loading is vLLM's. The README has the protocol.
+  fingerprint of the trainer's memory.
+- Call `acquire_lease(published, engines)` before engines are updated, `release_lease` afterwards.
+- Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
+  same for the adapters of `trainer.lora` alone, by PEFT's names, the scale in B.
+- Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
+  gathering or writing. vLLM's senders send whole tensors or need Ray, so only the loading is
+  vLLM's. The README has the protocol.
 """
 
 from collections.abc import Callable
@@ -76,9 +76,9 @@ ADAPTER = "adapter"
 
 
 def served_model(manifest: Manifest, stage: str) -> str | None:
-    """Return the model name of the stage's requests: ADAPTER, or None if engines have no adapter.
+    """Return the model name of the stage's requests: ADAPTER, or None without adapter.
 
-    Engines of other stages than RL serve merged weights.
+    Outside RL, engines serve merged weights.
     """
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
 
@@ -86,7 +86,7 @@ def served_model(manifest: Manifest, stage: str) -> str | None:
 def make_publisher(
     kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int
 ) -> WeightPublisher:
-    """Return trainer rank 0's end in a stage on `num_nodes`, which keeps `keep` versions."""
+    """Return trainer rank 0's end."""
     _check(kind, tuple(KINDS))
     return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
 
@@ -118,9 +118,9 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if the package that an engine needs for this kind is not installed.
+    """Raise OrreryError if an engine's package for this kind is not installed.
 
-    Does not load it, since vLLM sets NIXL's environment before it does.
+    Does not load it, since vLLM first sets NIXL's environment.
     """
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(

@@ -1,8 +1,8 @@
-"""Buckets: the buffers in which slices are sent, and the copies between tensors and buckets.
+"""Buckets: the buffers in which slices are sent, and the copies from tensors.
 
-- A slice is dense in a bucket. In its tensor it may be any box. A copy also converts the dtype.
-- Copies that are adjacent in both places become one, such as the experts of a stacked tensor.
-- A rank has two buckets: one is filled while the other is being sent.
+- A slice is dense in a bucket, and any box of its tensor. A copy also converts the dtype.
+- Copies adjacent in both places are joined, such as a stacked tensor's experts.
+- A rank fills one of its two buckets while sending the other.
 """
 
 import os
@@ -27,7 +27,7 @@ from orrery.wire.weight_wire.plan import (
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A trainer rank's part of a tensor: `local` is the data of `box`, `dtype` the sent dtype."""
+    """A trainer rank's part of a tensor: `local` is the data of `box`, sent as `dtype`."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class HeldTensor:
     local: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """Return a view of the data of `box`, which must lie inside `self.box`."""
+        """Return a view of the data of `box`, which lies inside `self.box`."""
         sides = zip(box, self.box, strict=True)
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
@@ -45,7 +45,7 @@ Copy = tuple[Tensor, int, torch.dtype]  # a view, its byte offset in the bucket,
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """Return the copies, with adjacent ones joined."""
+    """Join adjacent copies."""
     found: list[Copy] = []
     for view, offset, dtype in copies:
         if view.is_contiguous():
@@ -73,7 +73,7 @@ def _are_adjacent(one: Copy, other: Copy) -> bool:
 
 
 def in_bucket(bucket: Tensor, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Return the view of `bucket` (u8) with this shape and dtype from byte `offset` on."""
+    """Return the view of `bucket` (u8) from byte `offset` on."""
     shape = tuple(shape)
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[offset : offset + size].view(dtype).view(shape)
@@ -85,7 +85,7 @@ def fill(bucket: Tensor, copies: Iterable[Copy]) -> None:
 
 
 def allocate(num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Return two buckets (u8), each one allocation that a CUDA IPC handle can name."""
+    """Return two buckets (u8), each one allocation, as a CUDA IPC handle needs."""
     with _fixed_segments(device):
         return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
@@ -116,8 +116,7 @@ class _Bucketful:
 class RankFingerprints:
     """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    Shares add up over ranks. They are computed from filled buckets, hence from the bytes that
-    would be sent. Of replicas only the first rank counts.
+    Shares add up over ranks. Filled buckets are hashed, as if sent. Only the first replica counts.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` are the boxes of lower ranks, which count what they hold too."""
+        """`held_before` are the lower ranks' boxes, which this rank does not count again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

@@ -1,14 +1,14 @@
 """How trainer ranks and engine ranks of a direct wire agree on a transfer's members and its end.
 
-- Trainer rank 0 serves one TCPStore at its role's own address. `wire.json` in the wire's folder,
-  which only its owner can enter, has the address and a secret that is never sent.
+- Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
+  the address and a secret that is never sent.
 - A TCPStore has no authentication. Each value carries an HMAC-SHA256 of its key and content under
-  the secret, checked before decoding. A stranger at the port can read values, which are not
-  secret, and can stop the run. It cannot forge a value. Nothing is pickled.
-- Each engine rank arrives with the transfer's number, which the orchestrator chose. When all are
-  there, rank 0 orders the transfer, with its members and the number of their process group.
+  the secret, checked before decoding. A stranger can read values and stop the run, but not forge a
+  value.
+- Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
+  rank 0 orders the transfer, with its members and their process group's number.
 - A new group is formed only when the members change, or after a failure at any end.
-- Every wait has a deadline and a name. Waits of a transfer end with it. Read keys are deleted.
+- Waits of a transfer end with it.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from orrery.wire.weight_wire.leases import (
 )
 from orrery.wire.weight_wire.plan import Holding, TensorInfo
 
-MEET_S = 120.0  # for ranks of one role to come, or to answer
-FOREVER_S = 10.0**7  # a wait for work has no deadline, it ends with the store
-ARRIVAL_S = 120.0  # for all ranks of all engines of a transfer, once the first has come
+MEET_S = 120.0  # for ranks of one role to come or to answer
+FOREVER_S = 10.0**7  # a wait for work ends with the store
+ARRIVAL_S = 120.0  # for all engine ranks of a transfer, from the first
 DONE_S = 300.0  # for the other trainer ranks to have sent
-LOOK_S = 0.5  # after this, a wait of a transfer checks whether the transfer still goes on
+LOOK_S = 0.5  # then a wait checks its transfer
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -50,12 +50,10 @@ T = TypeVar("T")
 
 
 class WireAddress(msgspec.Struct):
-    """`wire.json`."""
-
     host: str
     port: int
-    name: str  # unique to this wire, not secret
-    secret: str  # authenticates the store's values, never sent
+    name: str  # unique, not secret
+    secret: str  # authenticates the store's values
     kind: str
     num_sources: int
     bucket_bytes: int
@@ -70,7 +68,7 @@ class Arrival(msgspec.Struct):
     rank: int
     world_size: int
     member: str
-    generation: int  # the number of the rank's group, −1 if it has none
+    generation: int  # of the rank's group, or −1
 
 
 class TransferOrder(msgspec.Struct):
@@ -86,7 +84,7 @@ class TransferOrder(msgspec.Struct):
 
 
 class TransferResult(msgspec.Struct):
-    """The result of an order at one trainer rank, with the seconds by part."""
+    """One trainer rank's result of an order, with the seconds by part."""
 
     error: str = ""
     parts: dict[str, float] = {}
@@ -94,19 +92,17 @@ class TransferResult(msgspec.Struct):
 
 @dataclass
 class PartTimer:
-    """The seconds of an operation's parts."""
-
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, begin: float) -> float:
-        """Add the time since `begin` to `name`. Return the current time."""
+        """Add the time since `begin`. Return the current time."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - begin
         return now
 
 
 class StoreConnection:
-    """One thread's connection to the store. A waiting thread occupies it."""
+    """One thread's connection to the store, occupied while it waits."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -114,7 +110,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: Path | None) -> Iterator[None]:
-        """End waits in the body when `transfer`, the file of a transfer, is removed."""
+        """End waits in the body when the transfer's file is removed."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -133,8 +129,8 @@ class StoreConnection:
     def get(self, key: str, kind: type[T], what: str, within_s: float = MEET_S) -> T:
         """Wait for `key` and decode its value.
 
-        Raises WireFailed naming `what` after `within_s` (scaled), if the store is gone, or if the
-        value is forged.
+        Raises WireFailed naming `what` after `within_s` (scaled), or if the store is gone or the
+        value forged.
         """
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
@@ -179,7 +175,6 @@ class StoreConnection:
         return self.get("tensors", list[TensorInfo], "trainer 0, which tensors there are")
 
     def holdings(self) -> list[Holding]:
-        """Return the holding of every trainer rank, in order."""
         return [
             self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds")
             for rank in range(self.address.num_sources)
@@ -200,10 +195,10 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address. The store lives as long as the object."""
+    """Open the store on `host` and write its address. It lives as long as the object."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # A bound socket handed over keeps the store off all other interfaces.
+    # A bound socket keeps the store off other interfaces.
     store = dist.TCPStore(
         host,
         port,
@@ -248,28 +243,25 @@ def connect(address: WireAddress) -> StoreConnection:
 
 
 def this_host() -> str:
-    """Return a text that all processes with this machine's memory share, and no others."""
+    """Return a text unique to this machine's memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 class Coordinator:
-    """Starts transfers, at trainer rank 0 and in one thread, one transfer at a time.
-
-    A transfer is over if its file is removed or a later transfer begins.
-    """
+    """Starts transfers one by one, in a thread of trainer rank 0. A new transfer ends the last."""
 
     def __init__(
         self, store: StoreConnection, folder: Path, admit: Callable[[Transfer], str]
     ) -> None:
-        """`admit` starts a transfer and returns "", or returns why it may not start."""
+        """`admit` starts a transfer, or returns a refusal."""
         self._store, self._folder, self._admit = store, folder, admit
         self._num_arrivals = self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
-        self._member: dict[tuple[str, int], str] = {}  # the newest, by engine and rank
+        self._member: dict[tuple[str, int], str] = {}  # by engine and rank
 
     def next(self) -> TransferOrder:
-        """Wait until all ranks of a transfer have come. Return the order, which they get too."""
+        """Wait for all ranks of a transfer. Publish and return the order."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:
@@ -315,7 +307,7 @@ class Coordinator:
             self._store.forget(key)
         error = next((result.error for result in every if result.error), "")
         if error:
-            self._members = ()  # the next transfer forms a new group
+            self._members = ()  # forms a new group next
         keys = sorted({key for result in every for key in result.parts})
         longest = {key: max(result.parts.get(key, 0.0) for result in every) for key in keys}
         return TransferResult(error, longest)
@@ -347,7 +339,7 @@ class Coordinator:
         )
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order. A rank that waits for an earlier one learns that it is over."""
+        """Publish the order. Ranks waiting for an earlier one learn that it is over."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

@@ -2,12 +2,12 @@
 
 The folder is in shared memory, or in the run's folder for a stage on several nodes.
 
-- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size, so that an iterator of
-  gathered tensors never makes two copies of the model. The shards of a folder that is published
-  as it is are links to its files.
-- `version_<n>.json`: the marker, written last, when all else is on disk. Readers look only for it.
-- The publisher keeps the newest `keep` versions. It removes a marker before its files. A reader
-  that has mapped a removed file keeps its data.
+- `version_<n>/00000.safetensors …`: the tensors. Shards of bounded size avoid a second copy of the
+  model. A folder published as it is gets links to its files.
+- `version_<n>.json`: the marker, written last, after all files are on disk. Readers look only for
+  it.
+- The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
+  file stays readable.
 - Only the owner may enter the folder. Another user's folder is refused.
 """
 
@@ -58,7 +58,7 @@ def own(folder: Path) -> None:
 
 
 def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> None:
-    """Raise OrreryError unless `keep` versions and one that is being written fit on disk."""
+    """Raise OrreryError unless `keep` versions and another in progress fit on disk."""
     where, enlarge = Path(run_dir), "free some there"
     if num_nodes == 1:
         where = SHARED_MEMORY
@@ -75,7 +75,7 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
 
 
 class WeightPublisher:
-    """The trainer's end, in one process. `close` removes the folder."""
+    """The trainer's end. `close` removes the folder."""
 
     def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder = Path(folder)
@@ -97,7 +97,7 @@ class WeightPublisher:
     def publish_folder(self, version: int, folder: Path) -> Published:
         """Publish the safetensors files of `folder` without a copy. Readers must see it too.
 
-        Needs no torch. Raises OrreryError if there are no files.
+        Needs no torch. Raises OrreryError without files.
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
@@ -140,7 +140,7 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Write the shards. Return the tensors' fingerprints. Tied tensors are written twice."""
+        """Write the shards. Return fingerprints. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -175,7 +175,6 @@ class WeightPublisher:
 
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
-    """Link every safetensors file of `folder`. Return the fingerprints of their tensors."""
     fingerprints: dict[str, int] = {}
     # Absolute but not resolved: a container has the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
@@ -187,10 +186,7 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
 
 
 def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, elements as integers) of a safetensors file.
-
-    The format is 8 bytes of header size, the header as JSON, then all tensors' bytes.
-    """
+    """Yield (name, elements as integers) of a safetensors file: header size, header, data."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(size))
@@ -210,14 +206,11 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # The newest version, and the identity of its marker file.
+        # Identity of the newest marker, its content.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """Return the newest version, or None before the first.
-
-        Cheap to call many times a second: a marker of megabytes is decoded once.
-        """
+        """Return the newest version, or None before the first. Decodes a marker once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
@@ -233,7 +226,7 @@ class WeightWatch:
         return None
 
     def version(self, version: int) -> Published | None:
-        """Return this version, or None if it is not published or already removed."""
+        """Return this version, or None if it is unpublished or removed."""
         path = self.folder / f"version_{version}.json"
         try:
             content = nfs.read(path)
@@ -243,11 +236,11 @@ class WeightWatch:
 
 
 def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield (name, tensor) of every tensor at `Published.path`, in no particular order."""
+    """Yield (name, tensor) of every tensor at `Published.path`, in any order."""
     from safetensors import safe_open
 
     folder = Path(path)
-    # The caller knows of a marker, so NFS shows the folder soon, unless a newer version is there.
+    # The caller has seen a marker, so NFS shows the folder soon, unless a newer version exists.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -1,16 +1,16 @@
-"""Published versions, and who may still transfer a version of a direct wire. Needs no torch.
+"""Published versions, and the leases and transfers of a direct wire. Needs no torch.
 
-The trainer sends from the weights that it trains, so a version exists only until the next
-optimizer step. Files in the wire's folder coordinate orchestrator and trainer:
+The trainer sends the weights in training, so a version exists only until the next optimizer step.
+Files in the wire's folder coordinate orchestrator and trainer:
 
 - `version_<n>.json`: version n is available. The trainer removes it before its next step.
-- `claim_<n>_<lease>.json`: a lease of version n, a hard link to the file above. Creating the link
-  is atomic: either the trainer sees the lease and waits, or the version is gone.
-- `take_<transfer>_<lease>.json`: the engines of one transfer. Its path is what engines are given
-  as the path of the version. While the file exists, the transfer goes on.
+- `claim_<n>_<lease>.json`: a lease, hard-linked to the file above. Linking is atomic: either the
+  trainer sees the lease and waits, or the version is gone.
+- `take_<transfer>_<lease>.json`: one transfer's engines, given to them as the version's path.
+  Removing the file ends the transfer.
 
-If an engine is lost, its transfer's file is removed, so that no process waits for it. The lease
-still holds the version, and the other engines get it in another transfer (`retry_transfer`).
+If an engine is lost, its transfer is abandoned. The lease holds the version for a retry without
+it.
 """
 
 import itertools
@@ -24,21 +24,21 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.wire import nfs
 
-ADDRESS = "wire.json"  # only the folder of a direct wire has it
-# A worker passes on nothing but its error message, so the message carries these words.
+ADDRESS = "wire.json"  # only in a direct wire's folder
+# A worker passes on only its error message, so the message carries these words.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # for one round of messages, scaled
 
-_numbers = itertools.count(1)  # of leases and transfers; only one process creates them
+_numbers = itertools.count(1)  # of leases and transfers, made by one process
 
 
 class WireFailed(RunFailed):
-    """Weights were not transferred. The message names the transfer, the peer or the tensor."""
+    """A failed transfer of weights. The message names the transfer, the peer or the tensor."""
 
 
 class TransferFailed(WireFailed):
-    """A transfer failed because of another process. A retry without that process may succeed."""
+    """A transfer that another process made fail. A retry without it may succeed."""
 
     def __init__(self, transfer: int, why: object) -> None:
         super().__init__(f"take {transfer} {ELSEWHERE}: {why}")
@@ -47,8 +47,8 @@ class TransferFailed(WireFailed):
 class Published(msgspec.Struct, frozen=True):
     """A readable policy version.
 
-    - `fingerprints`: by Hugging Face tensor name. `digest` is the hash of all of them.
-    - `canary`: the trainer's log-probs of the canary's tokens after the first. It is empty if the
+    - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
+    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if the
       publisher is not a trainer.
     """
 
@@ -73,16 +73,16 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def is_direct(published: Published) -> bool:
-    """Return whether the version is only available from its running trainer."""
+    """Return whether the version comes from its running trainer only."""
     return (published.folder / ADDRESS).exists()
 
 
 def acquire_lease(published: Published, engines: Sequence[str]) -> Published | None:
     """Lease the version and start a transfer to the named engines.
 
-    Return what each engine must load, or None if the version is gone. Only one process may call
-    this. It must call `release_lease` with the result, also after a failure. Versions of other
-    wires are returned unchanged.
+    Return the version for engines to load, or None if it is gone. Versions of other wires are
+    returned unchanged. Only one process may call this. It must call `release_lease`, also after a
+    failure.
     """
     if not is_direct(published):
         return published
@@ -99,7 +99,7 @@ def acquire_lease(published: Published, engines: Sequence[str]) -> Published | N
 
 
 def retry_transfer(leased: Published, engines: Sequence[str]) -> Published:
-    """Abandon the transfer and start another one to `engines`, under the same lease."""
+    """Abandon the transfer and start another to `engines`, under the same lease."""
     path = leased.folder
     if not _is_transfer(path):
         return leased
@@ -109,7 +109,7 @@ def retry_transfer(leased: Published, engines: Sequence[str]) -> Published:
 
 
 def abandon_transfer(path: Path) -> None:
-    """End all waits of the transfer at `path`. Do nothing if `path` is not one."""
+    """End all waits of the transfer at `path`, if it is one."""
     if _is_transfer(path):
         path.unlink(missing_ok=True)
 
@@ -123,7 +123,7 @@ def release_lease(leased: Published) -> None:
 
 
 def read_transfer(path: Path | str) -> Transfer | None:
-    """Return the transfer at the path that an engine was given, or None for other wires' paths.
+    """Return the transfer at an engine's path, or None for other wires' paths.
 
     Raises TransferFailed if the transfer is over.
     """
@@ -141,7 +141,7 @@ def transfer_path(folder: Path, transfer: int, lease: int) -> Path:
 
 
 def open_leases(folder: Path, version: int) -> list[int]:
-    """Return the numbers of the leases of `version` that have not been released."""
+    """Return the version's open leases."""
     return sorted(_number(path, 2) for path in folder.glob(f"claim_{version}_*.json"))
 
 

@@ -1,13 +1,13 @@
 """Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
 
-- `nccl`: messages of a process group of our own (nccl on GPUs, gloo on CPUs, sources first, then
+- `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs, sources first, then
   targets). Between GPUs of one host the target maps the source's buckets instead (`pull`).
 - `nixl`: the target reads the source's registered buckets (`nixl`).
 
-nccl gives each pair of ranks a communicator and a stream, so a rank's messages to several peers
-run at the same time. It creates the communicator in the pair's first message and waits there for
-the peer without a deadline. First messages therefore run in a thread, which is abandoned at ours.
-A rank that waits for a dead peer gets an error: from gloo at once, from nccl at the deadline.
+nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. It
+creates them in the pair's first message, and waits there for the peer without a deadline. First
+messages therefore run in a thread, abandoned after ROUND_S. A rank that waits for a dead peer gets
+an error: from gloo at once, from nccl at the deadline.
 """
 
 import os
@@ -31,7 +31,7 @@ from orrery.wire.weight_wire.nixl import NixlReader, RegisteredBuckets
 from orrery.wire.weight_wire.plan import SliceMessage, TransferPlan
 from orrery.wire.weight_wire.pull import IpcReader, PullReceiver, PullSender, Reader
 
-FORM_S = 30.0  # for a group's ranks to connect; all of them have just arrived, scaled
+FORM_S = 30.0  # for a group's ranks to connect, scaled
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
 
@@ -39,17 +39,15 @@ T = TypeVar("T")
 
 
 class InFlight(Protocol):
-    """A message being transferred."""
-
     def wait(self) -> None:
-        """Wait until it has arrived. Raises WireFailed naming the peer.
+        """Wait until the message has arrived. Raises WireFailed naming the peer.
 
         Before that the source must not overwrite its part, and the target must not read its own.
         """
 
 
 class SenderLink(Protocol):
-    """A source's end. `close` gives the link up, so that waits at the other end fail."""
+    """A source's end. `close` gives up the link, so that the other end's waits fail."""
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
         """Send these bytes of bucket `side` as the message of round `number`."""
@@ -58,8 +56,6 @@ class SenderLink(Protocol):
 
 
 class ReceiverLink(Protocol):
-    """A target's end."""
-
     def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
         """Receive into `into` (u8), after the device's earlier work on it is done."""
 
@@ -67,12 +63,10 @@ class ReceiverLink(Protocol):
 
 
 class GroupLink:
-    """One rank's end of a process group."""
-
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Wait until all ranks are there. `names` are the ranks' names in error messages."""
+        """Wait for all ranks. `names` are for error messages."""
         self._names, self._device = names, device
         self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
@@ -80,7 +74,7 @@ class GroupLink:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = "0"  # else nccl ends this process when a peer dies
+            os.environ[handling] = "0"  # or nccl ends this process when a peer dies
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
@@ -140,15 +134,13 @@ class GroupLink:
         )
 
     def close(self) -> None:
-        """Abort the group. Waiting peers get an error."""
+        """Abort the group, with an error for waiting peers."""
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
 
 
 class GroupMessage:
-    """A message of a process group."""
-
     def __init__(self, group: GroupLink, work: dist.Work, peer: int, verb: str) -> None:
         self._group, self._work, self._peer, self._verb = group, work, peer, verb
 
@@ -160,10 +152,7 @@ class GroupMessage:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return the result of `call`, run in a thread.
-
-    Raises what `call` raises, or RuntimeError after `limit_s`. The thread is then abandoned.
-    """
+    """Return or raise as `call()`, run in a thread. Raises RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -189,7 +178,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _SenderLink:
-    """Uses the pull link for the targets in `pulling`, the group for all others."""
+    """Uses the pull link for `pulling` targets, the group for others."""
 
     def __init__(
         self,
@@ -200,7 +189,6 @@ class _SenderLink:
         buckets: Sequence[Tensor],
         num_sources: int,
     ) -> None:
-        """`close` closes `opened`."""
         self._pull, self._pulling, self._group = pull_sender, pulling, group
         self._buckets, self._num_sources = buckets, num_sources
         self.close = opened.close
@@ -214,12 +202,11 @@ class _SenderLink:
 
 
 class _ReceiverLink:
-    """Uses the pull link for the sources in `pulled`, the group for all others."""
+    """Uses the pull link for `pulled` sources, the group for others."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
     ) -> None:
-        """`close` closes `opened`."""
         self._pull, self._pulled, self._group = pull, pulled, group
         self.close = opened.close
 
@@ -241,7 +228,7 @@ def make_sender_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> SenderLink:
-    """Return the link of source `rank`. If a part cannot be opened, close the parts before it."""
+    """Return source `rank`'s link. Failure closes the opened parts."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {t for t, member in enumerate(plan.members) if pull.is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
@@ -272,7 +259,6 @@ def make_receiver_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> ReceiverLink:
-    """Return the link of target `target`. See `make_sender_link`."""
     place = plan.members[target].place
     sources = sorted({source for _, messages in plan.of_target(target) for source in messages})
     readers: dict[int, Reader] = {}
@@ -304,7 +290,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group if any pair of ranks needs it. All ranks decide alike."""
+    """Return the group if any pair of ranks needs it. All ranks decide alike."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(pull.is_shared(*pair) for pair in pairs):
         return None

@@ -1,8 +1,8 @@
 """The wire `nixl`: engine ranks read the trainer ranks' registered buckets (NIXL over UCX).
 
-https://github.com/ai-dynamo/nixl. It uses RDMA if there is some, and works between CPUs too
-(shared memory or TCP). Both ends register their two buckets once a group. The source's agent
-metadata and bucket addresses are in the wire's store.
+https://github.com/ai-dynamo/nixl. It uses RDMA, shared memory or TCP. Both ends register
+their buckets once a group. The source's agent metadata and bucket addresses are in the wire's
+store.
 """
 
 import os
@@ -21,21 +21,19 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 
 POLL_S = 0.0002
-PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread; traffic wakes it earlier
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread, traffic wakes it
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class NixlAgent(msgspec.Struct):
-    """How to reach a source's buckets."""
-
     metadata: bytes
     memory: str
     device: int
-    addresses: tuple[int, ...]  # of its buckets
+    addresses: tuple[int, ...]  # of the buckets
 
 
 def load() -> Any:
-    """Return NIXL's Python API. Raises OrreryError if it cannot be loaded."""
+    """Return NIXL's Python API. Raises OrreryError if it cannot load."""
     try:
         import nixl._api
     except ImportError as error:
@@ -49,9 +47,9 @@ def load() -> Any:
 def wait_for_progress() -> None:
     """Patch NIXL so that the progress thread of a CPU process sleeps. Call before making an agent.
 
-    `nixl_agent` sets `pthrDelay` to 0 and has no option for it: the thread polls, and every idle
-    process with an agent uses a whole core. Seen with 1.5.1. Remove this when
-    `nixl_agent_config` takes the delay. Raises ImportError if NIXL is not installed.
+    `nixl_agent` sets `pthrDelay` to 0, so the thread of every idle process polls on a whole core.
+    Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay. Raises ImportError
+    without NIXL.
     """
     import nixl._api
 
@@ -70,8 +68,6 @@ def wait_for_progress() -> None:
 
 
 class RegisteredBuckets:
-    """One process's agent with its buckets."""
-
     def __init__(self, name: str, buckets: Sequence[torch.Tensor]) -> None:
         api = load()
         if buckets[0].device.type == "cpu":
@@ -96,15 +92,13 @@ class RegisteredBuckets:
 def offer(
     store: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
 ) -> str:
-    """Publish how to reach this source's buckets. Return the key."""
+    """Publish this source's buckets. Return the key."""
     key = f"nixl/{generation}/{source}"
     store.put(key, registered.described())
     return key
 
 
 class NixlReader:
-    """A target's access to one source's buckets."""
-
     def __init__(
         self, store: StoreConnection, generation: int, source: int, own: RegisteredBuckets
     ) -> None:
@@ -148,7 +142,7 @@ class NixlReader:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Turn NIXL's errors, which share no class but Exception, into WireFailed."""
+        """Turn NIXL's errors, which share only the class Exception, into WireFailed."""
         try:
             yield
         except Exception as error:

@@ -1,13 +1,13 @@
 """Which trainer rank sends which slices of which tensors to which engine rank, as data.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box is one `[start, stop)` a dimension of the whole tensor. A scalar's is ().
-- Every needed element goes to its target exactly once, from a source that holds it. Of sources
-  that hold the same box (replicas), the one with the fewest bytes so far sends.
+  needs boxes of it. A box is one `[start, stop)` a dimension, () for a scalar.
+- Every needed element goes to its target exactly once. Among replicas, the source with the fewest
+  bytes so far sends.
 - A move lies inside its source's box, so no rank buffers more than its own or its receiver's data.
-- In a round a rank sends at most `bucket_bytes`, and receives at most as many. Rounds are not
-  barriers: a rank skips rounds in which it has nothing to do.
-- Every rank computes the same schedule from the same tables, so only data is sent.
+- In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers: a rank skips
+  rounds in which it has no message.
+- Every rank computes the same schedule from the same tables.
 """
 
 import math
@@ -22,12 +22,12 @@ import torch
 from orrery.manifest.errors import OrreryError
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of every slice in a message, so that it can be viewed in any dtype
-PIECES_A_BUCKET = 4  # a slice takes at most this share of a bucket, so that buckets fill
+ALIGNMENT_BYTES = 16  # of a message's slices, for views in any dtype
+PIECES_A_BUCKET = 4  # bounds a slice, so that buckets fill
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of the checkpoint, in the dtype in which it is sent."""
+    """A tensor of the checkpoint, in the sent dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,21 +35,21 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a rank's memory is. Two GPU ranks of one `host` can map each other's memory."""
+    """Where a rank's memory is. GPU ranks of one `host` can map each other's memory."""
 
     host: str
     device: str  # "cpu" or "cuda"
 
 
 class Holding(msgspec.Struct):
-    """What a trainer rank holds."""
+    """A trainer rank's boxes, by tensor."""
 
     place: Location
     boxes: dict[str, Box]
 
 
 class Member(msgspec.Struct):
-    """An engine rank, and what it needs."""
+    """An engine rank and its needed boxes."""
 
     engine: str
     rank: int
@@ -58,7 +58,7 @@ class Member(msgspec.Struct):
 
 
 class Move(NamedTuple):
-    """`box` of tensor `name` goes from rank `source` to rank `target`."""
+    """`box` of tensor `name` goes from `source` to `target`."""
 
     source: int
     target: int
@@ -67,7 +67,7 @@ class Move(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Part of a message: `box` of tensor `name`, dense and row-major from byte `offset` on."""
+    """`box` of tensor `name`, dense and row-major from byte `offset` of a message."""
 
     name: str
     box: Box
@@ -76,7 +76,7 @@ class Slice(NamedTuple):
 
 @dataclass
 class SliceMessage:
-    """What goes from one source to one target in one round, at these offsets of their buckets."""
+    """A message of one round, at these offsets of the source's and the target's bucket."""
 
     source_offset: int
     target_offset: int
@@ -111,16 +111,16 @@ class TransferPlan:
 
     @property
     def ranks(self) -> list[str]:
-        """What error messages call the ranks of the group: sources first, then targets."""
+        """Names for error messages: sources, then targets."""
         sources = [f"trainer {rank}" for rank in range(len(self.holdings))]
         return [*sources, *(f"{each.engine} (rank {each.rank})" for each in self.members)]
 
     def of_source(self, source: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """Return (round, target → message) of every round in which `source` sends."""
+        """Return (round, target → message) of the source's rounds."""
         return self._of_rank(source, own=0)
 
     def of_target(self, target: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """Return (round, source → message) of every round in which `target` receives."""
+        """Return (round, source → message) of the target's rounds."""
         return self._of_rank(target, own=1)
 
     def _of_rank(self, rank: int, own: int) -> list[tuple[int, dict[int, SliceMessage]]]:
@@ -151,7 +151,7 @@ def starts_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of one tensor, or None if it is empty."""
+    """Return the intersection of two boxes of one tensor, or None if empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -192,7 +192,7 @@ def plan_moves(
 
 
 def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Yield `box` in parts of at most `max_bytes`, in row-major order, as large as possible."""
+    """Yield `box` in the largest row-major parts of at most `max_bytes`."""
     if volume(box) * itemsize <= max_bytes:
         yield box
         return
@@ -205,14 +205,13 @@ def cut(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:
 
 
 def aligned_bytes(box: Box, itemsize: int) -> int:
-    """Return the bytes that the data of `box` take in a message."""
     return -(-volume(box) * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Return the rounds: each slice is in the first round with room for it at both of its ranks.
+    """Put each slice into the first round with room for it at both of its ranks.
 
-    A rank's slices keep their order, so that round is not before the last round of either rank.
+    A rank's slices keep their order.
     """
     rounds: Rounds = []
     sent: dict[tuple[int, int], int] = defaultdict(int)  # (round, source) → bytes
@@ -247,7 +246,7 @@ def pieces(
     shapes: Mapping[str, Sequence[int]],
     needs: Sequence[Mapping[str, Sequence[Box]]],
 ) -> list[tuple[str, Box]]:
-    """Return the distinct boxes that the ranks of one engine hold.
+    """Return the distinct boxes of one engine's ranks.
 
     Raises OrreryError, naming the tensor, if its boxes do not tile it.
     """

@@ -1,11 +1,11 @@
 """Links on which a target reads a source's bucket, by CUDA IPC here and by NIXL in `nixl`.
 
-- The source announces a full message in the wire's store. The target reads it and acknowledges.
-  Then the source may overwrite that part of its bucket.
+- The source announces a full message in the wire's store. Once the target has read and acknowledged
+  it, the source may overwrite that part of its bucket.
 - Messages of a pair are numbered through all transfers, so none is mistaken for an older one.
-- CUDA IPC: both ranks are on one host, and the copy runs over NVLink if there is one. The store
-  holds only what `cudaIpcOpenMemHandle` needs, as plain numbers and bytes. The reader maps the
-  memory on its own device, the only one whose number it knows.
+- CUDA IPC: both ranks are on one host, and the copy runs over NVLink if available. The store holds
+  the arguments of `cudaIpcOpenMemHandle` as numbers and bytes. The reader maps the memory on its
+  own device, the only one whose number it knows.
 """
 
 from collections import defaultdict
@@ -21,8 +21,6 @@ from orrery.wire.weight_wire.plan import Location
 
 
 class MessageReady(msgspec.Struct):
-    """A message's place: the source's bucket, and its bytes in it."""
-
     side: int
     offset: int
     num_bytes: int
@@ -34,13 +32,13 @@ class Reader(Protocol):
     def read(
         self, side: int, offset: int, into: torch.Tensor, free: torch.cuda.Event | None
     ) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket `side`, once the event `free` happened."""
+        """Fill `into` (u8) from byte `offset` of bucket `side`, after `free`."""
 
     def close(self) -> None: ...
 
 
 class PullSender:
-    """A source's end. `offer` is the key at which it has published access to its buckets."""
+    """A source's end. `offer` is the key of its published buckets."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class PullSender:
         self._forget(key)
 
     def close(self) -> None:
-        """Withdraw all messages. Readers fail when the transfer is abandoned, or at ROUND_S."""
+        """Withdraw all messages. Readers fail at the transfer's end or ROUND_S."""
         for key in list(self._announced):
             self._forget(key)
         if self._offer is not None:
@@ -90,7 +88,7 @@ class _AnnouncedMessage:
 
 
 class PullReceiver:
-    """A target's end, for the sources that it has a reader of."""
+    """A target's end, for the sources in `readers`."""
 
     def __init__(
         self, store: StoreConnection, generation: int, target: int, readers: dict[int, Reader]
@@ -112,7 +110,7 @@ class _AwaitedMessage:
         self._store, self._key, self._source = store, key, source
         self._reader, self._into = reader, into
         self._free = None
-        if into.is_cuda:  # the device may still use these bytes, the other bucket longer still
+        if into.is_cuda:  # the device may still use these bytes
             self._free = torch.cuda.Event()
             self._free.record()
 
@@ -136,14 +134,13 @@ class IpcHandle(msgspec.Struct):
 
 
 def is_shared(source: Location, target: Location) -> bool:
-    """Return whether the target may map the source's memory."""
     return source.device == target.device == "cuda" and source.host == target.host
 
 
 def offer(
     store: StoreConnection, generation: int, source: int, buckets: Sequence[torch.Tensor]
 ) -> str:
-    """Publish the handles of this source's buckets. Return the key."""
+    """Publish this source's bucket handles. Return the key."""
     key = f"ipc/{generation}/{source}"
     store.put(key, [handle_of(bucket) for bucket in buckets])
     return key
@@ -155,7 +152,6 @@ def handle_of(bucket: torch.Tensor) -> IpcHandle:
 
 
 def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Map the bucket of `handle` into this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return rebuild_cuda_tensor(
@@ -178,8 +174,6 @@ def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> torc
 
 
 class IpcReader:
-    """Reads one source's buckets, mapped by CUDA IPC."""
-
     def __init__(
         self, store: StoreConnection, generation: int, source: int, device: torch.device
     ) -> None:

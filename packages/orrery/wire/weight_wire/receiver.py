@@ -1,11 +1,11 @@
 """The engine's end of a direct wire: one engine rank receives the slices that it needs.
 
-- `join` declares once what this rank needs. `receive` yields a version's slices round by round, in
-  the bucket that they arrived in. Use a round's slices before asking for the next but one.
-- Every slice is fingerprinted on arrival. `attest` adds up the shares of all ranks of the engine:
-  each rank then knows the whole tensors' fingerprints, and that replicated parts agree bit for bit.
-- Any failure closes the group, so that no process waits for this rank, and raises: TransferFailed
-  if another process is at fault. The other ranks of the engine learn of it in `attest`.
+- `join` declares the needed boxes. `receive` yields a version's slices round by round, in their
+  bucket. Use a round's slices before asking for the next but one.
+- Every slice is fingerprinted on arrival. `attest` adds up the shares of the engine's ranks: each
+  rank then knows the whole tensors' fingerprints, and that replicated parts agree bit for bit.
+- A failure closes the group, so no process waits for this rank. It raises TransferFailed if another
+  process is at fault. The engine's other ranks learn of it in `attest`.
 """
 
 import contextlib
@@ -53,21 +53,21 @@ Needs = dict[str, tuple[Box, ...]]
 
 @dataclass
 class Round:
-    """Slices that arrive together, at these offsets of a bucket. The same for a whole group."""
+    """Slices that arrive together, at fixed offsets of a bucket."""
 
     number: int
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices], the piece of this rank that each belongs to
+    piece: torch.Tensor  # i64 [slices]
 
 
 @dataclass
 class Pieces:
-    """The distinct boxes that the ranks of one engine hold. They tile every tensor."""
+    """The distinct boxes of one engine's ranks. They tile every tensor."""
 
-    tensor_of: np.ndarray  # i64 [pieces], position of each piece's tensor
-    of_rank: dict[int, np.ndarray]  # i64, a rank's pieces in the order of its fingerprints
+    tensor_of: np.ndarray  # i64 [pieces]
+    of_rank: dict[int, np.ndarray]  # i64, in the order of a rank's fingerprints
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
@@ -84,7 +84,7 @@ class Pieces:
 
 
 class WeightReceiver:
-    """One engine rank's end, for the lifetime of its process."""
+    """One engine rank's end, for its process's lifetime."""
 
     def __init__(self, engine: str, rank: int, world_size: int, device: torch.device) -> None:
         self.engine, self.rank, self.world_size, self.device = engine, rank, world_size, device
@@ -95,10 +95,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the wire in `folder`, if it is another one than before.
-
-        `needs` returns the boxes of the trainer's tensors that this rank needs.
-        """
+        """Connect to the wire in `folder`, unless connected. `needs` returns this rank's boxes."""
         address = find_wire(folder)
         if address == self._address:
             return
@@ -143,13 +140,13 @@ class WeightReceiver:
             raise
 
     def fail(self) -> None:
-        """Tell the engine's other ranks, in their `attest`, that this rank has failed."""
+        """Fail the `attest` of the engine's other ranks."""
         self.drop()
         with contextlib.suppress(RuntimeError):  # the store itself may have failed
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
-        """Return the fingerprints of the whole tensors that the engine's ranks hold, by name.
+        """Return the fingerprints of the engine's whole tensors, by name.
 
         Raises TransferFailed if another rank has not received everything, and WireFailed, naming
         the tensor, if two ranks received different bits.
@@ -186,14 +183,12 @@ class WeightReceiver:
         return np.frombuffer(shares, np.uint64)
 
     def drop(self) -> None:
-        """Close the group."""
         if self._link is not None:
             self._link.close()
         # Messages in flight would keep connections open, and peers waiting.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
-        """Form the order's group and plan its rounds."""
         self.drop()
         assert self._address is not None
         store = self._store
@@ -241,7 +236,6 @@ class WeightReceiver:
                 self._ahead[index % 2] = self._post(index + 2)
 
     def _await_round(self, index: int, parts: PartTimer) -> torch.Tensor:
-        """Wait for a round's messages. Return their bucket."""
         begin = time.perf_counter()
         for message in self._ahead[index % 2]:
             message.wait()
@@ -249,7 +243,6 @@ class WeightReceiver:
         return self._buckets[index % 2]
 
     def _post(self, index: int) -> Sequence[InFlight]:
-        """Start receiving a round's messages into its bucket."""
         one, bucket = self._rounds[index], self._buckets[index % 2]
         assert self._link is not None
         posted = []

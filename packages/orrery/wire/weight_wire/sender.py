@@ -1,14 +1,14 @@
 """The trainer's end of a direct wire: every rank sends the slices that it owns.
 
-- `publish` fingerprints this rank's part, and rank 0 makes the version known. Nothing is sent yet.
-- A thread sends while the trainer waits for its next batch or works on it, since the weights do
-  not change until the optimizer steps. `settle`, called just before the step, withdraws the
-  version and waits for its leases.
-- Beside its shards a rank holds two buckets, and no whole tensor that is not its own.
-- A transfer may start from `publish` until `settle` finds no open lease. One lock guards both
-  decisions, so a late transfer never reads changing weights.
-- A failed transfer ends with an error message, and its group is closed. Its lease still holds the
-  version for a retry. Rank 0 raises the trainer's own failures at the next `publish` or `settle`.
+- `publish` fingerprints this rank's part, and rank 0 makes the version
+  known. No slice is sent yet.
+- A thread sends while the weights stay unchanged. Just before the
+  optimizer's step, `settle` withdraws the version and waits for its leases.
+- A transfer may start from `publish` until `settle` finds no open lease. One
+  lock guards both, so a late transfer never reads changing weights.
+- A failed transfer closes its group. Its lease holds the version for a
+  retry. Rank 0 raises the trainer's own failures at the next `publish` or
+  `settle`.
 """
 
 import threading
@@ -65,15 +65,13 @@ from orrery.wire.weight_wire.plan import (
 
 BUCKET_BYTES = 1 << 28
 SETTLE_S = (
-    600.0  # for leased versions to be sent; longer than the wait for a hanging engine, scaled
+    600.0  # for leased versions to be sent, longer than the wait for a hanging engine, scaled
 )
 
 Report = Callable[[int, str, dict[str, float]], None]
 
 
 class WeightSender:
-    """One trainer rank's end."""
-
     def __init__(
         self,
         kind: str,
@@ -84,7 +82,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Rank 0 opens the wire at `host`, in `folder`, which must exist and be its own."""
+        """Rank 0 opens the wire at `host`, in its existing `folder`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -111,7 +109,7 @@ class WeightSender:
         All ranks call this, but never between `settle` and the optimizer step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
-          of it. It is called again only if a tensor of `standing`, the weights, has moved.
+          of it. Called again only if one of the weights `standing` has moved.
         - `report` gets every transfer: version, error or "", seconds by part.
         """
         if self._sending is not None:
@@ -138,7 +136,7 @@ class WeightSender:
             self._store.forget(key)
         names = [tensor.name for tensor in self._tensors]
         fingerprints = {n: int(share) & MASK for n, share in zip(names, total, strict=True)}
-        self._store.forget(f"settled/{self._settled}")  # all ranks have read it, as all are here
+        self._store.forget(f"settled/{self._settled}")  # all ranks are here, so all have read it
         path, summary = str(self.folder), digest(fingerprints)
         published = Published(version, path, fingerprints, summary, tuple(canary))
         self._sending.open(version)
@@ -146,7 +144,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait until no process reads the weights. Return the seconds.
+        """Withdraw the version and wait for its readers. Return the seconds.
 
         All ranks call this before the optimizer steps.
         """
@@ -166,7 +164,7 @@ class WeightSender:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the sending. Rank 0 must close last, because its store tells the others."""
+        """End the sending. Rank 0 must close last, since its store tells the others."""
         if self._sending is not None:
             self._sending.close()
 
@@ -200,7 +198,7 @@ class WeightSender:
 
 
 class _SendLoop:
-    """The thread that sends. Rank 0's also coordinates the transfers."""
+    """The sending thread. Rank 0's also coordinates the transfers."""
 
     def __init__(self, sender: WeightSender, holdings: Sequence[Holding]) -> None:
         self._sender, self._holdings = sender, holdings
@@ -209,7 +207,7 @@ class _SendLoop:
         self._changed = threading.Condition()
         self._busy = False
         self._failure: BaseException | None = None
-        self._open: int | None = None  # the version whose transfers may start
+        self._open: int | None = None  # its transfers may start
         self._sent: set[int] = set()  # leases
         self._held: dict[str, HeldTensor] = {}
         self._generation = -1
@@ -221,11 +219,10 @@ class _SendLoop:
         self.start = self._thread.start
 
     def hold(self, held: dict[str, HeldTensor]) -> None:
-        """Send from these tensors from now on."""
         self._held, self._rounds = held, None
 
     def check(self) -> None:
-        """Raise WireFailed if the thread has ended with an error."""
+        """Raise WireFailed if the thread has failed."""
         if self._failure is not None:
             raise WireFailed(
                 f"weight wire: trainer {self._sender.rank} answers no take any more "
@@ -238,9 +235,9 @@ class _SendLoop:
             self._sent.clear()
 
     def admit(self, transfer: Transfer) -> str:
-        """Start the transfer and return "", or return why it may not start.
+        """Start the transfer and return "", or return the reason for a refusal.
 
-        Once started, the weights do not change until it is over.
+        The weights do not change until it is over.
         """
         with self._changed:
             if transfer.version != self._open:
@@ -274,8 +271,8 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Engines are paused, so this stream goes ahead of the trainer's queued work. It
-                # reads finished weights, because `publish` has waited for the step's end.
+                # Engines are paused, so this stream goes ahead of the trainer's queued work.
+                # The weights are finished: `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -327,7 +324,6 @@ class _SendLoop:
         return TransferResult("", parts.seconds)
 
     def _form(self, order: TransferOrder) -> None:
-        """Form the order's group and plan its messages."""
         self._drop()
         assert self._store is not None
         sender, store = self._sender, self._store
@@ -368,7 +364,6 @@ class _SendLoop:
 
     @torch.no_grad()
     def _send(self, parts: PartTimer) -> None:
-        """Send all rounds, filling one bucket while the other is being sent."""
         begin = time.perf_counter()
         if self._rounds is None:
             self._rounds = self._copies()
