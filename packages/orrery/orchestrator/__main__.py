@@ -11,7 +11,6 @@ from orrery.runtime.role_context import RoleContext, role_process
 
 
 async def rl(ctx: RoleContext) -> None:
-    """Run the RL stage from the first weights to the last evaluation, or until it is preempted."""
     wire = assemble.sender(ctx)
     try:
         try:
@@ -30,13 +29,13 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage under a heartbeat, because other roles wait for this event loop."""
+    """Run the stage under a heartbeat: other roles wait for this event loop."""
     async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop if it is installed. It makes requests cheaper."""
+    """Return uvloop's faster event loop if installed."""
     try:
         import uvloop
     except ImportError:

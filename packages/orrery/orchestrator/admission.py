@@ -1,11 +1,11 @@
-"""Admission: how many rollouts may be in flight. A permit is one rollout.
+"""Limit the rollouts in flight. A permit is one rollout.
 
-- Lowering the limit cancels no rollout. It only stops new ones.
-- The adaptive limit is `engines / share`. `share` is the learned part of one engine's cache that a
-  rollout in flight takes.
-- A higher measured share counts at once. A lower one counts slowly, as rollouts end, and only while
-  all permits are taken and queues are short: young rollouts must not raise the limit.
-- A preemption lowers the limit by at most BACKOFF, and again only once the pool fits that limit.
+- Lowering the limit cancels no rollout.
+- The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
+  in flight takes.
+- `share` rises at once. It falls slowly, as rollouts end, and only while all permits are taken and
+  queues are short: young rollouts must not raise the limit.
+- A preemption lowers the limit by at most BACKOFF, and again only when the pool fits that limit.
 """
 
 import math
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
 from orrery.orchestrator.engines.messages import EngineMetrics
 
-BACKOFF = 0.05  # largest cut for one poll with preemptions, as a part of the limit
+BACKOFF = 0.05  # largest cut per poll with preemptions, as a part of the limit
 LEAST = 1e-9  # share of a cache
-DECAY = 3.0  # after the whole pool has turned over, e^-DECAY of an old share remains
+DECAY = 3.0  # after a turnover of the whole pool, e^-DECAY of an old share remains
 
 
 @dataclass
@@ -36,15 +36,15 @@ class AdaptiveLimit:
     ) -> None:
         """Update share and limit from one poll.
 
-        `loads` has the serving engines by index, without prefill engines, whose caches hold a
-        prompt only briefly. `num_ended` and `was_full` (no free permit) are since the last poll.
+        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) count since
+        the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # Requests whose cache is being loaded count as waiting, but hold their blocks.
+        # Loading requests count as waiting, but hold their blocks.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -73,7 +73,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Return the preemptions since the last poll. A restarted engine counts from 0 again."""
+        """Count preemptions since the last poll. A restarted engine counts from 0."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals
@@ -110,7 +110,6 @@ class Admission:
         self._num_ended += count
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Adapt the limit to the serving engines (`AdaptiveLimit.observe`)."""
         was_full = self._was_full or self.taken >= self.limit
         if self.adaptive is not None:
             self.adaptive.observe(loads, self.taken, self._num_ended, was_full)

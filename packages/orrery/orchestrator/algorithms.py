@@ -1,6 +1,6 @@
 """Algorithms: pure functions from the rewards of one group to its advantages.
 
-Equal rewards give advantages of exactly 0. To add an algorithm, write a function here, put it into
+Equal rewards give advantages of exactly 0. To add an algorithm, write a function, list it in
 `ALGORITHMS`, and add its record to the manifest's schema.
 """
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 
-STD_FLOOR = 1e-6  # keeps rounding errors of nearly equal rewards small
+STD_FLOOR = 1e-6  # bounds rounding errors of nearly equal rewards
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    With `normalize_std` divide by the population's standard deviation, as the paper does. It gives
-    easy and hard problems more weight (Liu et al. 2025, "Dr. GRPO").
+    `normalize_std` divides by the population's standard deviation, as in the paper. It favours
+    easy and hard problems (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -45,5 +45,5 @@ ALGORITHMS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {"grpo": grpo, 
 
 
 def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
-    """Return the advantage of every rollout of one group: f32 [n] from rewards f32 [n], n ≥ 2."""
+    """Return one group's advantages f32 [n] from its rewards f32 [n], n ≥ 2."""
     return ALGORITHMS[algorithm.kind](rewards, algorithm)

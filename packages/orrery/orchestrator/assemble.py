@@ -26,14 +26,14 @@ from orrery.wire.weight_wire import make_watch, served_model
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # scaled; data sets and a checkpoint may be on a slow shared file system
-SERVERS_START_S = 600.0  # scaled; vLLM may import and compile for minutes
+READ_S = 1800.0  # for slow shared file systems, scaled
+SERVERS_START_S = 600.0  # for vLLM's imports and compilation, scaled
 
 
 async def engine_pool(ctx: RoleContext) -> EnginePool:
-    """Wait until all engines and the router, if there is one, listen. Return their clients.
+    """Wait until all engines and any router listen. Return their clients.
 
-    Raise Preempted, with the step at which the stage begins, if the stage is preempted meanwhile.
+    Raise Preempted, with the stage's start step, if preempted meanwhile.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -53,11 +53,11 @@ async def engine_pool(ctx: RoleContext) -> EnginePool:
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait for `count` servers of `role` in a thread. Cancelling ends the thread."""
+    """Wait for `count` servers of `role`. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # else the event loop would wait for this thread at exit
+        if is_left.is_set():  # the event loop waits for this thread at exit
             raise asyncio.CancelledError
         if request.poll():
             raise Preempted(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
@@ -71,7 +71,6 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
 
 
 def tasks(manifest: Manifest) -> dict[str, list]:
-    """Build the tasks by purpose."""
     return {
         "train": [make(use) for use in manifest.tasks.train],
         "evaluation": [make(use) for use in manifest.tasks.evaluation],
@@ -79,18 +78,16 @@ def tasks(manifest: Manifest) -> dict[str, list]:
 
 
 def policy_dir(ctx: RoleContext, *stages: str) -> Any:
-    """Return the weights folder of the first of `stages` that this run has."""
+    """Return the weights folder of the run's first stage among `stages`."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
     return ctx.run_dir / "weights" / names[0]
 
 
 def renderer(ctx: RoleContext, *stages: str) -> Renderer:
-    """Return the chat format of that folder, limited to the model's vocabulary."""
     return Renderer(policy_dir(ctx, *stages), ctx.manifest.model.vocab_size)
 
 
 def sender(ctx: RoleContext) -> RolloutSender:
-    """Open the rollout wire in this event loop and publish its address."""
     kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
     wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
     rendezvous.publish(ctx, wire.url)
@@ -102,7 +99,7 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
     Remove earlier attempts' incomplete checkpoints and the finished SFT stage's checkpoints.
     """
-    # Safe here: every file of a new checkpoint is written after the next batch is taken.
+    # Safe here: new checkpoints start only after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))
@@ -119,7 +116,6 @@ def scheduler(ctx: RoleContext) -> Scheduler:
 
 
 async def read_in_thread(ctx: RoleContext, read: Callable[[], T]) -> T:
-    """Return `read()`, run in a thread because it may take minutes."""
     waits_for = "tasks, their data and checkpoints to be read"
     with ctx.health.waiting(waits_for, deadline_s=scaled(READ_S)):
         return await WorkerThread("assemble")(read)

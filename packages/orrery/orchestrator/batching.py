@@ -1,7 +1,6 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, and a metrics row.
 
-A document holds views of the arrays that the engine's client returned. Nothing is copied until the
-wire gathers a micro-batch.
+A document's columns are views. Only the wire copies them, when it gathers a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from orrery.wire.routed_experts import COLUMN
 
 
 def document(rollout: Rollout, temperature: float) -> Columns:
-    """Return one rollout with an advantage as columns."""
     assert rollout.advantage is not None
     routes = {} if rollout.routed_experts is None else {COLUMN: rollout.routed_experts}
     return Columns(
@@ -43,10 +41,7 @@ def document(rollout: Rollout, temperature: float) -> Columns:
 
 
 def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
-    """Return {version: digest} of all versions that sampled a token here, oldest first.
-
-    The versions are strings, because JSON keys are.
-    """
+    """Return {version: digest} of all sampling versions, oldest first, with JSON's string keys."""
     versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 
@@ -54,8 +49,8 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
     """Pack the documents into batch `step`.
 
-    `totals` has the number of member tokens of every loss component, and sizes. All ranks of a
-    context-parallel group get the same micro-batches, and each slices its own part.
+    `totals` has the tokens of every loss component, and sizes. All ranks of a context-parallel
+    group get the same micro-batches, and each slices its part.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
@@ -73,7 +68,6 @@ def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: di
 
 
 def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
-    """Return the batch's metrics row: its rollouts, and the time since the batch before."""
     rollouts, tally = batch.rollouts, batch.tally
     versions = [rollout.sampled_versions for rollout in rollouts]
     behind = batch.step - 1 - np.concatenate(versions)
@@ -88,7 +82,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Over all complete groups: groups of equal rewards do not train and would bias the mean.
+        # Over all complete groups: leaving out groups of equal rewards would bias the mean.
         "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),

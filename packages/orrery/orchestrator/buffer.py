@@ -1,9 +1,9 @@
 """The rollout buffer: rollouts become groups, groups get advantages, and batches leave.
 
-- A group needs two rewards, else it is dropped (`too_few_survivors`). Timeouts with a reward of 0
+- A group with fewer than two rewards is dropped (`too_few_survivors`). Timeouts with a reward of 0
   count in the baseline, but are not trained.
-- `drop_zero_advantage_groups` puts groups of zero advantages into `spare`. They fill the batch once
-  `max_sampled_ratio` times the batch has been sampled.
+- `drop_zero_advantage_groups` puts groups of zero advantages into `spare`. They fill the batch
+  after `max_sampled_ratio` times the batch was sampled.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A group may be split.
 - The sweep before a batch guarantees the staleness bound.
 """
@@ -20,8 +20,8 @@ from orrery.orchestrator.algorithms import advantages
 from orrery.orchestrator.requests import Failed, GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # so many batches of rollouts without a trainable group are an error
-RAISE = {  # by reason, the setting to raise
+BARREN_BATCHES = 10  # limit of consecutive batches without a trainable group
+RAISE = {  # reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
@@ -30,7 +30,7 @@ RAISE = {  # by reason, the setting to raise
 
 @dataclass
 class Group:
-    """The finished and failed members. `num_zeros` failed members have the reward 0."""
+    """Finished and failed members. `num_zeros` failed members have the reward 0."""
 
     request: GroupRequest
     version: int  # at dispatch
@@ -40,8 +40,6 @@ class Group:
 
 
 class Groups:
-    """The incomplete groups."""
-
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
 
@@ -50,7 +48,7 @@ class Groups:
         return sum(len(group.survivors) for group in self._groups.values())
 
     def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
-        """Return the complete group if this was its last member."""
+        """Return the group if this completes it."""
         key = request.group.key
         group = self._groups.setdefault(key, Group(request.group, request.version))
         group.num_ended += 1
@@ -61,12 +59,11 @@ class Groups:
         if group.num_ended < request.group.size:
             return None
         del self._groups[key]
-        # By member, not by arrival, so that the batch does not depend on the order of events.
+        # Sort, so that the batch does not depend on the order of arrival.
         group.survivors = dict(sorted(group.survivors.items()))
         return group
 
     def drop(self, dropped: GroupDropped) -> int:
-        """Forget the group. Return its number of finished rollouts."""
         group = self._groups.pop(dropped.group.key, None)
         return len(group.survivors) if group else 0
 
@@ -77,14 +74,14 @@ class RolloutBuffer:
         self.drop_zero = settings.drop_zero_advantage_groups
         # Rollouts to sample for a batch.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # Generation is never further ahead.
+        # The farthest that generation runs ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()  # in order of completion
         self.spare: deque[list[Rollout]] = deque()  # groups of zero advantages
-        self.num_sampled = 0  # less the budget of each batch that left
+        self.num_sampled = 0  # minus the budget of each taken batch
         self.dropped: Counter[str] = Counter()  # rollouts by reason
-        self._barren: Counter[str] = Counter()  # the same, since the last trainable group
-        self._details: dict[str, str] = {}  # by reason, the newest error sentence
+        self._barren: Counter[str] = Counter()  # since the last trainable group
+        self._details: dict[str, str] = {}  # reason → newest error sentence
 
     @property
     def num_queued(self) -> int:
@@ -92,14 +89,14 @@ class RolloutBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Whether a batch is ready. Spare groups count once the batch's budget is spent."""
+        """Whether a batch is ready. Spare groups count after the budget is spent."""
         lacking = self.rollouts_per_batch - self.num_queued
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many rollouts, in flight too, the next `num_batches` batches need.
+        """Return how many rollouts beyond the queue the next `num_batches` need.
 
-        This exceeds the budget if stale rollouts were dropped.
+        May exceed the budget after stale rollouts were dropped.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -139,7 +136,6 @@ class RolloutBuffer:
         return has_signal
 
     def sweep(self, oldest_version: int) -> None:
-        """Drop groups that hold a token older than `oldest_version` (`stale_in_queue`)."""
         for groups in (self.queue, self.spare):
             fresh = []
             for group in groups:
@@ -152,7 +148,6 @@ class RolloutBuffer:
                 groups.extend(fresh)
 
     def take_batch(self, oldest_version: int) -> list[Rollout] | None:
-        """Sweep, and return the next batch, or None if it is not ready."""
         self.sweep(oldest_version)
         if not self.has_batch:
             return None
@@ -162,7 +157,6 @@ class RolloutBuffer:
         return batch
 
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
-        """Count rollouts that leave without training."""
         if num_rollouts:
             self.dropped[reason] += num_rollouts
             if reason != ENGINE_GONE:  # lost engines are limited elsewhere
@@ -171,7 +165,7 @@ class RolloutBuffer:
             self._details[reason] = detail
 
     def check_not_starved(self) -> None:
-        """Raise RunFailed, with reasons and counts, if too many rollouts in a row cannot train."""
+        """Raise RunFailed if too many rollouts in a row cannot train."""
         num_lost = sum(self._barren.values())
         if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return
@@ -193,7 +187,7 @@ def _size(groups: deque[list[Rollout]]) -> int:
 
 
 def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
-    """Remove up to `most` rollouts from the front. The rest of a split group stays in front."""
+    """Remove up to `most` rollouts. The rest of a split group stays in front."""
     taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()

@@ -10,10 +10,7 @@ from typing import Any
 
 
 class Notifier:
-    """Wake every task that waits for a change.
-
-    A task that checks its condition and then waits, with no `await` in between, misses no change.
-    """
+    """Wake all waiting tasks. A task must not `await` between its check and its wait."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -23,7 +20,6 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return at the next notification, or after `timeout_s`."""
         # Not wait_for: in Python 3.11 it loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -31,7 +27,7 @@ class Notifier:
 
 
 class WorkerThread:
-    """Run blocking calls in order in a daemon thread. It does not delay the process's exit."""
+    """Run blocking calls in order in a daemon thread. Cancelling withdraws a queued call."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -39,7 +35,6 @@ class WorkerThread:
         self._lock = threading.Lock()
 
     async def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return or raise `call()`'s result. Cancelling withdraws a call that has not begun."""
         with self._lock:
             if not self._thread.ident:
                 self._thread.start()
@@ -53,5 +48,5 @@ class WorkerThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # raised in the caller
+                except BaseException as error:
                     future.set_exception(error)

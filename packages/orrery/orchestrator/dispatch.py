@@ -1,10 +1,10 @@
 """Dispatch: turn group requests into rollouts in flight, and end slow rollouts.
 
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
-- Order: evaluation, then started groups (their prompt is cached), then new ones.
-- A group keeps the engines' version of its first member's start, as cache salt of all turns.
+- Order: evaluation, then started groups (their prompt is cached), then new groups.
+- A group's cache salt is the engines' version at its first member's start.
 - Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
-- Pure: no clock, no engine. The caller runs and cancels the requests.
+- Pure: the caller runs and cancels the requests.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from orrery.orchestrator.requests import GroupDropped, GroupRequest, Purpose, Re
 from orrery.runtime.timing import scaled
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # scaled; the metrics of an engine that generates change within a second
+PROOF_S = 30.0  # metrics of a generating engine change within a second, scaled
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _OpenGroup:
     version: int | None = None
     num_started: int = 0
     to_restart: list[int] = field(default_factory=list)  # members
-    # By request name: the request and its start time.
+    # Request name → request and start time.
     in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
     @property
@@ -65,7 +65,6 @@ class Dispatch:
         self._waiting[group.purpose].append(group.key)
 
     def start(self, version: int, now_s: float) -> list[Request]:
-        """Return the requests to start. Each holds a permit until it leaves."""
         started = []
         while self.admission.free:
             queue = self._waiting["evaluation"] or self._waiting["train"]
@@ -88,7 +87,7 @@ class Dispatch:
         return started
 
     def leave(self, name: str) -> bool:
-        """End a request. Return False if its group was dropped, so the result is void."""
+        """End a request. Return False if its group was dropped."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -111,9 +110,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Return the requests that were served for longer than `timeout_s`. They stay in flight.
+        """Return the requests served for longer than `timeout_s`. They stay in flight.
 
-        Time with `is_served` false (no engine serves) does not count, and no request expires then.
+        Time with `is_served` false does not count, and no request expires then.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -132,7 +131,6 @@ class Dispatch:
         ]
 
     def drop_stale(self, oldest_version: int) -> list[GroupDropped]:
-        """Drop train groups whose version is too old for any batch to come."""
         return [
             self._drop(group, "stale_in_flight")
             for group in self._train_groups()
@@ -163,11 +161,11 @@ class _Expired:
 class TimeoutClassifier:
     """Find out why rollouts took longer than `rollout_timeout_s`.
 
-    - `timeout`: every engine with requests made tokens since, so the rollout itself is slow.
+    - `timeout`: every engine with requests made tokens since, so the rollout is slow.
     - `engine_still`: an engine with requests made no tokens for PROOF_S.
-    - `no_answer`: the rollout was in its task or judge, not in an engine.
+    - `no_answer`: the rollout was in its task or judge.
 
-    Only `timeout` may count as a reward of 0 (`orchestrator.on_timeout`). The rest are failures.
+    Only `timeout` may become a reward of 0 (`orchestrator.on_timeout`).
     """
 
     def __init__(self, timeout_s: float):
@@ -175,7 +173,7 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare the engines' metrics with the first poll. `loads` is {} if one did not answer."""
+        """Compare metrics with the first poll. `loads` is {} if an engine did not answer."""
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)
@@ -188,7 +186,7 @@ class TimeoutClassifier:
     def reasons(
         self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float
     ) -> list[tuple[Request, str, str]]:
-        """Return (request, reason, sentence) for each expired request with a known reason."""
+        """Return (request, reason, sentence) of expired requests with a known reason."""
         requests, found = list(expired), []
         self._expired = {
             request.name: self._expired.get(request.name) or _Expired(now_s) for request in requests

@@ -1,4 +1,4 @@
-"""Poll the engines: their load goes to admission, to the metrics, and into activity spans."""
+"""Poll the engines' load for admission, metrics and activity spans."""
 
 import time
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import Pace, period_s
 
 ENGINE_POLL_S = 0.5
-PIECE_S = 5.0  # length of an activity span; longer in long runs
+PIECE_S = 5.0  # length of an activity span, longer in long runs
 
 
 async def poll_engines(
     ctx: RoleContext, pool: Any, admission: Admission, pace: Pace | None = None
 ) -> dict[int, EngineMetrics]:
-    """Return the load of every engine by index, or {} if one does not answer in time.
+    """Return every engine's load by index, or {} if an engine does not answer in time.
 
-    Rows are written when `pace` is due, or always if it is None.
+    Writes rows when `pace` is due, or always if it is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
@@ -38,7 +38,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # The first engines only prefill. Rollouts are in the caches of the others.
+    # The first engines only prefill. The others' caches hold rollouts.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})
@@ -53,9 +53,9 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write spans `generate` (attribute `engine`) of the times in which an engine had requests.
+    """Write spans `generate` (attribute `engine`) while an engine has requests.
 
-    Long spans are written in pieces, so a live view sees them grow and a killed run keeps them.
+    Long spans are split, for live views and killed runs.
     """
 
     def __init__(self, add_span: Callable[..., None]):

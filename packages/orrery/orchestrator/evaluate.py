@@ -1,7 +1,7 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
-- Both policies are loaded from the files in `weights/`, whatever wire the RL stage has, and are
-  attested like any update. Both use the same seeds.
+- Both policies are loaded from files in `weights/`, whatever the RL stage's wire, and attested.
+  Both use the same seeds.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 """
 
@@ -91,10 +91,10 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 
 
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
-    """Raise RunFailed if the weights in `folder` differ from `version`, the trainer's last one.
+    """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Only the wire `files` carries the same tensors in the same precision. For other wires the
-    launcher compares `folder` with the receipt.
+    Other wires than `files` change tensors or precision. For them the launcher compares `folder`
+    with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
@@ -194,11 +194,11 @@ class EvaluationLoop:
 
 
 def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
-    """Return the content of `result.json`: the reward of each policy, and by task.
+    """Return the content of `result.json`: each policy's reward, total and by task.
 
-    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included. The `num_failed` rollouts
-      have no reward. `num_timeouts` counts all timeouts.
-    - A policy's mean weights each task by all rollouts asked for.
+    - `reward_mean` is over `num_rollouts`, timeouts of reward 0 included. `num_failed` rollouts
+      have no reward.
+    - A policy's mean weights each task by its requested rollouts.
     """
     content: dict[str, Any] = {"tasks": {}}
     for policy, result in results.items():

@@ -1,10 +1,10 @@
 """Evaluation: held-out problems on one pinned policy version, beside training.
 
-- Due at the first version, whenever a multiple of `interval_steps` is reached or passed, and after
-  the last batch. An interrupted evaluation is due again.
-- Updates wait while one is active.
-- The problems are 0 … num_problems − 1 of every evaluation task, the same each time.
-- A task's mean leaves failed rollouts out. It is an error if all failed.
+- Due at the first version, at or after each multiple of `interval_steps`, and after the last batch.
+  An interrupted evaluation is due again.
+- Updates wait for an active evaluation.
+- The problems are always 0 … num_problems − 1 of every evaluation task.
+- A task's mean excludes failed rollouts. It is an error if all failed.
 """
 
 from collections import Counter
@@ -25,21 +25,19 @@ class _Active:
     num_missing: int
     rollouts: list[tuple[Request, Rollout]] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
-    zeros: Counter[int] = field(default_factory=Counter)  # timeouts with reward 0, by task index
-    details: dict[int, str] = field(default_factory=dict)  # by task index, of the last failure
+    zeros: Counter[int] = field(default_factory=Counter)  # timeouts of reward 0, by task index
+    details: dict[int, str] = field(default_factory=dict)  # last failure by task index
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One finished evaluation, with one row per task."""
-
     version: int
     rows: list[dict]
     rollouts: list[tuple[GroupRequest, Rollout]]  # sorted by group and member
 
     @property
     def reward_mean(self) -> float:
-        """The mean over tasks, each weighted by all rollouts asked for, failed ones too."""
+        """The mean over tasks, weighted by requested rollouts."""
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
         total = sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
         return float(total / sum(asked))
@@ -59,12 +57,11 @@ class Evaluations:
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
         self.last = last  # the newest evaluated version
-        self.num_groups = num_groups  # made so far; the number of the next group
+        self.num_groups = num_groups  # next group's number
         self._active: _Active | None = None
 
     @property
     def pinned(self) -> int | None:
-        """The version that engines must keep, or None."""
         return self._active.version if self._active else None
 
     def due(self, version: int) -> bool:
@@ -77,7 +74,6 @@ class Evaluations:
         )
 
     def begin(self, version: int, now_s: float) -> list[GroupRequest]:
-        """Pin `version` and return the groups to dispatch."""
         size = self.rollouts_per_problem
         groups: list[GroupRequest] = []
         for problem_index in range(self.num_problems):
@@ -91,7 +87,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Return the result if this was the last rollout. Raise RunFailed on another version."""
+        """Return the result after the last rollout. Raise RunFailed on another version."""
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1

@@ -1,13 +1,12 @@
 """The RL stage: four activities in one event loop. They share only the scheduler's state.
 
-    generate       permits become rollouts, and each ends finished, failed or dropped
-    train          when the trainer is close enough: take a batch, snapshot, pack, record, send
-    follow         load new versions into the engines, and start evaluations of some of them
+    generate       start rollouts, and end slow rollouts
+    train          take a batch when the trainer is close enough, snapshot, pack, record, send
+    follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-When preempted, `train` waits until the trainer has done its work, writes a checkpoint and ends.
-After the last batch the trainer gets the last evaluation's rollouts to compare log-probs, because a
-single version made them.
+When preempted, `train` waits for the trainer, writes a checkpoint and ends. After the last batch
+the trainer compares log-probs on the last evaluation's rollouts: a single version made them.
 """
 
 import asyncio
@@ -33,8 +32,8 @@ from orrery.runtime.timing import Pace, scaled
 from orrery.wire import checkpoints, column_files
 
 TICK_S = 0.5  # the precision of rollout timeouts
-POLL_S = 0.03  # between looks for a publication
-FIRST_VERSION_S = 600.0  # scaled; for the trainer's start
+POLL_S = 0.03
+FIRST_VERSION_S = 600.0  # for the trainer's start, scaled
 NUM_SAMPLES = 4  # decoded rollouts per batch
 
 
@@ -67,7 +66,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and evaluated. Raise Preempted if preempted."""
+        """Run until the last batch is trained and evaluated. May raise Preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)
@@ -91,7 +90,7 @@ class Loop:
             self.runner.check()
             self.pool.check()
             self._end_expired(time.monotonic())
-            # When preempted, rollouts in flight may still finish and are kept.
+            # When preempted, rollouts in flight may still finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -106,7 +105,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Do not train tokens of an engine before it has attested its weights.
+            # Do not train tokens of an engine that may compute wrongly.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -128,7 +127,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # not at every change, because a look reads files
+            await asyncio.sleep(POLL_S)  # not at every change: each look reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
@@ -157,7 +156,7 @@ class Loop:
         for request, reason, detail in self.timeouts.reasons(
             expired, self.runner.is_generating, now_s
         ):
-            # Fail the request before it is cancelled, so that a late result is void.
+            # Fail the request before its cancellation, so that a late result is void.
             self._failed(request, reason, detail)
             self.runner.cancel([request])
 
@@ -199,7 +198,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Written before it is sent, since a batch that a checkpoint counts is never taken again.
+        # Write before sending, since a batch counted by a checkpoint is never taken again.
         self.ctx.metrics.write(
             step,
             **row,
@@ -220,7 +219,6 @@ class Loop:
         self.ctx.log.info(text, step, row["reward_mean"], row["staleness_mean"])
 
     def _warn_of_little_signal(self, step: int, row: dict) -> None:
-        """Warn once if most rollouts carry no signal."""
         if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
             return
         self._has_warned = True
@@ -234,7 +232,6 @@ class Loop:
         )
 
     async def _end_preempted(self) -> NoReturn:
-        """End both roles after the last sent batch."""
         step = self.scheduler.clock.next_batch - 1
         with self.ctx.health.waiting(f"trainer to ask for batch {step + 1}, to wind down"):
             await self.sender.wanted(step + 1)
@@ -242,19 +239,18 @@ class Loop:
         await stop_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write our half of checkpoint `step`, the last batch sent, unless it is 0."""
+        """Write our half of checkpoint `step`, the last batch sent, unless 0."""
         if step:
             where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
             is_resumed = step == self._first_step
             await asyncio.to_thread(snapshot.write_now, *where, kept, self.temperature, is_resumed)
 
     def _may_be_last(self, version: int) -> bool:
-        """Whether `version` may be the stage's last once it is evaluated."""
         has_stop = self.manifest.orchestrator.evaluation.stop_at is not None
         return has_stop or version == self.scheduler.clock.num_batches
 
     async def _send_comparison(self) -> None:
-        """Send the last evaluation's rollouts. The trainer scores them without training."""
+        """Send the last evaluation's rollouts to compare log-probs."""
         evaluation = self._evaluation
         assert evaluation is not None and evaluation.version == self.scheduler.clock.num_batches
         version, step = evaluation.version, evaluation.version + 1
@@ -285,7 +281,6 @@ class Loop:
             await self.sender.send(packed)
 
     async def _keep_early_end(self, evaluation: EvaluationResult) -> None:
-        """Write the last checkpoint's half, and the row `stopped_early`."""
         step = evaluation.version
         await self._write_now(step)
         self.ctx.metrics.write(
@@ -322,7 +317,6 @@ class Loop:
         return self.manifest.inference.num_replicas > 1
 
     def _report_health(self) -> None:
-        """Write to health what the stage does or waits for, when it changes."""
         clock = self.scheduler.clock
         step = min(clock.next_batch, clock.num_batches)
         waits, deadline_s = None, None

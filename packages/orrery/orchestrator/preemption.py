@@ -1,7 +1,7 @@
-"""Preemption: notice a request to stop early, and stop the trainer's ranks at the same step.
+"""Notice a preemption request, and stop all trainer ranks at the same step.
 
-All ranks get an empty batch with `wind_down` in its info. They then complete the checkpoint of the
-last step, for which the orchestrator has written its half.
+All ranks get an empty batch with `wind_down` in its info. They then complete the last step's
+checkpoint. The orchestrator has already written its half.
 """
 
 import time
@@ -14,11 +14,11 @@ from orrery.runtime.timing import scaled
 from orrery.wire.rollout_wire import Batch, RolloutSender
 
 POLL_S = 1.0
-TAKE_S = 900.0  # the trainer may be starting, or writing a checkpoint
+TAKE_S = 900.0  # the trainer may be starting or writing a checkpoint
 
 
 class PreemptionWatch:
-    """Whether the stage is asked to stop early. Polls at most once per second, and never resets."""
+    """Whether the stage must stop early. Polls at most once per second."""
 
     def __init__(self, ctx: RoleContext):
         self._ctx, self._next_poll_s = ctx, 0.0
@@ -33,7 +33,7 @@ class PreemptionWatch:
 
 
 async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoReturn:
-    """Tell all trainer ranks to stop after batch `step`. Raise Preempted once all have heard."""
+    """Stop all trainer ranks after batch `step`, then raise Preempted."""
     ranks = ctx.manifest.trainer.mesh.world_size
     with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))

@@ -1,8 +1,8 @@
-"""Requests for rollouts: their source, their types, and the three ways in which they end.
+"""Requests for rollouts: their source, types and three ends.
 
     Source → GroupRequest → dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-The next task is the one furthest behind its share, so every stretch of groups holds the mixture.
+The next task is the task furthest behind its share, so every stretch of groups has the mixture.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ Purpose = Literal["train", "evaluation"]
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`size` rollouts of one problem. Train and evaluation groups are numbered separately."""
+    """`size` rollouts of one problem. Each purpose numbers its groups separately."""
 
     purpose: Purpose
     group_id: int
@@ -31,7 +31,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version` is its group's at dispatch, and the cache salt."""
+    """One dispatched rollout. `version` is its group's, and the cache salt."""
 
     group: GroupRequest
     member: int
@@ -39,15 +39,15 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Unique in a run. The engine's request id is this name and the turn."""
+        """Unique in a run. The engine's request id appends the turn."""
         return f"{self.group.key}-{self.member}"
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed rollout. Metrics count the word `reason`; `detail` is the error sentence.
+    """A failed rollout.
 
-    With `is_zero` it is a reward of 0 in an evaluation and in its group's baseline.
+    With `is_zero` it counts as a reward of 0 in an evaluation and in its group's baseline.
     """
 
     reason: str
@@ -57,7 +57,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class GroupDropped:
-    """A dropped group: `in_flight` must be cancelled, `num_undispatched` members never started."""
+    """A dropped group. Cancel `in_flight`. `num_undispatched` members never started."""
 
     group: GroupRequest
     reason: str
@@ -66,8 +66,6 @@ class GroupDropped:
 
 
 class Source:
-    """An endless stream of train groups, after the `unfinished` ones of a snapshot."""
-
     def __init__(
         self,
         tasks: Sequence[TaskUse],

@@ -1,9 +1,8 @@
 """Run one episode of a task and return it as arrays, a `Rollout`.
 
-- A sampled token is never decoded and encoded again on its way to the trainer.
+- Sampled tokens are never decoded and encoded again.
 - Prompt and tool tokens are untrained and have NO_VERSION.
-- If routed experts are replayed, each turn returns its new input tokens' experts.
-- `truncated`: the last turn reached a length limit. The rollout is judged as it is.
+- A rollout that reached a length limit is `truncated`, and judged anyway.
 - Failures of engine, task or judge, and empty generations, are `RolloutFailed(reason)`, never a
   reward. A broken judge (`JudgeBroken`) ends the run.
 """
@@ -28,18 +27,18 @@ from orrery.wire.routed_experts import RouteShape
 
 PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
 NO_VERSION = -1
-ENGINE_GONE = "engine_gone"  # the reason if the engine was lost
+ENGINE_GONE = "engine_gone"
 
 
 class RolloutFailed(Exception):
-    """A failed episode. Metrics count the word `reason`; `detail` is the error sentence."""
+    """A failed episode. Metrics count `reason`."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason, self.detail = reason, detail
 
 
-# Raised through a task's code, but not by the task.
+# Raised through a task's code, but not its failures.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -52,9 +51,9 @@ NOT_THE_TASKS = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished episode. The arrays have one entry for each token of the conversation.
+    """One finished episode. The arrays have one entry per token of the conversation.
 
-    The fields from `advantage` on are set once the rollout's group is complete.
+    The fields from `advantage` on are set when the rollout's group is complete.
     """
 
     token_id: np.ndarray  # i32 [n]
@@ -79,25 +78,21 @@ class Rollout:
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """The versions of the sampled tokens, at least one."""
+        """The sampled tokens' versions, not empty."""
         return self.version[self.trained]
 
-    @cached_property  # read at every event while the rollout is queued
+    @cached_property
     def oldest_version(self) -> int:
         return int(self.sampled_versions.min())
 
 
 class Engine(Protocol):
-    """The part of `EnginePool` that a rollout uses."""
-
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any: ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
 
 class _Tokens:
-    """The conversation so far, in chunks."""
-
     def __init__(self, prompt: list[int]):
         self.chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self.length = 0
@@ -122,7 +117,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """The first token without routes: the last sampled one. It only now becomes an input."""
+        """The first token without routes: the last sampled token, not yet an input."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -146,9 +141,9 @@ async def run_episode(
 ) -> Rollout:
     """Run problem `problem_index` from its prompt to its judgement. Raise RolloutFailed.
 
-    - `name` is unique among rollouts in flight.
-    - With `seed`, turn t samples with `seed + t`.
-    - With `routes`, the shape of the model's routed experts, the rollout has `routed_experts`.
+    - `name`: unique among rollouts in flight.
+    - `seed`: turn t samples with `seed + t`.
+    - `routes`: shape of the model's routed experts, to replay them.
     - Cancelling aborts the request in the engine.
     """
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
@@ -186,7 +181,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # there is no room for an answer, so the reply is left out too
+            truncated = True  # no room for an answer, so drop the reply too
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -227,7 +222,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     try:
         generation = await engine.generate(token_ids, request_id=request_id, **options)
     except asyncio.CancelledError:
-        # A router keeps the engine's connection open, so the request must be aborted by name.
+        # A router keeps the engine's connection open, so abort the request by name.
         await asyncio.shield(_abort(engine, request_id))
         raise
     except OrreryError as error:
@@ -254,7 +249,7 @@ def _failed(reason: str, error: BaseException) -> RolloutFailed:
 
 
 def _guard(reason: str, call: Any) -> Any:
-    """Return `call()`. Any exception of the task, even SystemExit, becomes RolloutFailed."""
+    """Return `call()`. The task's exceptions, even SystemExit, become RolloutFailed."""
     try:
         return call()
     except NOT_THE_TASKS:

@@ -1,7 +1,7 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- Every request ends in one call of `on_finished` or `on_failed`, unless it is cancelled.
-- Any exception other than `RolloutFailed` ends the run: `check` raises it in the loop.
+- Every request ends in one call of `on_finished` or `on_failed`, unless cancelled.
+- Any exception except `RolloutFailed` ends the run: `check` raises it in the loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFai
 from orrery.wire.engine_api import request_s
 from orrery.wire.routed_experts import route_shape
 
-# A dead engine refuses at once. The pause keeps its rollouts from failing in a tight loop.
+# Keep rollouts of a dead engine from failing in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -34,7 +34,7 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared` tells whether the trainer may compare log-probs on evaluations of a version.
+        `is_compared(version)`: whether the trainer may compare log-probs on its evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_finished, self.on_failed = on_finished, on_failed
@@ -42,7 +42,7 @@ class RolloutRunner:
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
         self._generating: set[str] = set()  # names of requests in an engine
-        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, still in the engine
         self._error: BaseException | None = None
 
     @property
@@ -50,11 +50,10 @@ class RolloutRunner:
         return len(self._running)
 
     def is_generating(self, request: Request) -> bool:
-        """Whether the rollout is in an engine now, rather than in its task or judge."""
         return request.name in self._generating
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
-        """Call `Engine.generate` and note it while it lasts. `session` is the rollout's name."""
+        """Call `Engine.generate`. `session` is the rollout's name."""
         name = options["session"]
         self._generating.add(name)
         try:
@@ -77,7 +76,7 @@ class RolloutRunner:
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """Cancel these rollouts without a result. Await it to wait until they left the engines."""
+        """Cancel these rollouts. The returned future ends when they left the engines."""
         names = [request.name for request in requests]
         return self._cancel([self._running[name] for name in names if name in self._running])
 
@@ -129,7 +128,7 @@ class RolloutRunner:
 
 
 def evaluation_seed(seed: int, request: Request) -> int:
-    """Return a rollout's own seed, the same for every version, so policies compare fairly."""
+    """Return a rollout's seed, equal for all versions, so policies compare fairly."""
     group = request.group
     text = f"{seed}/{group.task_index}/{group.problem_index}/{request.member}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1

@@ -1,7 +1,6 @@
-"""Write rollouts for people to read: `rollouts/samples.jsonl` and `rollouts/evaluate.jsonl`.
+"""Write readable rollouts, one per line: `rollouts/samples.jsonl` and `rollouts/evaluate.jsonl`.
 
-A line is one rollout. `samples.jsonl` grows with every batch, so long conversations are `shortened`
-there. `evaluate.jsonl` is complete.
+`samples.jsonl` grows with every batch, so its messages are `shortened`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Message
 
 NUM_MESSAGES = 16  # of a conversation
-TEXT_CHARACTERS = 4000  # of a message, and of its tool calls
+TEXT_CHARACTERS = 4000  # of a message or its tool calls
 
 
 def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def line(rollout: Rollout, **about: Any) -> dict[str, Any]:
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the first and last messages, with shortened texts, as JSON types."""
+    """Return the first and last messages, texts shortened, as JSON types."""
     half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
     if left_out <= 0:
         return [_short(message) for message in messages]
@@ -56,7 +55,7 @@ def _short_text(text: str) -> str:
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Add `lines` with their messages `shortened`. A torn last line stays on its own line."""
+    """Add `lines`, messages `shortened`. A torn last line stays separate."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = b"".join(
         msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n"
@@ -71,6 +70,5 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace the file by `lines`."""
     make_folder(path.parent)
     write_atomic(path, b"".join(msgspec.json.encode(each) + b"\n" for each in lines))

@@ -1,10 +1,9 @@
-"""The scheduler makes every decision of the loop. Pure: no engine, no clock, no asyncio.
+"""Make every decision of the loop. Pure: no engine, no clock, no asyncio.
 
-- Groups start only if they can still train: rollouts in flight and queued stay within the batches
-  that may hold the engines' version, and at most one batch beyond `max_batches_ahead`. So a slow
-  trainer pauses generation and the data stay fresh.
-- Nothing starts during an update (`updating`).
-- `start`, `expired` and `batching.row` take monotonic times. All other times are wall-clock.
+- Rollouts in flight and queued fit the batches that may hold the engines' version, and end at most
+  one batch beyond `max_batches_ahead`. So a slow trainer pauses generation.
+- No rollout starts during an update (`updating`).
+- `start`, `expired` and `batching.row` take monotonic times. Other times are wall-clock.
 """
 
 from collections.abc import Sequence
@@ -37,11 +36,10 @@ class Clock:
 
     @property
     def oldest_useful(self) -> int:
-        """The oldest version that may still enter any batch to come."""
         return self.oldest_version(self.next_batch)
 
     def batches_open_to(self, version: int) -> int:
-        """Return how many batches to come may hold tokens of `version`."""
+        """Return how many later batches may hold tokens of `version`."""
         last = min(version + 1 + self.max_off_policy_steps, self.num_batches)
         return max(0, last - self.next_batch + 1)
 
@@ -52,9 +50,9 @@ class Clock:
 
 @dataclass
 class Tally:
-    """What happened since the last batch was taken."""
+    """Counts since the last batch was taken."""
 
-    # (position in manifest.tasks.train, reward, whether its group carries signal), trained or not
+    # (position in manifest.tasks.train, reward, whether its group has signal), trained or not
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -62,7 +60,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Batch `step` of exactly `rollouts_per_batch` rollouts, and the tally until it was taken."""
+    """Batch `step` of exactly `rollouts_per_batch` rollouts, and its tally."""
 
     step: int
     rollouts: list[Rollout]
@@ -71,8 +69,6 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The scheduler's state in a checkpoint."""
-
     next_batch: int
     cursors: list[int]
     in_flight: list[GroupRequest]
@@ -81,8 +77,8 @@ class Snapshot:
     num_sampled: int  # as in `RolloutBuffer`
     evaluated: int  # the newest evaluated version
     num_evaluation_groups: int
-    digests: dict[int, str]  # weight digest by version, of all versions that engines have had
-    num_batches: int  # fewer than in the manifest if the stage ends early
+    digests: dict[int, str]  # weight digest by version
+    num_batches: int  # below the manifest's if the stage ends early
     rewards: list[tuple[int, float, bool]]  # as in `Tally`
 
 
@@ -97,7 +93,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # the newest batch that the trainer has asked for
+        self.wanted = 0  # the newest batch that the trainer asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -108,7 +104,7 @@ class Scheduler:
             evaluation.num_problems,
             evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # Evaluate the last version again: its rollouts are compared, and in no snapshot.
+            # Evaluate the last version again: snapshots lack its rollouts.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )
@@ -119,10 +115,10 @@ class Scheduler:
             unfinished=snapshot.in_flight if snapshot else (),
         )
         self._timeouts_are_zero = settings.on_timeout == "zero"
-        self._open_train_rollouts = 0  # all members of incomplete groups, ended or not
+        self._open_train_rollouts = 0  # members of incomplete groups, ended or not
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
-            self.wanted = snapshot.next_batch - 1  # taken batches had been asked for
+            self.wanted = snapshot.next_batch - 1
             self.buffer.queue.extend(snapshot.queue)
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
@@ -147,16 +143,15 @@ class Scheduler:
         return self.dispatch.start(self.clock.version, now_s)
 
     def expired(self, now_s: float, is_served: bool = True) -> list[Request]:
-        """Return the requests past their time. Time during an update does not count."""
         timeout_s = self.manifest.orchestrator.rollout_timeout_s
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight that no batch to come may hold. Return the requests to cancel."""
+        """Drop groups in flight too old for any later batch. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
-        """Drop all train groups after the last batch. Return the requests to cancel."""
+        """Drop all train groups. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_train("run_over"))
 
     @property
@@ -164,7 +159,7 @@ class Scheduler:
         return self.wanted + self.manifest.orchestrator.max_batches_ahead
 
     def take_batch(self) -> TrainBatch | None:
-        """Return the next batch, or None if it is not ready or too far ahead of the trainer."""
+        """Return the next batch, or None if it is not ready or too far ahead."""
         step = self.clock.next_batch
         if self.clock.all_batches_taken or step > self.newest_allowed_batch:
             return None
@@ -176,11 +171,11 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Whether engines may go to `version` now. An active evaluation pins their version."""
+        """Whether engines may update now. An active evaluation pins them."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
-        """Pin the version and offer the held-out problems, if an evaluation is due."""
+        """Start a due evaluation. Return whether it was due."""
         if not self.evaluations.due(self.clock.version):
             return False
         for group in self.evaluations.begin(self.clock.version, now_s):
@@ -188,7 +183,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """Take no further batch if `result` reached `evaluation.stop_at`. Return whether it did."""
+        """Take no more batches if `result` reached `evaluation.stop_at`. Return whether it did."""
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False
@@ -201,7 +196,6 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        """Whether the last batch is trained and the policy it made is evaluated."""
         num_batches = self.clock.num_batches
         is_trained = self.clock.all_batches_taken and self.clock.version >= num_batches
         return is_trained and self.evaluations.last >= num_batches
@@ -209,14 +203,13 @@ class Scheduler:
     # Events -------------------------------------------------------------------------------------
 
     def updated(self, version: int) -> None:
-        """All engines hold `version`."""
         pinned = self.evaluations.pinned
         if pinned is not None:
             raise AssertionError(f"version {version} went in while evaluation had {pinned} pinned")
         self.clock.version = version
 
     def finished(self, request: Request, rollout: Rollout, now_s: float) -> EvaluationResult | None:
-        """Record a rollout. Return the evaluation's result if this was its last rollout."""
+        """Record a rollout. Return the evaluation's result after its last rollout."""
         if not self.dispatch.leave(request.name):
             return None
         self.tally.generated_tokens += int(rollout.trained.sum())
@@ -225,7 +218,7 @@ class Scheduler:
     def failed(
         self, request: Request, reason: str, detail: str, now_s: float
     ) -> EvaluationResult | None:
-        """Record a failure. An evaluation's rollout restarts if its engine was lost."""
+        """Record a failure, or restart an evaluation's rollout of a lost engine."""
         if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
             self.dispatch.restart(request.name)
             return None
@@ -259,7 +252,7 @@ class Scheduler:
         return [request for group in dropped for request in group.in_flight]
 
     def snapshot(self) -> Snapshot:
-        """Return the state since the last batch. Groups in flight and an evaluation start anew."""
+        """Return the state. Groups in flight and an active evaluation restart on resume."""
         return Snapshot(
             next_batch=self.clock.next_batch,
             cursors=list(self.source.cursors),

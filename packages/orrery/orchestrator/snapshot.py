@@ -1,10 +1,10 @@
 """Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the rest. The
-  folder is published by a rename.
-- Step n's files are written before batch n is sent, so every checkpoint of the trainer has them.
-- A preemption after batch n writes the current state. If step n has its files already, it goes to
-  `later.attempt_<k>/orchestrator/` in that checkpoint. A resumed run prefers it.
+- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest. A rename
+  publishes the folder.
+- Step n's files are written before batch n is sent, so every trainer checkpoint has them.
+- A preemption after batch n writes the current state, to `later.attempt_<k>/orchestrator/` in the
+  checkpoint if step n has files already. A resumed run prefers it.
 """
 
 import shutil
@@ -27,9 +27,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    """The fields of a queued rollout besides its columns."""
-
-    group: int  # number of its group; spare groups come after the queue's
+    group: int  # spare groups come after the queue's
     member: int
     advantage: float
     reward: float
@@ -59,7 +57,6 @@ def folder(run_dir: Path, step: int, attempt: int) -> Path:
 
 
 def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float) -> Path:
-    """Write and return the folder of `step`."""
     return _write(folder(run_dir, step, attempt), step, snapshot, temperature)
 
 
@@ -68,7 +65,7 @@ def write_now(
 ) -> Path:
     """Write the state after batch `step` was sent. Return its folder.
 
-    `is_resumed`: this attempt resumed from `step` and has sent no batch.
+    `is_resumed`: this attempt resumed from `step` and sent no batch.
     """
     if is_resumed:
         checkpoint = checkpoints.whole_dir(run_dir, step)
@@ -81,14 +78,13 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these two leaves an older, valid state: groups that ended since are repeated.
+    # A kill between these two leaves an older, valid state: later groups are repeated.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
 
 
 def _later(checkpoint: Path) -> Path | None:
-    """Return the newest attempt's later state in a checkpoint, or None."""
     attempts = [
         path.parent.name.rpartition("_")[2]
         for path in checkpoint.glob(f"{checkpoints.LATER}.attempt_*/{checkpoints.MARKER}")
@@ -138,7 +134,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
-    """Return the newest state in `checkpoint` of `step`. Raise OrreryError if it is not whole."""
+    """Return the newest state in `checkpoint` of `step`. Raise OrreryError if it is incomplete."""
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:
@@ -181,7 +177,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copied: a mapped file that another node removes is unreadable on a network file system.
+    # Copy: on a network file system, another node's removal makes a mapped file unreadable.
     arrays = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

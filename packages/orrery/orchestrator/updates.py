@@ -1,8 +1,8 @@
 """Updates: load new weights into all engines while rollouts are in flight.
 
-- Order: start nothing → cancel stale rollouts and wait until they left the engines → pause, load,
-  attest and resume (`EnginePool`) → record the version. Aborts during a pause confuse the engines.
-- An update waits for an active evaluation. It then takes the newest version and skips others.
+- Order: stop new rollouts → cancel stale rollouts and wait until they left the engines → pause,
+  load, attest, resume (`EnginePool`) → record. Aborts during a pause confuse engines.
+- An update waits for an active evaluation, then takes the newest version.
 """
 
 import time
@@ -24,7 +24,7 @@ class Updates:
         self.pool, self.watch = pool, watch
 
     async def take_newest(self) -> bool:
-        """Update to a newer version if there is one and none is pinned. Return whether it did."""
+        """Update to a newer version, unless an evaluation pins one. Return whether it did."""
         scheduler = self.scheduler
         if scheduler.evaluations.pinned is not None:
             return False
@@ -34,13 +34,13 @@ class Updates:
         version, digest = published.version, published.digest
         scheduler.updating = True
         was_known = version in scheduler.digests  # from before a resume
-        # Before the update, because its first tokens may arrive before the call returns.
+        # The version's first tokens may arrive before the update returns.
         scheduler.digests[version] = digest
         start_s = time.time()
         await self.runner.cancel(scheduler.drain())
         drained_s = time.time()
         manifest = self.ctx.manifest
-        # With no engine left, an update ends when one has come back.
+        # With no engine left, an update waits until an engine returns.
         return_s = RETURN_S if manifest.inference.max_restarts else 0.0
         with self.ctx.health.waiting(
             f"engines to take version {version} (inference)",

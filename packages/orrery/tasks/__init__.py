@@ -1,9 +1,9 @@
 """Tasks: problems, replies and judges, by kind.
 
-- `make(task_use)` builds the task of a manifest's `TaskUse`. `KINDS` are the built-in kinds.
-- A package adds a kind by an entry point in the group `orrery.tasks`. Its name is the kind, its
-  value a class as described by `task.Task`. It may not reuse a name.
-- The task's own `Args` check the args. Every error is one sentence with the nearest name.
+- `make` builds the task of a `TaskUse`. `KINDS` are the built-in kinds.
+- A package adds a kind by an entry point in the group `orrery.tasks`: name = new kind, value = a
+  `task.Task` class.
+- The task's `Args` check the args. Every error is one sentence with the nearest name.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
-    """Return all kinds as `module:class`. Raise OrreryError if two packages claim one name."""
+    """Return all kinds as `module:class`. Raise OrreryError on a duplicate name."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -53,7 +53,7 @@ def kinds() -> dict[str, str]:
 
 
 def make(task_use: TaskUse) -> Task:
-    """Build the task. Raise OrreryError on an unknown kind or on args that do not fit."""
+    """Build the task. Raise OrreryError on an unknown kind or bad args."""
     where, kind_name = f"task {task_use.name!r}", task_use.kind
     known = kinds()
     if kind_name not in known:
@@ -78,7 +78,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg is also missing, so extra names come first.
+    # A misspelt arg is also missing: report extra names first.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:

@@ -1,10 +1,9 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` is the whole chat up to the assistant's turn. `next_turn` gives the tokens after a
-  sampled turn: it renders the new messages behind a placeholder turn. No token is decoded and
-  encoded again.
-- `example` joins the same parts, so SFT sees exactly the tokens that RL makes. A role's messages
-  are found in the template's output by rendering them once more with other content.
+- `prompt` renders the chat up to the assistant's turn. `next_turn` renders new messages behind a
+  placeholder turn. Sampled tokens are never decoded and encoded again.
+- `example` joins the same parts, so SFT sees RL's tokens. A second rendering with other content
+  locates a role's messages.
 """
 
 import re
@@ -33,7 +32,7 @@ Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
 class _Part(NamedTuple):
-    """A text that is tokenised alone, and its trained ranges of characters."""
+    """A separately tokenised text, and its trained ranges of characters."""
 
     text: str
     trained: list[tuple[int, int]]
@@ -42,8 +41,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn; chats are written with the first. With the model's
-    `vocab_size`, tokens beyond it raise OrreryError, because the model has no row for them.
+    `stop_token_ids` end an assistant turn. Tokens beyond a given `vocab_size` raise OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -51,7 +49,7 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises bare Exception on a missing or broken file
+        except Exception as error:  # tokenizers raises bare Exception
             raise OrreryError(
                 f"tokenizer: cannot read {folder}: {error}; "
                 "it needs tokenizer.json and tokenizer_config.json"
@@ -74,14 +72,13 @@ class Renderer:
     # Tokens of a chat ---------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of the whole chat and of the opening of the assistant's turn."""
         chat = [_hugging_face(message) for message in messages]
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens after the assistant's: `messages` and the opening of its next turn.
+        """Return the tokens of `messages` after an assistant turn, and of its next opening.
 
-        `closed`: the sampled tokens end with a stop token, unless the length limit cut them.
+        `closed`: the sampled tokens end with a stop token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -89,7 +86,7 @@ class Renderer:
         return self.encode(opening if closed else self._end + opening)
 
     def completion(self, message: Message) -> list[int]:
-        """Return the tokens that the assistant samples to say `message`, with the end of turn."""
+        """Return the tokens of an assistant's `message`, with the end of turn."""
         return self.encode(self._assistant_text(message))
 
     def _assistant_text(self, message: Message) -> str:
@@ -111,18 +108,17 @@ class Renderer:
     ) -> Example:
         """Return a finished chat as (token ids i32 [T], trained bool [T]).
 
-        Trained are the messages of `trained_roles`:
+        Messages of `trained_roles` are trained:
 
-        - The assistant's: all sampled tokens, with calls and the end-of-turn token.
-        - Of other roles: the content and the text after it up to the end-of-turn token, inclusive.
-          If the template writes no end of turn before the next message, only the content.
+        - Assistant: all sampled tokens, with calls and the end-of-turn token.
+        - Other roles: the content, and the text through the end-of-turn token if that precedes the
+          next message.
 
-        Headers (`<|im_start|>user`), text between turns, text that the template adds, and the first
-        token are never trained. A token that lies partly in trained text is trained.
+        The template's other text and the first token are untrained. A token partly in trained text
+        is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
-        another role, or has nothing to train. Raise it too if the template mixes a trained message
-        with other text.
+        another role, has no trained part, or the template mixes a trained message with other text.
         """
         parts = self._parts(messages, tools, trained_roles)
         return self._joined(parts, self._encode_batch([part.text for part in parts]))
@@ -132,9 +128,9 @@ class Renderer:
         chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]],
         trained_roles: Sequence[Role],
     ) -> list[Example]:
-        """Return `example` of each (place, messages, tools), on all cores and without the GIL.
+        """Return `example` of each (place, messages, tools), on all cores without the GIL.
 
-        An OrreryError begins with the chat's place.
+        An OrreryError begins with the place.
         """
         parts = []
         for place, messages, tools in chats:
@@ -148,7 +144,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled assistant message. A malformed call or stray special token is text."""
+        """Return the sampled message. A malformed call or stray special token is text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -159,13 +155,13 @@ class Renderer:
         return Message("assistant", text.strip() if calls else text, tuple(calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, with special ones, for people to read."""
+        """Return the text of tokens, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text with special tokens by name.
 
-        Raise OrreryError on a character that the tokenizer, or a token that the model, lacks.
+        Raise OrreryError on characters outside the tokenizer or tokens outside the model.
         """
         return self._known_ids(text, self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -195,7 +191,7 @@ class Renderer:
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
     ) -> list[_Part]:
-        """Split into the messages before an assistant turn, the turn, the messages after it, …"""
+        """Split the chat into assistant turns and the messages between them."""
         roles = [message.role for message in messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant"]
         last = ["assistant", *(role for role in trained_roles if role != "assistant")]
@@ -234,7 +230,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # no token precedes it, so it cannot be predicted
+        trained[:1] = False  # no token predicts it
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -245,10 +241,9 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the messages between two assistant turns. The first has the number `first`.
+        """Return the messages, numbered from `first`, between two assistant turns.
 
-        `is_answered`: an assistant turn follows. The chat's beginning is rendered alone, later
-        messages behind a placeholder turn.
+        `is_answered`: an assistant turn follows.
         """
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]
@@ -277,7 +272,6 @@ class Renderer:
         tools: Sequence[Tool],
         is_answered: bool,
     ) -> tuple[int, int]:
-        """Return where in `whole` the content of `chat[at]` is, the example's message `number`."""
         role = chat[at]["role"]
         marked_chat = [*chat[:at], chat[at] | {"content": CONTENT}, *chat[at + 1 :]]
         marked = self._render(marked_chat, tools, is_answered)
@@ -320,7 +314,6 @@ class Renderer:
             ) from error
 
     def _begin(self, whole: str) -> int:
-        """Return where the placeholder's turn ends in `whole`."""
         after = whole.rindex(PLACEHOLDER) + len(PLACEHOLDER)
         return whole.index(self._end, after) + len(self._end)
 
@@ -361,7 +354,6 @@ class Renderer:
 
 
 def _hugging_face(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         entry["tool_calls"] = [

@@ -1,10 +1,9 @@
 """Check a manifest's tasks before a process starts.
 
 - Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
-- They fit the tokenizer's alphabet, the vocabulary and the context. So do tool replies to nonsense
-  calls. This is skipped if the tokenizer is pretrained and not on this machine.
-- Training (SFT too) and evaluation must not share problems: the same kind, args and seed is an
-  error, also inside `few_shot`.
+- They and tool replies fit the tokenizer's alphabet, the vocabulary and the context. Skipped if a
+  pretrained tokenizer is not on this machine.
+- Training, SFT included, and evaluation must differ in kind, args or seed, also inside `few_shot`.
 """
 
 import signal
@@ -27,7 +26,6 @@ MAX_CPU_S = 3.0
 
 
 def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
-    """Yield every task use of a manifest with its path."""
     for side in ("train", "evaluation"):
         for i, use in enumerate(getattr(manifest.tasks, side)):
             yield f"tasks.{side}[{i}]", use
@@ -39,7 +37,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task use that fits. Raise OrreryError at the first that does not."""
+    """Return one line per task use. Raise OrreryError at the first misfit."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines = []
     for path, use in task_uses(manifest):
@@ -62,13 +60,13 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Return the longest prompt's number of tokens. Raise OrreryError with `path` on any error."""
+    """Return the longest prompt's tokens. Errors become OrreryErrors with `path`."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
     except OrreryError as error:
         raise OrreryError(f"{path}: {error}") from error
-    except Exception as error:  # a task is plug-in code, and may raise anything
+    except Exception as error:  # a task is plug-in code
         raise OrreryError(
             f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); "
             f"correct {path}.args"
@@ -88,14 +86,13 @@ def _check_sides(manifest: Manifest) -> None:
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
-    """Return what determines the problems. Examples before them do not."""
+    """Return the problems' (kind, args, seed), without `few_shot` examples."""
     if use.kind == "few_shot":
         return use.args["kind"], use.args["args"], use.seed
     return use.kind, use.args, use.seed
 
 
 def _renderer(model: Model) -> Renderer | None:
-    """Return the renderer, or None if a pretrained tokenizer is not on this machine."""
     tokenizer = model.tokenizer
     if tokenizer.kind == "pretrained" and not Path(tokenizer.path, "tokenizer.json").is_file():
         return None
@@ -105,12 +102,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The time is over. A BaseException, because a task may catch any Exception."""
+    """The time is over. A task may catch any Exception."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError if the body takes more than `MAX_CPU_S` of CPU time. Main thread only."""
+    """Raise OrreryError after `MAX_CPU_S` of CPU time. Main thread only."""
 
     def stop(*_: Any) -> None:
         raise _TooLong
@@ -131,14 +128,13 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 @cache
 def _task(use: str) -> Task:
-    """Build a task once, since manifests share tasks and a held-out puzzle is slow to draw."""
+    """Build a task once: held-out puzzles are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 
 def _longest_prompt_tokens(
     use: TaskUse, renderer: Renderer | None, trained_roles: Sequence[Role]
 ) -> int:
-    """Return the longest prompt's number of tokens, or 0 without a renderer."""
     task, longest = _task(use.model_dump_json()), 0
     demonstrate = getattr(task, "demonstration", None)
     for index in range(NUM_PROBLEMS):

@@ -2,9 +2,8 @@
 
 - In: `kind` and `args` of the task, `num_examples` of its demonstrations, and `system`, the chat's
   first message (null: none).
-- All problems of every seed and split have the same examples, so engines cache this prefix once per
-  policy version. If the task has a `split`, the examples are of its training side.
-- Replies, rewards and metrics are the task's own.
+- All seeds and splits share the examples, so engines cache this prefix once per policy version. The
+  examples are of the training side if the task has a `split`.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -17,7 +16,7 @@ from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import Judgement, Message, Problem
 
 NAME = "few_shot"  # the inner task's name
-EXAMPLES_SEED = 30_000  # beyond the seeds of all problems (jsonnet/lib/run.libsonnet, `seeds`)
+EXAMPLES_SEED = 30_000  # beyond all problem seeds (jsonnet/lib/run.libsonnet, `seeds`)
 
 
 class FewShot:
@@ -66,5 +65,5 @@ def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
     use = TaskUse(name=NAME, kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
     try:
         return make(use)
-    except OrreryError as error:  # keep only the inner task's field and sentence
+    except OrreryError as error:  # drop the inner task's name
         raise OrreryError(str(error).removeprefix(f"task {NAME!r}: ")) from error

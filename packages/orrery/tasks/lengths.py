@@ -1,11 +1,8 @@
-"""Answers of drawn lengths, for measuring speed: every answer has exactly its problem's length.
+"""Answers of exactly drawn lengths, to measure speed.
 
-- The lengths are log-normal by `median_tokens` and `sigma`, at most `max_tokens`. The longest of a
-  thousand is about e^(3.1 · sigma) medians.
-- Random weights never end a turn, so in other tasks all rollouts reach the limit. Real policies
-  have a long tail.
-- All members of a group have the same length. The reward is a hash of the answer, so there are
-  gradients.
+- Lengths are log-normal by `median_tokens` and `sigma`, at most `max_tokens`. The longest of a
+  thousand is about e^(3.1 · sigma) medians. Random weights never end a turn by themselves.
+- All members of a group have the same length. The reward is a hash of the answer, for gradients.
 """
 
 import hashlib

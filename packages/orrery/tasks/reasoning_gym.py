@@ -1,13 +1,12 @@
-"""Any family of the `reasoning-gym` library, judged by the family's own scorer. Single turn.
+"""Any family of the `reasoning-gym` library, judged by its scorer. Single turn.
 
-- In: `family`, its options `config`, and `split`. Missing options have the library's defaults,
-  which the Python lock pins.
-- Problem `index` is item 0 of a dataset whose library seed is a hash of (seed, index, draw); the
-  first draw on the side `split` counts. The library seeds item i with seed + i, so near seeds would
-  share problems. A family of few problems may repeat some.
-- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or else of the whole reply.
-  Some scorers run the reply, so each is scored in its own process (`scorer_pool.py`). A reply
-  without a score is wrong (metric `unscorable`).
+- In: `family`, its options `config`, and `split`. The Python lock pins the default options.
+- Problem `index` is item 0 of the dataset with a seed hashed from (seed, index, draw), at the first
+  draw on the side `split`. The library seeds item i with seed + i, so near seeds would share
+  problems. A small family may repeat problems.
+- Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or of the whole reply. Some
+  scorers execute it, so `scorer_pool.py` isolates them. A reply without a score is wrong (metric
+  `unscorable`).
 """
 
 import copy
@@ -26,13 +25,11 @@ from orrery.tasks.scorer_pool import ScorerPool
 from orrery.tasks.task import Judgement, Message, Problem, Split, did_you_mean, split_of
 
 MAX_DRAWS = 1000  # making a question can take half a second
-KEPT_DRAWS = 8192  # more than there are rollouts in flight: a judge should not draw again
+KEPT_DRAWS = 8192  # more than the rollouts in flight, so judges do not draw again
 SCORERS = ScorerPool()
 
 
 class Family:
-    """A family of the library with a config: one dataset of one problem per library seed."""
-
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.name, self.config = name, config
         if name not in DATASETS:
@@ -58,7 +55,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return the first dataset with another seed, without reading its word lists again."""
+        """Return the first dataset with another seed, without rereading word lists."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset
@@ -76,7 +73,6 @@ class ReasoningGym:
         self._drawn = lru_cache(KEPT_DRAWS)(self._draw)
 
     def _draw(self, index: int) -> tuple[int, dict[str, Any]]:
-        """Return the library's seed of problem `index`, and the problem."""
         for draw in range(MAX_DRAWS):
             text = f"reasoning_gym/{self.seed}/{index}/{draw}"
             digest = hashlib.blake2b(text.encode(), digest_size=4).digest()

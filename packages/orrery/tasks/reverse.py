@@ -1,10 +1,10 @@
 """Reverse a random string (`reverse_text`) or random words (`reverse_words`). Single turn.
 
-- `instruction` stands before the text. `split` names the side of the problems.
-- Reward: the share of characters or words in their right place,
-  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)). Blanks around the reply do not count.
+- `instruction` precedes the text.
+- Reward: the share of characters or words in place,
+  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)), of the stripped reply.
 - Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
-- `reverse_words` suits pretrained tokenizers, because their tokens are longer than a character.
+- `reverse_words` suits pretrained tokenizers, whose tokens exceed a character.
 """
 
 import random
@@ -119,7 +119,7 @@ def _share_in_place(reply: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def longest_common_subsequence(a: str, b: str) -> int:
-    """Return the length of the longest common subsequence, in len(a) · len(b) steps."""
+    """Return the longest common subsequence's length, in len(a) · len(b) steps."""
     row = [0] * (len(b) + 1)
     for x in a:
         diagonal = 0

@@ -1,12 +1,12 @@
-"""A pool of processes that run the library's scorers, some of which execute answers.
+"""A pool of processes that run the library's scorers. Some scorers execute answers.
 
 - In: family, config, the library's seed, question and answer. Out: the score, or None.
 - Each process (`scorer_process.py`) remakes the problem from its seed. Some families order words by
-  their hashes, so both processes need the same PYTHONHASHSEED; the launcher sets it for roles.
-- At most NUM_SCORERS processes for all tasks. Each scores one answer at a time, in a fork.
+  hash, so both processes need the same PYTHONHASHSEED. The launcher sets it.
+- Each of at most NUM_SCORERS processes scores one answer at a time, in a fork.
 - Requests are served in order. LIMIT_S counts from an answer's turn.
-- A failed process is an OrreryError, never a score of 0. The next answer gets a new process.
-- Processes end with this one, even if it is killed. They inherit no environment and no files.
+- A failed process is an OrreryError, never a score of 0, and is replaced.
+- Processes end with this process, even if it is killed, and inherit no files.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from orrery.tasks.scorer_process import LIMIT_S, OTHER_PROBLEM
 from orrery.tasks.task import JudgeBroken
 
 NUM_SCORERS = 8
-START_S = 120.0  # scaled; for imports from a slow file system
+START_S = 120.0  # for imports from a slow file system, scaled
 MAX_LINE_BYTES = 200  # of a number and a score
 HASH_SEED = "0"
-SLACK_S = 5.0  # scaled; beyond LIMIT_S, to kill the fork and reply
+SLACK_S = 5.0  # beyond LIMIT_S, to kill the fork and reply, scaled
 CANARY_EVERY = 500  # answers
-CANARY = "spiral_matrix"  # a family whose scorer runs answers
+CANARY = "spiral_matrix"  # its scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
@@ -45,12 +45,12 @@ class ScorerPool:
     async def score(
         self, family: str, config: dict[str, Any], seed: int, question: str, text: str
     ) -> float | None:
-        """Return the finite score of answer `text`, or None if it cannot be scored.
+        """Return the finite score of answer `text`, or None if it has no score.
 
-        Raise OrreryError if the process fails or makes another question of `seed`.
+        Raise OrreryError if the process fails or derives another question from `seed`.
         """
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a semaphore belongs to one loop; processes are kept
+        if loop is not self._loop:  # a semaphore belongs to one loop
             self._loop, self._turns = loop, asyncio.Semaphore(self.num_scorers)
         async with self._turns:
             scorer = await self._ready()
@@ -65,7 +65,7 @@ class ScorerPool:
                     f"the process that scores answers {how} while it scored one; "
                     "the next answer gets a new one"
                 ) from error
-            except BaseException:  # cancelled: the next answer must not get this score
+            except BaseException:  # cancelled: do not give this score to the next answer
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -82,9 +82,9 @@ class ScorerPool:
             return await scorer.score(*request, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
-        """Score a right and a wrong known answer. Raise JudgeBroken on a wrong score.
+        """Score a right and a wrong answer at the start and after every CANARY_EVERY answers.
 
-        Runs at the process's start and after every CANARY_EVERY answers.
+        Raise JudgeBroken on a wrong score.
         """
         if scorer.num_until_canary == 0:
             question, right = _canary()
@@ -121,7 +121,6 @@ class ScorerPool:
 
 @cache
 def _canary() -> tuple[str, str]:
-    """Return the canary's question and its right answer."""
     import reasoning_gym
 
     item = reasoning_gym.create_dataset(CANARY, seed=0, size=1)[0]
@@ -129,8 +128,6 @@ def _canary() -> tuple[str, str]:
 
 
 class _Scorer:
-    """One process and our end of its stdin and stdout, a socket."""
-
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair()
         self._wire.setblocking(False)
@@ -170,16 +167,13 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # In a thread, because the kernel may take half a second to free the process's memory.
+        # In a thread: freeing the memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
 
 def _environment() -> dict[str, str]:
-    """Return the least environment that Python needs to find this process's modules.
-
-    numpy gets one thread: its threads would take address space for every core.
-    """
+    """Return a minimal environment. numpy gets one thread, to save address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

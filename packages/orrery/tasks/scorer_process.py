@@ -1,14 +1,13 @@
 """Score answers of reasoning-gym, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
 - In, a line per answer: `[number, family, config, seed, question, text, limit_s]`. Out: an empty
-  line when ready, then `[number, score]`. The score is null if the library's scorer raises, exits,
-  is too slow or gives no finite number. It is OTHER_PROBLEM if the seed gives another question.
-- This process makes problems and never interprets an answer. It has no secret, no capability and no
-  open file but its socket. It reads at most MAX_BYTES from a fork.
-- A fork (`_answer`) scores one answer, without output, in a removed folder. It has MEMORY_BYTES of
-  address space, the answer's time, no bytes in files and, unless the user is root, no processes.
-  After its answer it is killed with its children.
-- This process ends with its parent (`scorer_pool.py`), also while it scores.
+  line when ready, then `[number, score]`. The score is null if the scorer raises, exits, is slow or
+  gives no finite number, and OTHER_PROBLEM if the seed gives another question.
+- This process never interprets an answer. It has no secret, no capability and no open file except
+  its socket. It ends with its parent (`scorer_pool.py`).
+- A fork (`_answer`) scores one answer, without output, in a removed folder. Its limits:
+  MEMORY_BYTES of address space, the answer's time, no bytes in files and, unless the user is root,
+  no processes. It is then killed with its children.
 """
 
 import gc
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
     from orrery.tasks.reasoning_gym import Family
 
 OTHER_PROBLEM = "other problem"
-LIMIT_S = 5.0  # of an answer; the library's scorers take milliseconds
+LIMIT_S = 5.0  # per answer
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 32  # length of a number as Python writes it
-KEPT_PROBLEMS = 64  # cached, because answers to one problem come together
+MAX_BYTES = 32  # length of a number
+KEPT_PROBLEMS = 64  # answers to one problem come together
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole group. Ending by such a signal would look like an answer's doing.
+    # Slurm signals the whole group. An exit would look like a bad answer.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -54,19 +53,19 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
-    adopt_orphans()  # orphans of a fork become our children, and are killed with it
+    adopt_orphans()  # to kill a fork's orphans with it
     drop_privileges()
     hide_memory()
-    gc.freeze()  # else a collection in a fork copies every page of the imports
+    gc.freeze()  # or a collection in a fork copies every page of the imports
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # until here errors of the start are printed
+    os.dup2(nowhere, 2)  # after printing start errors
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
 
 
 def _warm_up() -> None:
-    """Fill sympy's caches, or filling them takes half of each fork's time."""
+    """Fill sympy's caches. This halves each fork's time."""
     from sympy import expand
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -101,23 +100,22 @@ def _score(
 
 
 def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, writer: int) -> None:
-    """Score the policy's answer in the fork, and write the score."""
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # descriptors are the lowest free numbers, and this process has few
+    os.closerange(4, 1024)  # descriptors are the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     from reasoning_gym.utils import extract_answer
 
     try:
         score = float(dataset.score_answer(extract_answer(text) or text, item))
-    except BaseException:  # a scorer that runs free text may raise anything, and exit
+    except BaseException:  # a scorer may raise anything, or exit
         return
     os.write(3, repr(score).encode())
 
 
 def _read(reader: int, until_s: float) -> bytes:
-    """Return the fork's output, or b"" if it is too long or does not end in time."""
+    """Return the fork's output, or b"" if it is too long or too late."""
     output = b""
     while len(output) <= MAX_BYTES:
         if not select.select([reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
@@ -130,7 +128,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and all its descendants. They become our children when their parent ends."""
+    """Kill the fork and its descendants. Orphans become our children."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

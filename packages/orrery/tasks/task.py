@@ -1,11 +1,11 @@
-"""The task protocol: problems, replies and a judge; and the split of problems into two sides.
+"""The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
 - A problem is a pure function of (args, seed, index), in any process. All types are JSON.
-- `reply` and `judge` may be coroutines. An exception from them is a failure, never a reward of 0.
-  A judge must accept any text of a model.
-- A function that is not a coroutine blocks the caller's event loop. Slow work, and running a
-  model's text, belongs into another process (`scorer_pool.py`).
-- The orchestrator calls `problem` in a thread, one call at a time, beside `reply` and `judge`.
+- `reply` and `judge` may be coroutines. Their exceptions are failures, never a reward of 0. A judge
+  must accept any text.
+- Other functions block the event loop. Do slow work, and execute a model's text, in another process
+  (`scorer_pool.py`).
+- The orchestrator calls `problem` serially in a thread, concurrently with `reply` and `judge`.
 """
 
 import difflib
@@ -26,14 +26,14 @@ MAX_DRAWS = 10_000
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call of the assistant. A call of one free text has the arguments `{"input": text}`."""
+    """Free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn of a chat. Only the assistant has `tool_calls`; `name` is a tool's name."""
+    """One turn. `tool_calls` are the assistant's. `name` is a tool's name."""
 
     role: Role
     content: str
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function offered to the model. `parameters` is a JSON schema of its arguments."""
+    """A function for the model. `parameters` is its arguments' JSON schema."""
 
     name: str
     description: str
@@ -50,9 +50,9 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chat that ends before the assistant speaks, and the answer for the judge (JSON).
+    """A chat that ends before the assistant's turn, and the judge's answer (JSON).
 
-    `exact_tokens`: every turn samples exactly so many tokens. None: a stop token ends a turn.
+    `exact_tokens`: length of every turn. None: a stop token ends a turn.
     """
 
     index: int
@@ -63,32 +63,30 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """`reward` in [0, 1], and named numbers for the metrics."""
-
-    reward: float
+    reward: float  # in [0, 1]
     metrics: dict[str, float]
 
 
 class JudgeBroken(RunFailed):
-    """The judge cannot be trusted, and the run ends. Any other exception costs one rollout."""
+    """The judge cannot be trusted, so the run ends. Other exceptions cost one rollout."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Built as `Kind(args, seed)`. `Args`, without defaults, checks the `args` of a `TaskUse`.
+    """A task, built as `Kind(args, seed)`. `Args`, without defaults, checks a `TaskUse`'s `args`.
 
-    A task may also have `demonstration(index) -> list[Message]`: a whole chat for SFT, judged 1.0.
+    Optional: `demonstration(index) -> list[Message]`, a whole chat for SFT, judged 1.0.
     """
 
     Args: type[Record]
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index`, from 0 without end."""
+        """Return problem `index` ≥ 0."""
 
     def reply(
         self, problem: Problem, messages: Sequence[Message]
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """Return the reply to the whole chat `messages`, or None if the episode is over."""
+        """Return the reply to the chat `messages`, or None at the episode's end."""
 
     def judge(
         self, problem: Problem, messages: Sequence[Message]
@@ -97,17 +95,14 @@ class Task(Protocol):
 
 
 def split_of(text: str) -> Split:
-    """Return the side of a problem's text, whatever the seed: one text of eight is held out.
-
-    A text is held out if the first byte of its BLAKE2b digest is below 32.
-    """
+    """Return "held_out" if the BLAKE2b digest's first byte is below 32 (1 text of 8)."""
     return "held_out" if hashlib.blake2b(text.encode()).digest()[0] < 32 else "train"
 
 
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first text of `sample` on the side `split`. Pure in (split, kind, seed, index)."""
+    """Return the first `sample` on the side `split`. Pure in (split, kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)
@@ -120,7 +115,7 @@ def draw(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?`, or the first twelve known names if none is near."""
+    """Return `did you mean 'x'?`, or the first twelve known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     if near:

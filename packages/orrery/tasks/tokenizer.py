@@ -1,11 +1,10 @@
 """Tokenizer folders: write them, and read their chat template and call syntax.
 
-- The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. A call is
-  `<|call|>name input<|end_call|>` in an assistant turn. Its result is a `<|tool|>` turn. Tools are
-  not announced in the prompt.
+- The character format is `<|user|>abc<|end|><|assistant|>cba<|end|>`. An assistant's call is
+  `<|call|>name input<|end_call|>`, its result a `<|tool|>` turn. The prompt lists no tools.
 - Calls in pretrained formats have the Hermes / Qwen syntax,
   `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
-- A template that asks for the date (`strftime_now`) gets TODAY, so prompts are reproducible.
+- `strftime_now` in a template gives TODAY, so prompts are reproducible.
 """
 
 import datetime
@@ -49,7 +48,7 @@ and arguments.input is string else arguments | tojson -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# The files of a pretrained tokenizer; generation_config.json names the stop tokens.
+# A pretrained tokenizer's files. generation_config.json names the stop tokens.
 FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -60,14 +59,14 @@ FILES = (
 
 
 def vocab_size(alphabet: str) -> int:
-    """Return the number of tokens of the character tokenizer. Jsonnet uses the same formula."""
+    """Return the character tokenizer's size. Jsonnet uses the same formula."""
     return len(SPECIALS) + len(alphabet)
 
 
 def write_tokenizer(model: Model, folder: Path) -> None:
-    """Write `model.tokenizer` into `folder` as Hugging Face files.
+    """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    A pretrained tokenizer is copied. Raise OrreryError if its files do not match its `sha256`.
+    Raise OrreryError if a pretrained tokenizer's files do not match its `sha256`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,14 +96,14 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
         raise OrreryError(
             f"model.tokenizer.alphabet: {twice!r} stands in it twice; each character is one token"
         )
-    # A larger vocabulary is padding, as in many published models.
+    # A larger vocabulary is padding.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
             f"model.vocab_size: {model.vocab_size} does not fit the tokenizer; {rule}"
         )
     vocab = {token: i for i, token in enumerate((*SPECIALS, *alphabet))}
-    # `Renderer.encode` raises on an unknown character.
+    # `Renderer.encode` raises on unknown characters.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -127,7 +126,7 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
 
 
 def template_source(config: dict[str, Any], folder: Path) -> str:
-    """Return the chat template of a folder with this `tokenizer_config.json`."""
+    """Return the chat template. `config` is `tokenizer_config.json`."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text()
     template = config.get("chat_template")
@@ -152,8 +151,6 @@ class _Generation(jinja2.ext.Extension):
 
 
 def template_environment() -> jinja2.Environment:
-    """Return the sandbox for chat templates, as transformers configures it."""
-
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
@@ -177,9 +174,9 @@ def template_environment() -> jinja2.Environment:
 
 
 def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls. A malformed call stays text.
+    """Return the text without its calls, and the calls, in linear time. A malformed call is text.
 
-    `characters`: the syntax of the character format. The time is linear in the text.
+    `characters`: in the character format.
     """
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0
@@ -195,7 +192,6 @@ def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
 
 
 def _parse_call(text: str, characters: bool) -> ToolCall | None:
-    """Return the call from the text between its markers, or None if it is malformed."""
     try:
         if characters:
             name, _, rest = text.partition(" ")
@@ -204,7 +200,7 @@ def _parse_call(text: str, characters: bool) -> ToolCall | None:
             call = json.loads(text)
             name, arguments = call["name"], call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        msgspec.json.encode((name, arguments))  # JSON allows half a surrogate pair, UTF-8 does not
+        msgspec.json.encode((name, arguments))  # fails on half a surrogate pair
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_call = isinstance(name, str) and name and isinstance(arguments, dict)

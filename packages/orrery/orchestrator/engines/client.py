@@ -1,11 +1,9 @@
 """Client of one vLLM server, or of the router in front of several.
 
-- Every call has a deadline.
-- Generation requests may go to a router. Control calls (pause, update, abort, fingerprints) go to
-  each engine directly, because a router forwards them to one engine only.
-- Nothing is retried once it has left this process. A failed generation is data for the caller.
-  `pool` decides about a failed update.
-- `messages` has the error classes and the results.
+- Every call has a deadline. No request is retried once it was sent.
+- Generation may go to a router. Control calls (pause, update, abort, fingerprints) go to each
+  engine directly, because a router forwards them to one engine only.
+- `messages` has the errors and results.
 """
 
 import asyncio
@@ -50,13 +48,13 @@ if TYPE_CHECKING:
     from orrery.wire.weight_wire import Published
 
 CONNECT_TIMEOUT_S = 10.0
-# A connect with one of these errors has sent nothing, so it is safe to try again.
+# A connect with one of these errors has sent no byte, so a retry is safe.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
-CONTROL_TIMEOUT_S = 120.0  # pause, resume, start and end of an update, fingerprints, scaled
-LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, whose error says more, scaled
+CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
+LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, scaled
 QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
-# vLLM prepends it to our request ids. Aborting an id without it aborts nothing, with status 200.
+# vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 
@@ -67,11 +65,11 @@ class EngineClient:
     def __init__(
         self, url: str, token: str | None = None, name: str | None = None, model: str | None = None
     ) -> None:
-        """Connect to `url`, which has no path.
+        """Connect to `url`, without a path.
 
-        - `token`: the run's token, from which the requests' credentials are derived.
-        - `name`: what error messages call the engine.
-        - `model`: the model that requests name, see `weight_wire.served_model`.
+        - `token`: the run's token, from which credentials are derived.
+        - `name`: the engine's name in error messages.
+        - `model`: the model name in requests, see `weight_wire.served_model`.
         """
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
@@ -85,7 +83,6 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close connections. The engine aborts requests in flight."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
@@ -105,13 +102,13 @@ class EngineClient:
         session: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
     ) -> Generation:
-        """Sample a continuation of `token_ids` by plain temperature sampling (0 is greedy).
+        """Sample a continuation of `token_ids` at `temperature` (0 is greedy).
 
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
-        - `request_id`: what `abort` takes. Unique among requests in flight.
-        - `stop_token_ids`: a sampled stop token is part of the result.
-        - `routes_from`: position of the first token whose routed experts are returned.
-        - `session`: names the conversation, so that a router keeps its turns on one engine.
+        - `request_id`: unique among requests in flight.
+        - `stop_token_ids`: the result includes a sampled stop token.
+        - `routes_from`: position of the first token with routed experts in the result.
+        - `session`: conversation id. A router keeps its turns on one engine.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
         Raises GenerationFailed or EngineGone. Cancelling the coroutine aborts the request.
@@ -141,7 +138,7 @@ class EngineClient:
                 "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session
             )
         except EngineGone as error:
-            # A kept connection may break although the server is well: it closes one after a 500.
+            # A healthy server closes a kept connection after a 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} hung up on {what} and is well otherwise"
@@ -160,7 +157,7 @@ class EngineClient:
     ) -> np.ndarray:
         """Return log p of each token after the first, f32 [n − 1], at temperature 1.
 
-        The prefix cache is not used. Raises GenerationFailed or EngineGone.
+        Bypass the prefix cache. Raises GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False
@@ -193,30 +190,28 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests. Unknown ids are ignored.
+        """Abort these requests. Ignore unknown ids.
 
-        Their `generate` returns with finish_reason "abort" and may lack the last tokens.
+        Their `generate` returns finish_reason "abort" and may lack the last tokens.
         """
         if request_ids:
             prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
 
     async def pause(self) -> None:
-        """Freeze running requests, keeping their KV and the prefix cache. New requests wait."""
+        """Freeze running requests, keep all KV, and let new requests wait."""
         await self._control("/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
         await self._control("/resume")
 
     async def start_update(self) -> None:
-        """Prepare the model for loading."""
         await self._control("/start_weight_update", error=UpdateFailed)
 
     async def load(self, published: "Published") -> None:
-        """Have all workers of the engine read the published weights.
+        """Have all workers read the published weights. If one fails, all discard the update.
 
-        If one worker fails, all of them discard the update. Raises UpdateFailed, which names the
-        tensor if it is damaged or missing.
+        Raises UpdateFailed with the name of a damaged or missing tensor.
         """
         version = published.version
         update = {"path": str(published.path), "version": version, "engine": self.name}
@@ -234,20 +229,18 @@ class EngineClient:
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
 
     async def finish_update(self, version: int) -> None:
-        """Activate the loaded weights. Tokens sampled from now on carry `version`."""
         body = {"weight_version": str(version)}
         await self._control("/finish_weight_update", body, error=UpdateFailed)
 
     async def update_weights(self, published: "Published") -> None:
-        """Start, load and finish an update of a paused engine. `update_engine` does the rest."""
         await self.start_update()
         await self.load(published)
         await self.finish_update(published.version)
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
-        """Return the fingerprint of every tensor (HF names) since the engine's last update.
+        """Return fingerprints by HF name, empty before the first update.
 
-        Empty before the first update. Raises WeightsDiffer if the engine's workers disagree.
+        Raises WeightsDiffer if the workers disagree.
         """
         first, *others = await self._ask_workers("fingerprints")
         for other in others:
@@ -262,15 +255,12 @@ class EngineClient:
         }
 
     async def attested(self) -> Attested | None:
-        """Return the digest of `fingerprints`, or None if the engine's workers disagree."""
+        """Return the tensors' digest, or None if the workers disagree."""
         workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the seconds of the last update by part, the maximum over the engine's workers.
-
-        Empty if the engine read files.
-        """
+        """Return the last update's seconds by part, the workers' maximum. Empty for files."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -278,18 +268,14 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept under these names for readers that are gone. See `disaggregated`.
-
-        Unknown names are ignored.
-        """
+        """Free KV blocks kept under these names for lost readers. Ignore unknown names."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail requests that wait for KV blocks of this engine, which has ended, now and later."""
+        """Fail current and later requests that need KV blocks of this ended engine."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Return each worker's answer to a method of `orrery.inference.attestation`."""
         body = {"method": method, **({"args": list(arguments)} if arguments else {})}
         return list(msgspec.json.decode(await self._control("/collective_rpc", body))["results"])
 
@@ -300,7 +286,6 @@ class EngineClient:
         return parse_metrics(answer.decode())
 
     async def health(self) -> bool:
-        """Return whether the server answers that it is well."""
         try:
             status, *_ = await self._get("/health", EngineGone)
         except (EngineGone, OutOfConnections):
@@ -308,7 +293,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy; None if it is well, or only slow."""
+        """Return why the server is unreachable or unhealthy, or None if well or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -329,7 +314,7 @@ class EngineClient:
         timeout_s: float | None = None,
         error: type[RunFailed] = RunFailed,
     ) -> bytes:
-        """POST and return the answer. Raises `error` with the engine's own message."""
+        """POST and return the answer. Raises `error` with the engine's message."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
         body = {} if body is None else body
         status, answer, _ = await self._call("POST", path, body, limit_s, EngineGone, path)
@@ -338,10 +323,7 @@ class EngineClient:
         return answer
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Generation keeps connections. A control call opens its own.
-
-        There are few control calls, and none may meet a connection that the server is closing.
-        """
+        """Return the session. Control calls open new connections: a kept one may be closing."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -364,9 +346,8 @@ class EngineClient:
     ) -> tuple[int, bytes, int]:
         """Return status, body and engine index of one HTTP exchange.
 
-        Raises EngineGone if there is no server, and `on_timeout` if it is too slow. Waits while
-        this host cannot open a connection. If that takes too long, raises `on_timeout`, or
-        OutOfConnections instead of EngineGone, because the server is not at fault.
+        Raises EngineGone if there is no server, and `on_timeout` after `timeout_s`. If this host
+        could not open a connection until then, OutOfConnections replaces EngineGone.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -413,12 +394,12 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Client of vllm-router, which adds and removes engines. Without any it answers 503."""
+    """Client of vllm-router. Without engines it answers 503."""
 
     async def admit(self, url: str) -> None:
-        """Send requests to this engine from now on. It must answer /health."""
+        """Add an engine. It must answer /health."""
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Send it no more requests. Its running requests go on. An unknown url is ignored."""
+        """Send it no more requests. Running requests go on. Ignore an unknown url."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")

@@ -3,12 +3,12 @@
     prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ where its KV blocks are
     prompt, where the blocks are ──▶ decode engine: reads them, recomputes the last token, samples
 
-- Every sampled token is the decode engine's, with its version. The prompt's cache may be of an
-  older version, but never older than the cache salt.
-- A session (a rollout) stays with its engines, which cache its earlier turns. A new one goes to
-  those with the fewest requests. A router cannot choose: it would drop ids and credentials.
-- An unwanted request still finishes its handover, because a cut connection could leave blocks
-  until their lease runs out: the decode engine reads them for one token, or aborts on arrival.
+- Every sampled token and its version are the decode engine's. The prompt's cache may be older,
+  but not older than the cache salt.
+- A session (a rollout) stays with its engines. They cache earlier turns. A new session gets the
+  least loaded engines. A router would drop ids and credentials.
+- A cancelled request still finishes its handover. A cut connection could leave blocks until their
+  lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -27,7 +27,7 @@ from orrery.orchestrator.engines.client import EngineClient
 from orrery.orchestrator.engines.messages import EngineGone, Generation, GenerationFailed
 from orrery.runtime.timing import scaled
 
-SESSIONS_AT_MOST = 65_536  # that are remembered; an older one is placed anew
+SESSIONS_AT_MOST = 65_536  # older sessions are forgotten
 GIVE_BACK_S = 60.0
 CLOSE_S = 10.0  # scaled
 ABORT_AGAIN_S = 0.5
@@ -36,14 +36,12 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class SessionAffinity:
-    """Assigns sessions to engines."""
-
     def __init__(self, num_engines: int):
         self.in_flight = [0] * num_engines
         self._homes: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, session: str, among: Collection[int]) -> int:
-        """Return the session's engine if it is in `among`, else the one with fewest requests."""
+        """Return the session's engine if in `among`, otherwise the least loaded engine."""
         home = self._homes.pop(session, None)
         if home is None or home not in among:
             home = min(among, key=self.in_flight.__getitem__)
@@ -55,7 +53,7 @@ class SessionAffinity:
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine as it was when it got a request. Its next incarnation has another client."""
+    """One incarnation of an engine."""
 
     index: int
     client: EngineClient
@@ -67,8 +65,6 @@ async def _do_not_look() -> None:
 
 
 class DisaggregatedEngines:
-    """Generation over prefill engines and decode engines."""
-
     def __init__(
         self,
         engines: Sequence[EngineClient],
@@ -76,11 +72,10 @@ class DisaggregatedEngines:
         admitted: Collection[int] | None = None,
         look: Callable[[], Awaitable[None]] = _do_not_look,
     ):
-        """Share `engines` and `admitted` with the pool, which changes them.
+        """Share `engines` and `admitted` with the pool. It changes them.
 
-        - `engines`: the prefill engines, as many as `handovers`, then the decode engines.
-        - `handovers`: what each prefill engine published: `kv_engine_id` and `kv_bootstrap` with
-          Mooncake, else nothing.
+        - `engines`: one prefill engine for each of `handovers`, then the decode engines.
+        - `handovers`: each prefill engine's `kv_engine_id` and `kv_bootstrap` with Mooncake, or {}.
         - `admitted`: indices of the engines that get requests. All by default.
         - `look` removes lost engines from `admitted`.
         """
@@ -92,13 +87,12 @@ class DisaggregatedEngines:
             SessionAffinity(len(engines)),
             SessionAffinity(len(engines)),
         )
-        self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted meanwhile
-        self._unwanted: dict[EngineClient, list[str]] = {}  # names of caches of lost readers
+        self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted
+        self._unwanted: dict[EngineClient, list[str]] = {}  # caches of lost readers
         self._background: set[asyncio.Task[None]] = set()
 
     @property
     def is_serving(self) -> bool:
-        """Whether a request would find both of its engines."""
         return bool(self._serving(self.producers) and self._serving(self.consumers))
 
     async def generate(
@@ -112,7 +106,7 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """Run `EngineClient.generate`. `cached_tokens` is the prefill engine's."""
+        """See `EngineClient.generate`. `cached_tokens` is the prefill engine's."""
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
@@ -158,7 +152,7 @@ class DisaggregatedEngines:
             empty = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
             return Generation(request_id, *empty, "abort", prefilled.cached_tokens)
         left_s = end - asyncio.get_running_loop().time()
-        if left_s <= 0:  # a connection would take 0 for no limit
+        if left_s <= 0:  # aiohttp takes 0 for no limit
             self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
             raise GenerationFailed(
                 f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the "
@@ -177,12 +171,12 @@ class DisaggregatedEngines:
         return replace(decoded, cached_tokens=prefilled.cached_tokens, routes=routes)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests that are being prefilled. The caller tells the decode engines."""
+        """Abort requests during their prefill. The caller tells the decode engines."""
         for request_id in self._prefilling.keys() & set(request_ids):
             self._prefilling[request_id] = True
 
     async def close(self) -> None:
-        """Wait at most CLOSE_S until all blocks are given back. A paused engine takes none."""
+        """Wait at most CLOSE_S until all blocks are freed. Paused engines free none."""
         if self._background:
             _, left = await asyncio.wait(self._background, timeout=scaled(CLOSE_S))
             for task in left:
@@ -195,8 +189,8 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Never call it earlier: Mooncake's producer writes into its reader's blocks, which must not
-        be reused while it may. A NIXL reader sees the connection break by itself.
+        Not earlier: a living Mooncake producer may write into its reader's blocks. A NIXL reader
+        sees the broken connection.
         """
         if index not in self.producers:
             return
@@ -206,7 +200,7 @@ class DisaggregatedEngines:
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(OrreryError):  # a lost engine reads nothing, others have their leases
+            with suppress(OrreryError):  # lost engines do not read, others have leases
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
@@ -214,7 +208,6 @@ class DisaggregatedEngines:
             self._run_in_background(tell(self.engines[consumer]), name)
 
     def returned(self, index: int, handover: Mapping[str, Any]) -> None:
-        """Note that an engine's next incarnation listens, with what it published."""
         self.ended(index)
         if index in self.producers:
             self.handovers[index] = handover
@@ -234,11 +227,10 @@ class DisaggregatedEngines:
         cache_salt: str,
         routes_from: int | None = None,
     ) -> tuple[Generation, dict[str, Any]]:
-        """Return the prefill engine's answer, and where its blocks are."""
         client, handover = producer.client, producer.handover
         transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         where: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
-        if handover:  # Mooncake: both engines get a name for the transfer
+        if handover:  # Mooncake
             transfer["transfer_id"] = where["transfer_id"] = f"{request_id}-{uuid.uuid4()}"
             where["remote_engine_id"] = handover["kv_engine_id"]
             where["remote_bootstrap_addr"] = handover["kv_bootstrap"]
@@ -269,7 +261,7 @@ class DisaggregatedEngines:
         token_ids: TokenIds,
         **options: Any,
     ) -> Generation:
-        """Return the decode engine's answer. If that engine is lost, free the prefill's blocks."""
+        """Return the decode engine's answer. If that engine is lost, free the blocks."""
         try:
             for peer in (producer, consumer):
                 if not self._is_up(peer):
@@ -287,11 +279,10 @@ class DisaggregatedEngines:
             raise
 
     def _keep_no_longer(self, client: EngineClient, name: str) -> None:
-        """Have a prefill engine free the blocks of this name before their lease runs out."""
         names = self._unwanted.setdefault(client, [])
         names.append(name)
         if len(names) > 1:
-            return  # the task that is about to run sends all names
+            return  # the scheduled task sends all names
 
         async def tell() -> None:
             with suppress(OrreryError):
@@ -308,7 +299,7 @@ class DisaggregatedEngines:
         request_id: str,
         salt: str,
     ) -> None:
-        """Have the decode engine read the blocks for one token, which frees them everywhere."""
+        """Free the blocks everywhere: have the decode engine read them for one token."""
         options = {
             "request_id": f"{request_id}-given-back",
             "max_tokens": 1,
@@ -318,14 +309,14 @@ class DisaggregatedEngines:
         }
 
         async def give_back() -> None:
-            with suppress(OrreryError):  # an engine that is gone holds nothing
+            with suppress(OrreryError):  # a lost engine holds no blocks
                 _, where = await prefilling
                 await self._decode(producer, consumer, where, token_ids, **options)
 
         self._run_in_background(give_back(), f"give back {request_id}")
 
     def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Abort a request in the decode engine, again and again, since it may not be there yet."""
+        """Abort a request in the decode engine until it ends: it may not have arrived yet."""
 
         async def abort() -> None:
             while not decoding.done():

@@ -1,4 +1,4 @@
-"""What engines answer, and the errors of talking to them.
+"""Answers and errors of engines.
 
 OrreryError
 ├── GenerationFailed            the engine is up and did not finish this request
@@ -22,18 +22,18 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire.route_bytes import Routes, split
 
-START_VERSION = -1  # weights loaded at start, before the first update, the engine says "default"
+START_VERSION = -1  # weights before the first update, "default" in the engine
 UNKNOWN_ENGINE = -1
 
 
 class GenerationFailed(OrreryError):
-    """One request failed. Other requests are not affected."""
+    """One request failed."""
 
     exit_code = 1
 
 
 class OutOfConnections(RunFailed):
-    """This process or its host could not open one more connection before the call's deadline."""
+    """This host could not open a connection before the call's deadline."""
 
 
 class EngineGone(RunFailed):
@@ -41,32 +41,32 @@ class EngineGone(RunFailed):
 
 
 class UpdateFailed(RunFailed):
-    """An engine did not load the published weights."""
+    """An engine did not load the weights."""
 
 
 class UpdateInterrupted(UpdateFailed):
-    """The sender, or another engine of the same transfer, failed. This engine is well."""
+    """The sender or another engine of the transfer failed."""
 
 
 class VersionGone(UpdateInterrupted):
-    """The trainer has sent the version and has stepped since. The next version will do."""
+    """The trainer has stepped since it sent the version. Wait for the next version."""
 
 
 class WeightsDiffer(UpdateFailed):
-    """The weights inside an engine are not the published ones. The run must end."""
+    """An engine's weights are not the published weights. The run must end."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of one request. The arrays have one entry a generated token."""
+    """The result of one request. Arrays have one entry per generated token."""
 
     request_id: str
     token_ids: np.ndarray  # i32 [n]
     logprobs: np.ndarray  # f32 [n], under the sampled distribution (temperature applied)
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
-    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    routes: tuple[Routes, ...] = ()  # of all tokens but the last, if they were requested
+    cached_tokens: int  # prompt tokens from the prefix cache
+    routes: tuple[Routes, ...] = ()  # of all tokens except the last, if requested
     kv_transfer: dict[str, Any] | None = None  # of a prefill request: where its KV blocks are
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
 
@@ -75,7 +75,7 @@ class Generation:
 class TensorAttestation:
     """One tensor as an engine holds it.
 
-    `how`: "resident" (read back from the processed model) or "as_consumed" (fingerprinted during
+    `how`: "resident" (read from the processed model) or "as_consumed" (fingerprinted during
     loading, because the engine repacks it).
     """
 
@@ -84,7 +84,7 @@ class TensorAttestation:
 
 
 class Attested(msgspec.Struct):
-    """The digest of all tensors of an engine, and the number of tensors by attestation kind."""
+    """The digest of an engine's tensors, and their number by attestation kind."""
 
     digest: str
     how: dict[str, int]
@@ -92,19 +92,19 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """Numbers of an engine's Prometheus page. Totals count from the engine's start."""
+    """An engine's Prometheus page. Totals count from its start."""
 
     running: int
     waiting: int
-    kv_usage: float  # share of KV blocks in use, 0 to 1, the mean over data-parallel caches
-    kv_tokens: int  # capacity of the KV blocks of all caches, 0 if the page does not say
+    kv_usage: float  # used share of KV blocks, 0 to 1, mean over data-parallel caches
+    kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # waiting requests whose KV is being loaded into their blocks
-    external_hit_tokens_total: int = 0  # found in host, disk, store or another engine's cache
+    loading: int = 0  # waiting requests during their KV load
+    external_hit_tokens_total: int = 0  # from host, disk, store or another engine
 
 
-# The response of /inference/v1/generate. msgspec skips all other fields without decoding them.
+# The response of /inference/v1/generate. msgspec skips all other fields.
 class _Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -150,7 +150,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Return the arrays of a response. Raises GenerationFailed if it lacks what was requested."""
+    """Parse a response. Raises GenerationFailed if it is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
@@ -234,7 +234,6 @@ def parse_metrics(page: str) -> EngineMetrics:
 
 
 def error_sentence(status: int, answer: bytes) -> str:
-    """Return the server's own error message, shortened, with the HTTP status."""
     text = answer.decode(errors="replace")
     try:
         content = msgspec.json.decode(answer)

@@ -1,13 +1,12 @@
 """All engines of a stage as one: generation through the router, updates of every engine.
 
-- Each engine is updated by itself, all at once, so a slow or lost one keeps no other paused.
-- With disaggregated prefill there is no router. `disaggregated` picks each request's two engines.
-- If the launcher does not restart engines, the first engine failure ends the run.
-- Otherwise `recovery` fences a failed engine and readmits its next incarnation. Its requests fail
-  as EngineGone. While no engine serves, requests wait, and so does an update.
-- The run still ends if an engine holds other weights than published, if every engine refuses an
-  update, or if an engine does not return.
-- Requests are never retried: a request lost with its engine is a failure, which the caller counts.
+- Engines update concurrently. A slow or lost engine keeps no other paused.
+- With disaggregated prefill, `disaggregated` replaces the router.
+- Without restarts, the first engine failure ends the run.
+- With restarts, `recovery` fences a failed engine and readmits its next incarnation. Its requests
+  fail as EngineGone and are not retried. While no engine serves, requests and updates wait.
+- The run still ends if an engine holds wrong weights, if every engine refuses an update, or if an
+  engine does not return.
 """
 
 import asyncio
@@ -51,13 +50,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For an engine to end its update once another engine says that the transfer is over, scaled.
+# For an engine to end its update after another reported the transfer's end, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
 class EnginePool:
-    """All engines of a stage."""
-
     def __init__(
         self,
         engine_urls: Sequence[str],
@@ -71,11 +68,11 @@ class EnginePool:
     ) -> None:
         """Raise OrreryError for several engines without a router.
 
-        - `restarting`: this process's context, if its launcher restarts engines.
-        - `incarnations`: of the engines; 0 by default.
-        - `handovers`: one for each prefill engine, which come first. See `DisaggregatedEngines`.
+        - `restarting`: this process's context, if the launcher restarts engines.
+        - `incarnations`: of the engines, 0 by default.
+        - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
-        - `canary`: the prompt that each engine must answer after an update.
+        - `canary`: the prompt to answer after an update.
         """
         if not engine_urls:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
@@ -96,10 +93,10 @@ class EnginePool:
             self.registry.serves(index, incarnation)
         self.version = START_VERSION  # of the last attested update
         self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # that version cannot be transferred any more
+        self.is_version_gone = False  # `published` can no longer be transferred
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
-        self._proving: set[int] = set()  # resumed engines that have not answered the canary
+        self._proving: set[int] = set()
         self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
@@ -131,18 +128,18 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Whether a request would find an engine, or one of each kind if disaggregated."""
+        """Whether an engine gets requests, or one of each kind if disaggregated."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
 
     @property
     def is_proving(self) -> bool:
-        """Whether a resumed engine has not answered the canary yet, or answered it wrongly."""
+        """Whether a resumed engine has not answered the canary, or answered it wrongly."""
         return bool(self._proving)
 
     def check(self) -> None:
-        """Raise the error that ended the recovery of engines, if there is one."""
+        """Raise the error that ended the recovery, if any."""
         if self.recovery is not None:
             self.recovery.check()
 
@@ -154,7 +151,7 @@ class EnginePool:
         recovery = self.recovery
         if recovery is None:
             return await self._front().generate(token_ids, **options)
-        if not self.is_serving:  # not part of the request's own time; `check` ends this wait
+        if not self.is_serving:  # outside the request's time limit, ended by `check`
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
@@ -169,7 +166,7 @@ class EnginePool:
         return self.disaggregated or self.router or self.engines[0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every engine, since the router forwards no aborts by id."""
+        """Abort on every engine: the router forwards no aborts by id."""
         among = None
         if self.disaggregated is not None:
             self.disaggregated.abort(request_ids)
@@ -183,7 +180,7 @@ class EnginePool:
         await self._every(EngineClient.resume)
 
     async def metrics(self) -> dict[int, EngineMetrics]:
-        """Return the metrics of the engines that get requests, by index."""
+        """Return the metrics of admitted engines by index."""
         every = await self._every(EngineClient.metrics)
         return {index: metrics for index, metrics in every.items() if index in self.admitted}
 
@@ -191,15 +188,13 @@ class EnginePool:
         return list(await asyncio.gather(*(engine.health() for engine in self.engines)))
 
     async def fingerprints(self) -> dict[int, dict[str, TensorAttestation]]:
-        """Return the fingerprints of the engines that are up, by index."""
         return await self._every(EngineClient.fingerprints)
 
     async def update(self, published: "Published") -> UpdateReport | None:
-        """Update every engine to `published` with requests in flight. Return the slowest's report.
+        """Update every engine with requests in flight. Return the slowest engine's report.
 
-        Return None if `published` is gone already, because a newer version will come. Raises a
-        RunFailed that names the engine, and the tensor if there is one. A failed engine stays
-        paused.
+        Return None if `published` is gone: a newer version will come. Raises a RunFailed with the
+        engine and any bad tensor. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -224,7 +219,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that fencing cannot cure. Prefer one of an engine at fault."""
+        """Raise an error that fencing cannot cure, preferably of the engine at fault."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -232,15 +227,15 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # the engines are well, so the version is not
+            raise errors[0]  # the engines are well, so the version is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException] | None:
         """Update these engines. Return the failures by engine, or None if the version is gone.
 
-        On a direct wire a lost engine interrupts the others, which retry under the same lease. One
-        that is too late for the retry stays paused until the next version.
+        On a direct wire a lost engine interrupts the others. They retry under the same lease, or
+        stay paused until the next version if they are too late.
         """
         leased = acquire_lease(published, [self.engines[index].name for index in indices])
         if leased is None:
@@ -257,7 +252,7 @@ class EnginePool:
                     interrupted = UpdateInterrupted
                     return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
                 waiting = [i for i, e in failed.items() if isinstance(e, UpdateInterrupted)]
-                # One transfer may fail although no engine is lost, not two.
+                # Only one transfer may fail without a lost engine.
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self.recovery is None:
                     return failures
@@ -268,10 +263,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer to these engines. Return the failures.
-
-        `begin` is when the lease's first transfer began, since when engines are paused.
-        """
+        """Run one transfer. Return the failures. `begin`: start of the lease's first transfer."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -287,12 +279,12 @@ class EnginePool:
                 if isinstance(error, UpdateInterrupted):
                     del limits[index]
                     end_s = asyncio.get_running_loop().time() + scaled(ALONG_S)
-                    for limit in limits.values():  # the wire's own deadlines are over by then
+                    for limit in limits.values():  # longer than the wire's deadlines
                         if limit.when() is None:
                             limit.reschedule(end_s)
                 else:
-                    abandon_transfer(leased.folder)  # no process need wait for this engine
-                # A worker may have died, which the engine's other workers report differently.
+                    abandon_transfer(leased.folder)
+                # The living workers report a dead worker as another error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -320,10 +312,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven while the body runs, and for good if its log-probs differ.
-
-        The run then ends, and none of its later tokens is trained.
-        """
+        """Mark an engine as unproven while the body runs, and for good after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield
@@ -334,13 +323,12 @@ class EnginePool:
         self._proving.discard(index)
 
     async def admit(self, index: int, incarnation: int) -> None:
-        """Give requests to an engine that holds the wanted version."""
         url, is_new = self.engines[index].url, index not in self.admitted
         if is_new and self.router is not None:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # It was fenced meanwhile, and the router may have added it after removing it.
+                # Fenced meanwhile. The router may have added it after removing it.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)
@@ -351,9 +339,9 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Run `call` on all engines that are up. Wait for all and return the results by index.
+        """Return results by index of `call` on all listening engines.
 
-        Fences engines that are gone. Raises the first error of the others.
+        Fences lost engines. Raises the others' first error.
         """
         up = self.registry.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
         up = [index for index in up if among is None or index in among]
@@ -379,7 +367,6 @@ class EnginePool:
         self.wake()
 
     def wake(self) -> None:
-        """Have all waits look at their conditions."""
         self._changed.set()
         self._changed = asyncio.Event()
 

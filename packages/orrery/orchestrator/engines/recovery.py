@@ -1,10 +1,9 @@
 """Recovery of lost engines, in a stage whose launcher restarts them.
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to end it.
-- When its next incarnation listens, it is updated to the wanted version, attested, and only then
-  given requests.
-- An engine must serve again within RETURN_S. Its clock stands still while other engines serve and
-  it can only wait for the next version.
+- Its next incarnation is updated to the wanted version and attested before it gets requests.
+- An engine must serve again within RETURN_S. Its clock stops while other engines serve and it can
+  only wait for the next version.
 """
 
 import asyncio
@@ -25,21 +24,19 @@ if TYPE_CHECKING:
     from orrery.orchestrator.engines.pool import EnginePool
     from orrery.runtime.role_context import RoleContext
 
-TEND_S = 0.25  # between two looks for engines that are away
-RETURN_S = 600.0  # for an engine to be started again and to load, scaled
+TEND_S = 0.25
+RETURN_S = 600.0  # for an engine to restart and load, scaled
 
 
 class EngineRecovery:
-    """Fences lost engines of a pool and readmits restarted ones."""
-
     def __init__(self, pool: "EnginePool", ctx: "RoleContext") -> None:
         self.pool, self.ctx = pool, ctx
         self.num_lost, self.last_loss = 0, ""
         self.retired: list[EngineClient] = []  # clients of ended incarnations
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._looks: set[asyncio.Task[None]] = set()
-        self._away: dict[int, float] = {}  # engine → since when it does not serve
-        # Engine → start of its clock, and the named wait that shows it.
+        self._away: dict[int, float] = {}  # engine → when it was lost
+        # Engine → start of its clock, and the wait in the health report.
         self._clocks: dict[int, tuple[float, ExitStack]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -56,15 +53,14 @@ class EngineRecovery:
             wait.close()
 
     def check(self) -> None:
-        """Raise the error that ended the task, if there is one."""
         if self._task is not None and self._task.done() and not self._task.cancelled():
             self._task.result()
 
     async def look_for_losses(self) -> None:
-        """Fence every engine that does not answer any more.
+        """Fence every engine that no longer answers.
 
-        A call during another look waits for a look that begins after the call. The look runs to
-        its end even if the caller is cancelled, since a half-fenced engine would not be restarted.
+        Concurrent calls share a later look. The look survives a cancelled caller, since a
+        half-fenced engine would not be restarted.
         """
         look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
         self._looks.add(look)
@@ -85,7 +81,6 @@ class EngineRecovery:
                     await self.fence(index, incarnation, why)
 
     async def fence(self, index: int, incarnation: int, why: str) -> None:
-        """Stop requests to this engine, and have the launcher end and restart it."""
         ctx, pool = self.ctx, self.pool
         if not pool.registry.failed(index, incarnation, why):
             return
@@ -96,20 +91,19 @@ class EngineRecovery:
         pool.admitted.discard(index)
         self.num_lost, self.last_loss = self.num_lost + 1, why
         self._start_clock(index)
-        url = pool.engines[index].url  # the next incarnation will have another one
+        url = pool.engines[index].url  # of this incarnation
         role = f"inference.{index}"
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        await self.dismiss(url)  # last, because the restart must not depend on the router
+        await self.dismiss(url)  # last: the restart must not depend on the router
 
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:
             await self.pool.router.dismiss(url)
-            self.num_lost += 1  # a request that began before may have gone to the lost engine
+            self.num_lost += 1  # an earlier request may have gone to the lost engine
 
     def note_return(self, index: int, incarnation: int) -> None:
-        """Log that an engine which was away serves again, and stop its clock."""
         if index not in self._away:
             return
         away_s, version = time.monotonic() - self._away.pop(index), self.pool.registry.wanted
@@ -138,7 +132,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Stop the clocks of engines that can only wait for the next version. Start the others."""
+        """Run the clocks, except of engines that can only wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].phase is Phase.STALE
@@ -148,7 +142,7 @@ class EngineRecovery:
                 self._start_clock(index)
 
     async def _tend(self) -> None:
-        """Bring lost engines back. Raises RunFailed if one does not serve within RETURN_S."""
+        """Bring lost engines back. Raises RunFailed after RETURN_S."""
         while True:
             await asyncio.sleep(TEND_S)
             if not self._away:
@@ -170,7 +164,7 @@ class EngineRecovery:
                     )
 
     def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
-        """Report ended prefill engines: the launcher withdraws the address of a killed process."""
+        """Report ended prefill engines. The launcher withdraws a killed process's address."""
         pool = self.pool
         if pool.disaggregated is None:
             return
@@ -183,7 +177,7 @@ class EngineRecovery:
         known = pool.registry[index].incarnation
         if endpoint.incarnation <= known:
             return
-        await self.fence(index, known, f"engine {index} was started again")  # if not done before
+        await self.fence(index, known, f"engine {index} was started again")
         pool.registry.listens(index, endpoint.incarnation)
         self.retired.append(pool.engines[index])
         pool.engines[index] = pool.client(index, endpoint.url)
@@ -191,7 +185,7 @@ class EngineRecovery:
             pool.disaggregated.returned(index, endpoint.info)
 
     async def _bring_back(self, index: int) -> None:
-        """Update a restarted engine to the wanted version. If that is gone, wait for the next."""
+        """Update a restarted engine to the wanted version, unless it is gone."""
         pool = self.pool
         async with pool.updating:
             incarnation, published = pool.registry[index].incarnation, pool.published

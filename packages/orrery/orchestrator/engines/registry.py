@@ -1,12 +1,12 @@
-"""State of every engine of a stage, as a pure state machine. `pool` acts on the engines.
+"""State of every engine of a stage, as a pure state machine.
 
     starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
        any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
        healthy or updated, another version wanted ──▶ stale
 
-- `healthy`: holds the wanted version, attested, and serves. Reached only via `updated`.
-- `fenced`: takes part in nothing. Only a later incarnation brings the engine back.
-- Each event names an incarnation. Events of any but the newest change nothing.
+- `healthy`: holds the wanted version, attested, and serves.
+- `fenced`: excluded until a later incarnation listens.
+- Each event names an incarnation. Events of older incarnations are ignored.
 - Versions only rise.
 """
 
@@ -24,17 +24,17 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` is −1 before it first listens. `version` is None if fenced."""
+    """`incarnation` is −1 before the engine first listens. `version` is None if fenced."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # it is fenced
+    why: str = ""  # reason of the fence
 
 
 class EngineRegistry:
     def __init__(self, num_engines: int, version: int):
-        """`version` is what engines hold at their start, and the first wanted version."""
+        """Set `version` as the engines' start version and the first wanted version."""
         self._at_start = self.wanted = version
         self._engines = [EngineState() for _ in range(num_engines)]
 
@@ -42,18 +42,16 @@ class EngineRegistry:
         return self._engines[index]
 
     def at(self, *phases: Phase) -> list[int]:
-        """Return the indices of the engines in one of these phases."""
         return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """Record that an incarnation listens. Return False if it is known already, or old."""
+        """Record that an incarnation listens. Return False if it is known or old."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
         return True
 
     def want(self, version: int) -> None:
-        """Set the version that every engine must hold."""
         if version < self.wanted:
             raise AssertionError(f"version {version} wanted after version {self.wanted}")
         if version > self.wanted:
@@ -62,10 +60,7 @@ class EngineRegistry:
         self.wanted = version
 
     def took(self, index: int, incarnation: int, version: int) -> bool:
-        """Record that the engine holds `version`, attested.
-
-        Return whether it may serve now: it is not fenced, and the version is still wanted.
-        """
+        """Record that the engine holds `version`, attested. Return whether it may serve now."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
             return False
@@ -75,7 +70,7 @@ class EngineRegistry:
         return version == self.wanted
 
     def serves(self, index: int, incarnation: int) -> bool:
-        """Record that the engine serves. Return False if it was fenced or became stale."""
+        """Record that the engine serves. Return False if it is fenced or stale."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
             return False
@@ -83,7 +78,7 @@ class EngineRegistry:
         return True
 
     def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced already, or has never listened."""
+        """Fence the engine. Return False if it is fenced or has never listened."""
         engine = self._engines[index]
         if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
             return False

@@ -1,12 +1,11 @@
 """Update one engine: pause, load, attest, resume, then check the canary.
 
-- Requests in flight wait. They continue with the new weights on the KV cache that they have.
-- Attestation compares the fingerprint of every tensor inside the engine with the published one.
-- The canary is a fixed prompt whose log-probs the engine must compute like the trainer, which
-  publishes them with the version (`Published.canary`). Fingerprints show which weights arrived;
-  the canary shows that the engine computes with them. The run's seed draws the tokens: such
-  unlikely text has log-probs that change with any change of the weights.
-- An engine that fails stays paused, so no token is sampled from unknown weights.
+- Requests in flight wait. They continue with the new weights on their old KV cache.
+- Attestation compares every tensor's fingerprint with the published fingerprint.
+- The canary is a fixed prompt. Its log-probs must match the trainer's (`Published.canary`), to show
+  that the engine computes with the weights. Its tokens are random: log-probs of unlikely text
+  change with any change of the weights.
+- An engine stays paused after a failure, so no token is sampled from unknown weights.
 """
 
 import time
@@ -39,7 +38,7 @@ CANARY_S = 120.0  # scaled
 class Canary:
     """The prompt, and the bound on the mean |difference| of log-probs after its first token.
 
-    A mean, because one token may be far off if a mixture chooses another expert.
+    A single token may be far off if a mixture chooses another expert.
     """
 
     token_ids: tuple[int, ...]
@@ -47,24 +46,21 @@ class Canary:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> "Canary | None":
-        """Return the run's canary, or None if the manifest has no bound."""
         bound = manifest.trainer.mismatch.canary_logprob_difference
         return None if bound is None else cls(canary_tokens(manifest), bound)
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Durations of one engine's update, and its attestation."""
-
     version: int
     digest: str
-    pause_s: float  # until the engine had paused
+    pause_s: float
     update_s: float  # start, load, finish
     attest_s: float  # fetching and comparing fingerprints
-    paused_s: float  # from the pause request until the engine had resumed
-    attested: dict[str, int]  # tensors by attestation kind, "resident" or "as_consumed"
-    canary_s: float = 0.0  # duration of the canary, after the engine had resumed
-    canary_difference: float | None = None  # mean |difference| to the trainer, None: not checked
+    paused_s: float  # from the pause request to the resume
+    attested: dict[str, int]  # tensors by kind, "resident" or "as_consumed"
+    canary_s: float = 0.0  # after the resume
+    canary_difference: float | None = None  # mean |difference|, None: not checked
 
 
 async def update_engine(
@@ -73,10 +69,9 @@ async def update_engine(
     canary: Canary | None = None,
     proving: AbstractContextManager[object] | None = None,
 ) -> UpdateReport:
-    """Update one engine to `published`, resume it, and check its `canary` if there is one.
+    """Update one engine to `published`, resume it, and check its `canary`, if any.
 
-    `proving` is entered before the engine samples a token and left after the canary's answer.
-    Raises EngineGone, UpdateFailed, or WeightsDiffer, which names engine and tensor.
+    `proving` surrounds the resume and the canary. Raises EngineGone, UpdateFailed or WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -116,8 +111,7 @@ async def check_canary(
 ) -> float:
     """Return the mean |difference| of a resumed engine's canary log-probs to `known`.
 
-    Pauses the engine and raises WeightsDiffer if it is beyond the bound. Raises UpdateFailed if
-    the engine gives no log-probs, and EngineGone.
+    Beyond the bound, pause the engine and raise WeightsDiffer. Raises UpdateFailed, EngineGone.
     """
     try:
         found = await engine.prompt_logprobs(
@@ -148,7 +142,7 @@ async def check_canary(
 def compare(
     version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
 ) -> None:
-    """Raise WeightsDiffer, naming a tensor, unless the engine holds the published tensors."""
+    """Raise WeightsDiffer, with a tensor's name, unless the engine holds the published tensors."""
     common = published.keys() & held.keys()
     different = {name for name in common if held[name].fingerprint != published[name]}
     for names, verb in (
