@@ -15,7 +15,7 @@ from orrery.wire.token import run_token
 def main() -> None:
     gc.disable()  # the imports make millions of permanent objects
     with role_process("inference") as ctx:
-        run_token()  # raises if it is missing, before the minutes that loading may take
+        run_token()  # raises before the long loading
         ctx.health.doing("loading vLLM")
         manifest = ctx.manifest
         engine_environment(manifest, ctx.host)
@@ -26,7 +26,7 @@ def main() -> None:
         )
         arguments += offload(ctx)
         import_vllm(manifest)
-        from orrery.inference import server  # imports vLLM, which reads the environment
+        from orrery.inference import server  # vLLM reads the environment at import
 
         server.serve(ctx, arguments)
 

@@ -1,7 +1,6 @@
-"""Start an engine with a blank adapter, which the first weight update fills. Imports no vLLM.
+"""Start an engine with a blank adapter for the first weight update. Imports no vLLM.
 
-Only the projections in `trainer.lora.targets` take adapters. Experts never do: vLLM's kernels for
-their adapters run on GPUs only.
+Only `trainer.lora.targets` take adapters, never experts: vLLM's kernels for them need a GPU.
 """
 
 import json
@@ -23,11 +22,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
-    """Return a folder with an adapter of zeros in PEFT's format; None if the stage serves no
-    adapters.
+    """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
 
-    All engines of a stage share one folder. Its path is part of a cached block's key, and engines
-    may share blocks.
+    All engines of a stage share its path, a part of a cached block's key.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -42,7 +39,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires at least one projection, and fills the others with zeros.
+    # vLLM requires one projection, and fills the others with zeros.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),
@@ -56,13 +53,12 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     sync_tree(aside)  # a later start trusts an existing folder
     try:
         aside.rename(folder)
-    except OSError:  # another engine was first
+    except OSError:  # another engine made it
         shutil.rmtree(aside)
     return folder
 
 
 def adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
-    """Return the flags of `vllm serve` for the adapter in `folder`."""
     lora = manifest.trainer.lora
     assert lora is not None, "manifest.support"
     room = next(rank for rank in RANKS if rank >= lora.rank)

@@ -1,13 +1,10 @@
 """Receive adapters: copy the published low-rank factors into the running engine.
 
-- In: the path of a version on the wire `adapters`, tensors by PEFT name. Out: `held`, as in
-  `receiver`.
-- The engine has one adapter from its start (`adapter_start`), and every request names it. An update
-  overwrites its factors while requests are paused. They continue with the new factors.
-- vLLM's `load_inplace` does not work here: each step of an old request reads the old files again.
-- A factor is fingerprinted in the buffer that computes with it ("resident"). If ranks hold slices,
-  it is fingerprinted as it arrives.
-- Every projection that takes an adapter must get one. A damaged version fails the update by name.
+- In: the path of a version on the wire `adapters`. Out: `held`, as in `receiver`.
+- The engine has one adapter (`adapter_start`). An update overwrites its factors in a pause. vLLM's
+  `load_inplace` would read old files again at each step of an old request.
+- A factor is "resident" (fingerprinted in its buffer), or "as_consumed" if ranks hold slices.
+- Every projection must get its factors. A damaged version fails by name.
 """
 
 from collections.abc import Iterator
@@ -68,15 +65,13 @@ class AdapterReceiver(Backend):
         self.held = {}
 
     def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
-        """Yield vLLM's modules with the names of their projections. A fused module has several."""
+        """Yield modules with their projections. A fused module has several."""
         manager = self.model.lora_manager
         for name, module in manager.modules.items():
             yield module, manager.packed_modules.get(name) or [name]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return all factors' buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out,
-        rank].
-        """
+        """Return buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
         found: dict[str, torch.Tensor] = {}
         for module, parts in self._adapted():
             pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
@@ -86,14 +81,11 @@ class AdapterReceiver(Backend):
 
 
 def _names(module: str) -> tuple[str, str]:
-    """Return PEFT's names of a projection's two factors."""
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint, from the buffer [rows, columns] if it holds the whole
-    factor.
-    """
+    """Return a factor's fingerprint, in `buffer` [rows, columns] if it holds all of it."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

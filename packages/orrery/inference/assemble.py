@@ -1,8 +1,6 @@
 """Build vLLM's command line and environment from the manifest. Imports no vLLM.
 
-- Flags that shape results come from `manifest.inference`. The others are fixed here, each with its
-  reason.
-- Servers listen on the given address only, and only to this run's roles.
+Flags that shape results come from `manifest.inference`. The rest is fixed here.
 """
 
 import json
@@ -25,20 +23,18 @@ from orrery.runtime.role_context import log_level
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire import check_library
 
-PLUGIN = "orrery"  # name of our entry point in `vllm.general_plugins`
-BACKEND = "orrery"  # name of our receiver among vLLM's weight-transfer backends
+PLUGIN = "orrery"  # in `vllm.general_plugins`
+BACKEND = "orrery"  # vLLM's name for `receiver`
 ADAPTER_BACKEND = "orrery_adapters"
 # The name "uni" does not work: vLLM on CPU turns it into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
-MAX_GRAPH_TOKENS = 4096  # a larger step hides the launch of the next step's kernels
-KEEP_ALIVE_S = 600  # longer than any client's: the server must never close first
+MAX_GRAPH_TOKENS = 4096  # a larger step hides kernel launches
+KEEP_ALIVE_S = 600  # the server must never close first
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the folder of the weights before RL. Raises OrreryError if the stage that makes them
-    has not run.
-    """
+    """Return the folder of the weights before RL. Raise OrreryError if its stage has not run."""
     stage = "init" if manifest.stages.sft is None else "sft"
     path = run_dir / "weights" / stage
     if not (path / "config.json").is_file():
@@ -51,9 +47,7 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 def server_arguments(
     manifest: Manifest, weights: Path, index: int, host: str, port: int, adapter: Path | None = None
 ) -> list[str]:
-    """Return the command line of `vllm serve` for replica `index`, with the folder `adapter` if it
-    is given.
-    """
+    """Return the arguments of `vllm serve` for replica `index`, with its `adapter` folder."""
     inference, is_cpu = manifest.inference, manifest.hardware.accelerator == "cpu"
     backend = BACKEND if adapter is None else ADAPTER_BACKEND
     arguments = {
@@ -69,7 +63,7 @@ def server_arguments(
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
         "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
-        "--generation-config": "vllm",  # only the request says how to sample
+        "--generation-config": "vllm",  # only requests say how to sample
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
         "--middleware": "orrery.inference.token.RequireToken",
@@ -104,40 +98,33 @@ def server_arguments(
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
-        # The cache's size is given, so vLLM only checks that this share of the device is free.
+        # The cache's size is given. vLLM only checks that this share is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the numbers of tokens a step for which a CUDA graph is captured. A step is padded to
-    the next size.
+    """Return the token counts with a CUDA graph. A step is padded to the next count.
 
-    vLLM captures sizes up to 512. With hundreds of requests in flight nearly every step also
-    prefills a prompt, exceeds 512 tokens and runs without a graph. So sizes go up to
-    MAX_GRAPH_TOKENS, in steps of an eighth from 256 on. Data-parallel ranks all pad to the fullest
-    rank, so their sizes stay small.
+    With hundreds of requests most steps also prefill a prompt and exceed vLLM's limit of 512. So
+    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks pad to the fullest rank, so they keep 512.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Exact sizes for steps that only sample, and for full steps.
+    # Exact sizes for pure sampling and full steps.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
 def _spread(inference: Inference) -> dict[str, str]:
-    """Return the flags for a replica's parallelism and quantization.
-
-    Data parallelism is vLLM's own: one server gives each request to the rank with the fewest.
-    """
     arguments = {"--tensor-parallel-size": str(inference.tensor_parallel)}
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
-        # DeepGEMM's format and the trainer's: a scale for each block of 128 × 128.
-        # Routers are not rounded, in the trainer neither: it would change the choice of experts.
+        # DeepGEMM's and the trainer's format: a scale a 128 × 128 block.
+        # Rounding routers would change the choice of experts.
         arguments |= {
             "--quantization": "fp8_per_block",
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]}),
@@ -158,13 +145,13 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
         **registry.environment(manifest),
     }
     if manifest.inference.enforce_eager:
-        # Otherwise vLLM compiles the ranks of log-probs, which needs a C++ compiler.
+        # vLLM would compile the ranks of log-probs, and need a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's variables. A variable of placement that is already set stays."""
+    """Set this engine's variables. Placement variables already set stay."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()

@@ -1,14 +1,10 @@
-"""The extension of vLLM's worker: attestation of weights, and caches shared with an engine that has
-ended.
+"""Extend vLLM's worker: attest weights, and end waits of prefill and decode engines.
 
-- Its methods are called through /collective_rpc. Every worker of an engine answers.
-- `untaken` and `give_up_update` run between loading and finishing. An engine has taken a version
-  only if each of its workers has.
-- `fingerprints` is what `receiver` recorded in the last update that finished. `attested` is its
-  digest: a mixture has tens of thousands of tensors.
-- `keep_no_longer` and `read_no_more` are for prefill and decode engines. Without them blocks stay
-  until their lease ends (`kv_transfer.lease_s`). NIXL's reader notices a lost producer by itself.
-  Mooncake's waits until after the lease.
+- Every worker of an engine answers a call by /collective_rpc.
+- `untaken` and `give_up_update` run between loading and finishing. An engine has a version only if
+  all its workers have taken it.
+- Without `keep_no_longer` and `read_no_more` blocks stay until their lease ends
+  (`kv_transfer.lease_s`). NIXL's reader notices a lost producer, Mooncake's only after the lease.
 """
 
 import asyncio
@@ -20,33 +16,31 @@ from orrery.wire.fingerprint import digest
 
 
 class AttestingWorker:
-    """Mixed into vLLM's worker class by `--worker-extension-cls`."""
+    """A mixin for vLLM's worker class (`--worker-extension-cls`)."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return why this worker has not taken the version of the update under way, or None."""
+        """Return why this worker lacks the current version, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
     def give_up_update(self) -> None:
-        """End the update under way without its version. The next may begin."""
+        """End the current update without its version."""
         self.weight_transfer_engine.failure = (
             self.untaken() or "another worker of this engine has not taken it"
         )
         self.finish_weight_update()
 
     def fingerprints(self) -> dict[str, list[str]]:
-        """Return HF name → [16 hex digits, "resident" | "as_consumed"]. Empty before the first
-        update.
-        """
+        """Return HF name → [16 hex digits, "resident" | "as_consumed"]."""
         return {
             name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
         }
 
     def attested(self) -> dict[str, Any]:
-        """Return the "digest" of all tensors held, and "how" many were attested in which way."""
+        """Return the "digest" of all held tensors, and "how" many were attested each way."""
         held = _held(self)
         fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
         return {
@@ -55,13 +49,13 @@ class AttestingWorker:
         }
 
     def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds in this worker by part. Empty if it read files."""
+        """Return the last update's seconds by part. Empty for adapters."""
         parts = getattr(self.weight_transfer_engine, "parts", None)
         seconds = {} if parts is None else parts.seconds
         return {name: round(each, 6) for name, each in seconds.items()}
 
     def keep_no_longer(self, names: list[str]) -> None:
-        """On a prefill engine: free the blocks of these requests (NIXL) or transfers (Mooncake)."""
+        """Free blocks of requests (NIXL) or transfers (Mooncake) on a prefill engine."""
         worker = _connector_worker()
         if not hasattr(worker, "reqs_need_send"):
             worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
@@ -75,7 +69,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """On a decode engine: fail all reads of blocks from this engine, now and later."""
+        """Fail a decode engine's reads from this engine, now and later."""
         worker = _connector_worker()
         if hasattr(worker, "receiver_loop"):
             giving_up = give_up_pulls_of(worker, kv_engine_id)
@@ -83,7 +77,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Not a method: an extension may not have an attribute that vLLM's worker has."""
+    """Return `held`. A method could clash with vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -1,12 +1,8 @@
-"""A folder with a byte limit that removes the least recently used files, and the routes kept in
-one.
+"""Limit a folder's bytes by removing the least recently used files, and keep routes in one.
 
-- The files never exceed the limit: the writer removes old files before it writes a new one. A
-  reader must expect that a file is gone.
+- The writer makes room first, so files never exceed the limit. A reader must expect lost files.
 - A file counts in whole pages. Folders do not count.
-- Files of an earlier process count as used when they were written.
-- Each process that shares a folder counts only its own files, so the folder holds the sum of their
-  limits.
+- Each process counts only its own files: a shared folder holds the sum of the limits.
 """
 
 import logging
@@ -22,13 +18,11 @@ from orrery.manifest.schema import on_disk_bytes
 
 log = logging.getLogger("orrery.inference.routes")
 
-FOLDER = "ORRERY_ROUTES_FOLDER"  # an engine's routes on disk
-FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"  # its limit
+FOLDER = "ORRERY_ROUTES_FOLDER"
+FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
 
 
 class BoundedFolder:
-    """The thread-safe accounting of one folder."""
-
     def __init__(self, folder: Path, max_bytes: int):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -39,26 +33,26 @@ class BoundedFolder:
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Make room for files of `num_bytes` each that the caller writes inside the context."""
+        """Make room for files of `num_bytes` each, written inside."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield
         except BaseException:
             self._forget(path for path in paths if not os.path.exists(path))
             raise
-        with self._lock:  # another thread may have taken the room meanwhile
+        with self._lock:  # another thread may have taken the room
             lost = [path for path in paths if path not in self._sizes]
         _remove(lost)
 
     def used(self, paths: Iterable[str]) -> None:
-        """Mark these files as just used. Unknown files are ignored."""
+        """Mark files as just used. Ignore unknown files."""
         with self._lock:
             for path in paths:
                 if path in self._sizes:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Count these files. Return the files to remove."""
+        """Count these files. Return files to remove."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -85,7 +79,7 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, modification time and bytes of every file below `folder`."""
+    """Yield each file's path, modification time (ns) and bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
@@ -94,7 +88,6 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def is_on_disk(key: str) -> bool:
-    """Return whether this engine has the routes of the block with this hash on disk."""
     folder = os.environ.get(FOLDER)
     return folder is not None and _path(Path(folder), key).is_file()
 
@@ -104,7 +97,7 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """One file a block. One thread writes. Any thread may read."""
+    """One file a block. One thread writes, any thread reads."""
 
     far = False  # cheap to read again
 
@@ -113,9 +106,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload`. A full disk loses routes, but never ends the
-        engine.
-        """
+        """Write objects with a `key` and a `payload`. A disk error only loses routes."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")
@@ -130,7 +121,7 @@ class RoutesOnDisk:
                     aside.unlink()
 
     def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
-        """Return the routes of these blocks, of `num_bytes` each; None for a missing block."""
+        """Return each block's routes of `num_bytes`, or None."""
         paths = [_path(self._folder, key) for key in keys]
         self._files.used(map(str, paths))
         found = [self._read(path) for path in paths]

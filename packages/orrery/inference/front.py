@@ -1,12 +1,10 @@
-"""The router's front: a proxy that checks credentials. vllm-router lets any caller add engines.
+"""A proxy that checks credentials, because vllm-router lets any caller add engines.
 
 - In: requests on the role's address. Out: requests to vllm-router on loopback, streamed answers.
-- The front compares the credential before it reads the body. Only paths in `ROUTES` are forwarded.
-- Generation takes the `generate` credential. The list of engines takes `administer`, which neither
-  vllm-router nor an engine behind it ever sees.
-- vllm-router asks `AUTHORIZED` about every key that a caller shows, so other users of this host
-  cannot use its own port.
-- A request passes with only the headers in `ASKED`, an answer with only those in `PASSED`.
+- It checks the credential before it reads the body, and forwards only the paths in `ROUTES`.
+- It forwards the `generate` credential, never `administer`.
+- vllm-router asks `AUTHORIZED` about every key, so other users of this host cannot use its port.
+- Only the headers in `ASKED` (requests) and `PASSED` (answers) pass.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -35,19 +33,19 @@ ASKED = {b"content-type", SESSION_HEADER.lower().encode()}
 PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
-BACKLOG = 1024  # connections that wait to be accepted: an orchestrator opens hundreds at once
+BACKLOG = 1024  # an orchestrator opens hundreds of connections at once
 KEPT_S = 600.0  # longer than any client keeps a connection idle
 SWEEP_S = 10.0
-LINGER_S = 1.0  # a refused caller has this long to read why
+LINGER_S = 1.0  # for a refused caller to read the answer
 
 _UNAUTHORIZED = "this router serves one run's roles only: the run's token is missing or another's\n"
 log = logging.getLogger(__name__)
 
 
 class Front:
-    """A server before vllm-router. Without a token it accepts every request.
+    """Serve in front of vllm-router. An empty token accepts every request.
 
-    Use it as `async with Front(token, router_url) as front: await front.listen(host, port)`.
+    `async with Front(token, router_url) as front: await front.listen(host, port)`
     """
 
     def __init__(self, token: str, router_url: str) -> None:
@@ -82,19 +80,18 @@ class Front:
             transport.abort()
 
     async def listen(self, host: str, port: int) -> str:
-        """Serve at `host`. `port` 0 takes a free one. Return the address."""
+        """Serve at `host` and return the address. `port` 0 takes a free port."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Caller(self), host, port, backlog=BACKLOG)
         self._servers.append(server)
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Whether the header `given` opens a route. An unknown route needs `administer`."""
+        """Return whether the header `given` opens a route. An unknown route needs `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 
     def forward(self, caller: "_Caller", request: bytes) -> None:
-        """Send `request` to vllm-router on an idle connection, or on a new one."""
         oldest_s = asyncio.get_running_loop().time() - KEEPALIVE_S
         while self.idle:
             upstream = self.idle.pop()
@@ -140,8 +137,6 @@ class Front:
 
 
 class _Caller(asyncio.Protocol):
-    """A caller's connection: it checks a request's head, collects the body and passes both on."""
-
     transport: asyncio.Transport
 
     def __init__(self, front: Front) -> None:
@@ -250,14 +245,13 @@ class _Caller(asyncio.Protocol):
         self._front.forward(self, b"".join(request))
 
     def finish(self) -> None:
-        """End the exchange: the answer is written whole."""
         self.upstream, self.is_waiting = None, False
         self._begin()
         if not self._keeps:
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502, or abort: half an answer must not look like a whole one."""
+        """Answer 502, or abort after a partial answer: it must not look whole."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -280,7 +274,7 @@ class _Caller(asyncio.Protocol):
 
 
 class _Upstream(asyncio.Protocol):
-    """A connection to vllm-router, which carries one exchange at a time."""
+    """A connection for one exchange at a time."""
 
     transport: asyncio.Transport
 
@@ -291,7 +285,6 @@ class _Upstream(asyncio.Protocol):
         self.idle_since_s = 0.0
 
     def ask(self, caller: _Caller, request: bytes) -> None:
-        """Send `request`. Its answer goes to `caller`."""
         self._caller, caller.upstream = caller, self
         self._head, self._reason, self._is_sized, self._is_complete = b"", b"", False, False
         self._out: list[bytes] = []
@@ -300,7 +293,7 @@ class _Upstream(asyncio.Protocol):
         self.transport.write(request)
 
     def drop(self) -> None:
-        """End the exchange. This ends the request in the engine too."""
+        """End the exchange and its request in the engine."""
         self._caller = None
         self.transport.abort()
 

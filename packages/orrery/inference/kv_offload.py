@@ -1,14 +1,11 @@
-"""Configure where cache blocks go that leave the device: host memory, disk or a shared store.
-Imports no vLLM.
+"""Configure the tiers of cache blocks: host memory, disk or a shared store. Imports no vLLM.
 
-- In: `manifest.inference.kv_offload`. Out: `--kv-transfer-config`, variables, and a Mooncake
-  Store's client file.
-- Blocks are found by a hash of tokens and salt. The salt is the policy version at a group's
-  dispatch, so no rollout finds blocks of an older policy. A resumed attempt repeats versions, so
-  files of earlier attempts are removed.
-- Files on disk, of caches and routes together, take at most `disk_bytes` (`kv_tiers`).
-- A block that cannot be read is computed again. If routes are returned, so is a block without known
-  routes (`patches.vllm_routes_offloaded`).
+- In: `manifest.inference.kv_offload`. Out: `--kv-transfer-config`, variables, Mooncake's client
+  file.
+- A block's hash includes the policy version at a group's dispatch, so no rollout finds older
+  blocks. A resumed attempt repeats versions, so earlier attempts' files are removed.
+- Caches and routes on disk together take at most `disk_bytes` (`kv_tiers`).
+- An unreadable block is computed again. If routes are returned, so is a block without them.
 """
 
 import json
@@ -35,14 +32,12 @@ DISK_TIER = "orrery_disk"  # `kv_tiers.BoundedFiles`
 
 
 def disk_folder(ctx: RoleContext) -> Path:
-    """Return the folder of engine `ctx` on the node's scratch disk, the same for all starts in an
-    attempt.
-    """
+    """Return an engine's folder on the scratch disk, shared by all starts in an attempt."""
     return scratch.disk_folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
-    """Return the value of `--kv-transfer-config`, or None without offloading."""
+    """Return `--kv-transfer-config`, or None without offloading."""
     offload = manifest.inference.kv_offload
     if offload.kind == "none":
         return None
@@ -72,7 +67,7 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def offload(ctx: RoleContext) -> list[str]:
-    """Prepare this engine's folder, store and variables. Return its arguments for `vllm serve`."""
+    """Prepare folder, store and variables. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
     config = offload_config(ctx.manifest, disk)
     if config is None:
@@ -85,7 +80,7 @@ def offload(ctx: RoleContext) -> list[str]:
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     else:
-        # The name of the host tier's file contains it.
+        # part of the host tier's file name
         config["engine_id"] = f"{scratch.role_memory_prefix(ctx.run_dir, ctx.name)}{uuid.uuid4()}"
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))
@@ -93,14 +88,14 @@ def offload(ctx: RoleContext) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that keep a block's routes as long as the block."""
+    """Return the variables that keep routes as long as their blocks."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind == "none":
         return {}
     if offload.kind == "mooncake":
         return {KEPT: "2", SHARED: "1"}
-    # Twice the necessary room, because caches and routes are evicted in different orders.
-    # `host_bytes` is for all devices of an engine together, `kv_cache_bytes` for one.
+    # Twice the room, because caches and routes are evicted in different orders.
+    # `host_bytes` is for all devices of an engine, `kv_cache_bytes` for one.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -112,9 +107,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's bytes on disk into those of caches and those of routes, for as many blocks
-    each.
-    """
+    """Split a rank's bytes on disk for equally many caches and routes."""
     model, has_routes = manifest.model, manifest.transport.routed_experts
     cache, routes = disk_block_bytes(model, manifest.inference, has_routes)
     caches = disk_bytes * cache // (cache + routes)
@@ -122,7 +115,7 @@ def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
 
 
 def prepare_disk(disk: Path) -> None:
-    """Make the folder and remove those of earlier attempts."""
+    """Make the folder and remove earlier attempts' folders."""
     for attempt in disk.parent.parent.glob("attempt_*"):
         if attempt != disk.parent:
             shutil.rmtree(attempt, ignore_errors=True)
@@ -130,7 +123,7 @@ def prepare_disk(disk: Path) -> None:
 
 
 def forget(disk: Path) -> None:
-    """Remove an engine's folder, and the run's folders above it if they are empty."""
+    """Remove an engine's folder, and the run's empty folders above it."""
     shutil.rmtree(disk, ignore_errors=True)
     with suppress(OSError):
         disk.parent.rmdir()
@@ -138,8 +131,8 @@ def forget(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the Mooncake Store at `master` (host:port). Return the variable that
-    names it. Each device has a worker, and each worker takes the bytes in the file.
+    """Write the client file of the store at `master` (host:port). Return its variable. Each
+    device's worker takes the bytes in the file.
     """
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"

@@ -1,8 +1,8 @@
 """`python -m orrery.inference.kv_store`: run the master of a Mooncake Store.
 
-- The master knows which engine's memory holds each cache block. It holds no block itself.
-- Out: a rendezvous endpoint with `rpc`, its host and port, once it accepts connections.
-- It starts empty with every attempt, and listens on `ctx.host`. It and this process end together.
+- The master knows which engine's memory holds each cache block.
+- Out: a rendezvous endpoint with `rpc` (host:port), once it accepts connections.
+- It starts empty with every attempt. It and this process end together.
 """
 
 import socket
@@ -19,12 +19,12 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous
 
-# System libraries that Mooncake needs → their Debian packages.
+# Mooncake's system libraries → Debian packages.
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 
 def master_program() -> Path:
-    """Return the path of Mooncake's master. Raises OrreryError if it cannot run here."""
+    """Return the path of Mooncake's master. Raise OrreryError if it cannot run here."""
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
         raise OrreryError(
@@ -67,7 +67,7 @@ def main() -> None:
                 f"read logs/{ctx.name}.log"
             )
         finally:
-            process.kill()  # it holds nothing that outlives the stage
+            process.kill()  # its state ends with the stage
             process.wait()
 
 
@@ -80,8 +80,8 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Return whether a subprocess can load the system's `library`. NIXL brings its own rdma-core. A
-    process with two copies crashes when it exits.
+    """Try in a subprocess: NIXL brings its own rdma-core, and a process with two copies crashes at
+    exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

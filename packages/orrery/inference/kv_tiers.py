@@ -1,12 +1,9 @@
 """vLLM's tiers of cache blocks: a disk tier with a byte limit, and all tiers on CPU.
 
-vLLM's `fs` tier has neither a capacity nor eviction. It loads other tiers by name: a configuration
-names `Tiers` in `spec_module_path`. A block counts as used when it is written or loaded. The
-writing thread makes room, never the scheduler's. If a file is removed between its lookup and its
-load, vLLM computes the missing blocks.
+vLLM's `fs` tier has no limit. The writing thread makes room, never the scheduler's. If a file
+vanishes between its lookup and its load, vLLM computes the missing blocks.
 
-vLLM refuses its native offloading on CPU, so `_stand_in` replaces device copies by memory copies. A
-CPU run then tests what a GPU run does. Only `v1/kv_offload/cpu` is affected.
+vLLM refuses to offload on CPU, so `_stand_in` replaces device copies by memory copies.
 
 Versions: 0.32. Remove when vLLM's tier has a limit, and when vLLM offloads on CPU.
 """
@@ -50,20 +47,20 @@ class BoundedFiles(FileSystemTierManager):
         self._enqueue(job_id, n_tasks, [partial(self._store, task) for task in tasks])
 
     def _store(self, task: Any) -> None:
-        """Run a task, a `functools.partial` whose first argument is the paths that it writes."""
+        """Run a `functools.partial` whose first argument is the paths that it writes."""
         with self._files.writing(task.args[0], self._block_size):
             task()
 
 
 class Tiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec` with the bounded disk tier of this module."""
+    """`TieringOffloadingSpec` with the bounded disk tier."""
 
 
 SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """A stream event. A CPU copy ends before it returns, so a recorded event has happened."""
+    """A stream event. CPU copies are synchronous, so a recorded event has happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0
@@ -90,7 +87,7 @@ class _Stream:
 
 
 class _Platform:
-    """The CPU platform with the device methods that the two modules call."""
+    """The CPU platform with the device methods that vLLM calls."""
 
     Stream = _Stream
 
@@ -114,8 +111,6 @@ class _Platform:
 
 
 class _Torch:
-    """torch with a CPU event."""
-
     Event = _Event
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +118,7 @@ class _Torch:
 
 
 class _OnDevice(torch.Tensor):
-    """A cache tensor that passes vLLM's assertion that it is on a device."""
+    """A cache tensor that passes vLLM's assertion of a device."""
 
     is_xpu = True  # type: ignore[assignment]
 
@@ -136,7 +131,6 @@ def _copy(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor
 
 
 def _stand_in() -> None:
-    """Patch vLLM's two modules, once a process."""
     handler = gpu_worker.SingleDirectionOffloadingHandler
     original = handler.__init__
 

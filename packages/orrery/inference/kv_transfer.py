@@ -1,14 +1,12 @@
-"""Configure separate prefill and decode engines, which hand over cache blocks. Imports no vLLM.
+"""Configure prefill and decode engines and their transfer of cache blocks. Imports no vLLM.
 
 - In: `manifest.inference`, this engine's index. Out: `--kv-transfer-config`, variables, and the
   fields that an engine publishes.
-- The first `prefill_replicas` engines produce and the others consume.
-  `orrery.orchestrator.engines.disaggregated` drives both.
-- Blocks wait for their reader longer than any request may take (`lease_s`). After its lease NIXL
-  reuses a block, and a late reader would get another request's cache without an error.
-- A cache that cannot be read fails the request. No engine decodes without it.
-- Sockets are on `host`. Mooncake's transfer engine always listens on all interfaces, so it starts
-  only where all are ours (`refuse_open_interfaces`).
+- The first `prefill_replicas` engines produce, the others consume.
+- A block's lease is longer than any request. Afterwards a late reader of NIXL would silently get
+  another request's cache.
+- A cache that cannot be read fails the request.
+- Sockets are on `host`. Only Mooncake listens on all interfaces.
 """
 
 import os
@@ -31,14 +29,12 @@ OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 
 
 def lease_s(manifest: Manifest) -> int:
-    """Return the seconds for which a prefill engine keeps blocks: longer than any client waits."""
+    """Return the seconds for which a prefill engine keeps blocks."""
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
 def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
-    """Return the value of `--kv-transfer-config` of engine `index`, or None without prefill
-    engines.
-    """
+    """Return `--kv-transfer-config` of engine `index`, or None without prefill engines."""
     inference, transfer = manifest.inference, manifest.inference.kv_transfer
     if transfer.kind == "none":
         return None
@@ -59,9 +55,7 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
 
 
 def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, str]:
-    """Return the libraries' variables for an engine on `host` whose blocks are asked for at
-    `port`.
-    """
+    """Return the libraries' variables for an engine with blocks at `host` and `port`."""
     routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
         return routes | {
@@ -76,17 +70,15 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 
 def name_devices(manifest: Manifest) -> None:
-    """Restrict UCX, which NIXL uses, to this run's interface and RDMA devices. Variables already
-    set stay.
-    """
+    """Restrict UCX, NIXL's library, to this run's devices, if not set."""
     if manifest.inference.kv_transfer.kind == "nixl":
         network.name_ucx_devices()
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
-    """Return what an engine with vLLM's `KVTransferConfig` publishes beside its address."""
+    """Return the fields that an engine with this KVTransferConfig publishes."""
     if config is None or config.kv_connector != "MooncakeConnector":
-        return {}  # NIXL's producer sends all of it with each answer
+        return {}  # NIXL's producer sends them with each answer
     return {
         "kv_engine_id": config.engine_id,
         "kv_bootstrap": f"http://{host}:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
@@ -94,9 +86,7 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 
 def refuse_open_interfaces(what: str) -> None:
-    """Raise OrreryError if `what`, which listens on all interfaces, could be reached from outside
-    this run.
-    """
+    """Raise OrreryError if Mooncake would listen on interfaces outside this run."""
     ours = {LOOPBACK_INTERFACE, interface()}
     others = sorted(
         name
@@ -114,9 +104,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError if `field` asks for RDMA without an RDMA device. Mooncake would silently
-    use TCP.
-    """
+    """Raise OrreryError if RDMA has no device. Mooncake would silently use TCP."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "

@@ -1,8 +1,7 @@
-"""Copy received slices into vLLM's layers, and process each layer once it is complete.
+"""Copy received slices into vLLM's layers, and process each complete layer.
 
-- `Loading` is one update of one model. vLLM's layerwise reload allocates a layer's parameters,
-  repacks or quantizes them, and copies the result to where CUDA graphs expect it. So one layer at a
-  time exists twice, never the model.
+- vLLM's layerwise reload repacks or quantizes a layer and copies it to where CUDA graphs expect it.
+  So one layer at a time exists twice.
 - Adjacent slices, and slices at even distances (experts), are copied as one.
 """
 
@@ -20,9 +19,7 @@ from orrery.wire.weight_wire.plan import Slice, TensorInfo, dtype_of, intersecti
 
 
 class Run(NamedTuple):
-    """A copy from a bucket, starting at byte `begin`, into a parameter, starting at element
-    `offset`.
-    """
+    """A copy from byte `begin` of a bucket to element `offset` of a parameter."""
 
     layer: str
     parameter: str
@@ -35,9 +32,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """The same copy in words of 8 bytes if they fit, else self. A GPU copies separate rows
-        element by element.
-        """
+        """The copy in 8-byte words if they fit, or self. A GPU copies separate rows by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -67,7 +62,7 @@ WORD = torch.int64
 
 
 def runs(slices: list[Slice], needs: Needs, tensors: dict[str, TensorInfo]) -> list[Run]:
-    """Return the copies that these slices of one bucket need."""
+    """Return the copies for these slices of one bucket."""
     found: list[Run] = []
     for name, box, begin in slices:
         for destination in needs.destinations[name]:
@@ -102,11 +97,9 @@ def _follows(last: Run, run: Run) -> bool:
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Merge equal runs at even distances in bucket and parameter, such as the experts of a
-    layer.
-    """
+    """Merge equal copies at even distances, such as a layer's experts."""
     series: list[list[Run]] = []
-    latest: dict[tuple[Any, ...], list[Run]] = {}  # by the fields that a series shares
+    latest: dict[tuple[Any, ...], list[Run]] = {}  # by common fields
     for run in found:
         alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
         before = latest.get(alike)
@@ -133,10 +126,8 @@ def _whole(series: list[Run]) -> Run:
 
 
 class Loading:
-    """One update of one model."""
-
     def __init__(self, model: torch.nn.Module, needs: Needs) -> None:
-        """Call `initialize_layerwise_reload` on the model before."""
+        """Call `initialize_layerwise_reload` on the model first."""
         self._layers = dict(model.named_modules())
         self._needs = needs
         self._missing: dict[str, int] = defaultdict(int)  # elements, by layer
@@ -147,7 +138,7 @@ class Loading:
 
     @torch.no_grad()
     def load(self, copies: list[Run], bucket: torch.Tensor) -> None:
-        """Copy from `bucket` (u8), and process each layer that becomes complete."""
+        """Copy from `bucket` (u8), and process each complete layer."""
         for run in copies:
             layer = self._layers[run.layer]
             if run.layer not in self._begun:

@@ -1,13 +1,12 @@
-"""Find the slices of published tensors that this engine rank needs, by running vLLM's own loaders.
+"""Find the slices of published tensors that this engine rank needs, by vLLM's own loaders.
 
-The model's `load_weights` runs once over tensors without storage, into parameters without storage.
-Its copies are recorded. No data moves. This covers every parallelism, fusion and model that vLLM
-can load. (vLLM's own `sharded_rdt` learns slices alike, but needs Ray. `nccl_m2n` sends whole
+The model's `load_weights` runs once without storage, and its copies are recorded. This covers every
+parallelism, fusion and model of vLLM. (vLLM's `sharded_rdt` needs Ray. `nccl_m2n` sends whole
 tensors where parameters are fused.)
 
-- Slices are boxes. A loader that calculates, or picks single rows, is refused by name.
-- Constants that a loader fills in, such as a vocabulary's padding, are recorded too.
-- The model is left as it was.
+- Slices are boxes. A loader that calculates or picks single rows is refused by name.
+- A loader's constants, such as a vocabulary's padding, are recorded too.
+- The model is unchanged afterwards.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,8 +30,8 @@ from orrery.wire.weight_wire.plan import Box, TensorInfo, dtype_of
 
 @dataclass(frozen=True)
 class Destination:
-    """`box` of tensor `name` goes to `parameter` of `layer`: element (i, j, …) of the box to
-    `offset + Σ i · strides`, in elements.
+    """A copy of `box` of tensor `name` to `parameter` of `layer`: element (i, j, …) goes to element
+    `offset + Σ i · strides`.
     """
 
     name: str
@@ -61,8 +60,8 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return what `model` takes of `tensors`. Raises ValueError naming a tensor or layer that gets
-    only a part, or whose loader is not understood.
+    """Return the slices that `model` takes. Raise ValueError by name if a layer gets only a part or
+    a loader is not understood.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -81,7 +80,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put parameters on the meta device as they were before processing. Yield (layer, parameter) by
+    """Put parameters, as before processing, on the meta device. Yield (layer, parameter) by
     storage.
     """
     try:
@@ -105,9 +104,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload` or `_without_storage`, if nothing has been loaded
-    since.
-    """
+    """Undo `initialize_layerwise_reload` or `_without_storage`, before any load."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
@@ -121,7 +118,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage. Keeping the tensor keeps its storage from being reused.
+        # By storage. The tensor keeps its storage from being reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -173,8 +170,8 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box that the view `of` is in a dense tensor of `shape`, and `into`'s strides along
-    the tensor's dimensions. Raises ValueError if the view is no box.
+    """Return the view `of` as a box in a dense tensor of `shape`, with `into`'s strides by
+    dimension. Raise ValueError if it is no box.
     """
     full: list[int] = []
     stride = 1

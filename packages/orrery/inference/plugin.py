@@ -1,8 +1,8 @@
-"""The entry point `orrery` of `vllm.general_plugins`, which vLLM loads in each of its processes.
+"""The entry point `orrery` of `vllm.general_plugins`, loaded in each vLLM process.
 
 - Registers the receivers of weights and adapters by name. Only a worker imports them.
 - Ties every vLLM process to its parent, so none survives a killed server.
-- Names the run in the processes' shared memory (SHARED), so that the next start can remove it.
+- Names the run in shared memory (SHARED), so that the next start can remove it.
 """
 
 import multiprocessing
@@ -18,9 +18,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register once a process. vLLM calls it in each process that it spawns, `server` before it
-    starts any.
-    """
+    """Register once a process. `server` calls it before vLLM does."""
     global _registered
     if _registered:
         return

@@ -19,8 +19,8 @@ def await_start(
     what: str,
     answers: Callable[[], bool],
 ) -> None:
-    """Return once `answers()`. Raises RunFailed if `program` ends first or does not `what` (an
-    infinitive) in time.
+    """Return once `answers()`. Raise RunFailed if `program` ends or does not `what` (an infinitive)
+    in time.
     """
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s

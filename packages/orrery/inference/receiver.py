@@ -1,13 +1,12 @@
-"""Receive weights: load a published version into the running model and record which weights came.
+"""Receive weights: load a published version into the running model and fingerprint its tensors.
 
-- In: the path of a published version, on any wire. Out: `held`, name → (fingerprint, how).
-- `files` brings whole tensors. A direct wire brings this rank's slices (`needs`, `loading`).
-- A tensor is fingerprinted as it arrives ("as_consumed"). If the engine does not repack it, it is
-  fingerprinted again in the model ("resident").
-- Every tensor of the first load must come again and fill every element. A damaged file fails the
-  update by name. `held` stays empty until a whole update succeeds.
-- Workers never raise. The client asks each worker for its error (`attestation`). If any failed, all
-  discard the update. After an error vLLM 0.32 would mix up the workers' results.
+- In: the path of a published version on any wire. Out: `held`, name → (fingerprint, how).
+- The wire `files` brings whole tensors, a direct wire this rank's slices (`needs`, `loading`).
+- A tensor is fingerprinted as it arrives ("as_consumed"), and in the model ("resident") unless the
+  engine repacks it.
+- An update must fill every tensor of the first load, or it fails by name and `held` stays empty.
+- Workers never raise: vLLM 0.32 would mix up their results. The client asks each worker for its
+  error (`attestation`). If any failed, all discard the update.
 """
 
 import abc
@@ -59,21 +58,17 @@ from orrery.wire.weight_wire.receiver import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# Modules that vLLM does not repack (ParallelLMHead is a VocabParallelEmbedding).
+# vLLM does not repack them. ParallelLMHead is a VocabParallelEmbedding.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The number of ranks of this engine over all data-parallel ranks."""
-
-    num_ranks: int | None = None
+    num_ranks: int | None = None  # over all data-parallel ranks
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The published version's path and number, and this engine's name."""
-
     path: str
     version: int
     engine: str = "engine"
@@ -88,17 +83,13 @@ class Consumed(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The parameter of the processed model that holds a tensor unchanged."""
+    """A parameter of the processed model that holds a tensor unchanged."""
 
     module: torch.nn.Module
     parameter: str
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The base of our weight-transfer backends: how an update ends in one of an engine's
-    workers.
-    """
-
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     held: dict[str, tuple[int, str]]
@@ -116,11 +107,11 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours:
-                with contextlib.suppress(OSError):  # the other ranks need not wait for this one
+                with contextlib.suppress(OSError):  # the other ranks need not wait
                     abandon_transfer(Path(update_info.path))
 
     def finish_weight_update(self) -> None:
-        """Finish an update. After a failure here or in another worker `held` stays empty."""
+        """Finish an update. After a failure in any worker `held` stays empty."""
         self.held = self._finish(self.failure is None)
 
     @abc.abstractmethod
@@ -129,13 +120,11 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a version. Raises if it does not arrive whole."""
+        """Receive a version. Raise if it does not arrive whole."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Leave a model that can compute. Return what is held if the version `is_whole`, else
-        {}.
-        """
+        """Leave a model that can compute. Return `held` if the version `is_whole`, or {}."""
 
 
 class Receiver(Backend):
@@ -145,7 +134,7 @@ class Receiver(Backend):
         self.held = {}
         self.parts = PartTimer()  # seconds of the last update
         self._consumed: dict[str, Consumed] = {}
-        self._places: dict[str, Place | None] = {}  # by tensor, found once
+        self._places: dict[str, Place | None] = {}  # by tensor
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
         self._num_ranks = init_info.num_ranks
         self._target: WeightReceiver | None = None
@@ -173,7 +162,7 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            # This also gives half-loaded layers storage again.
+            # Half-loaded layers get storage again, too.
             finalize_layerwise_reload(self.model, self.model_config)
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)
@@ -203,7 +192,7 @@ class Receiver(Backend):
             self._target.drop()
 
     def _take(self, update: UpdateInfo, taking: Transfer) -> None:
-        """Receive this rank's slices on a direct wire, and copy them as they arrive."""
+        """Copy this rank's slices from a direct wire as they arrive."""
         if self._target is None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -222,7 +211,7 @@ class Receiver(Backend):
         try:
             loading.check()
         except ValueError:
-            target.fail()  # as if the transfer had broken off
+            target.fail()  # as a broken transfer does
             raise
         begin = time.perf_counter()
         self._consumed = {
@@ -255,7 +244,6 @@ class Receiver(Backend):
         }
 
     def _runs_of(self, one: Round) -> list[Run]:
-        """Return a round's copies, computed once for a process group."""
         assert self._target is not None
         known = self._runs.get(one.number)
         if known is None or known[0] is not one:
@@ -283,7 +271,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # A complete layer is processed and reset at once. An embedding's padding never comes.
+            # A complete layer is reset at once. An embedding's padding never comes.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -292,7 +280,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the tensor names of the first checkpoint, without a tied output head."""
+        """Return the first checkpoint's names, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -304,7 +292,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the tensor in the processed model, or None if it was repacked or sliced."""
+        """Return the tensor in the processed model, or None if repacked or sliced."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -337,8 +325,8 @@ class Receiver(Backend):
 
 
 def damage(folder: Path) -> str | None:
-    """Return which tensor of a published version is cut off in its file, or None. vLLM removes
-    paths from error answers, so the sentence has file names only.
+    """Return a message about a cut-off tensor, or None. It has file names only: vLLM removes paths
+    from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -1,11 +1,9 @@
 """Run vllm-router for a stage's replicas, behind a front that checks callers.
 
 - In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once all engines are known.
-- Only the front listens on `ctx.host`. The router is on loopback and spreads generation. Control
-  calls go directly to each engine.
-- Its Prometheus page is on loopback without a key. It shows counts, durations and addresses.
-- It retries nothing and breaks no circuit: a failed request is the caller's data.
-- The kernel kills it with this process. If it ends by itself, so does this process.
+- Only the front listens on `ctx.host`. The router and its Prometheus page are on loopback.
+- The router has no retries and no circuit breaker: a failed request is the caller's data.
+- The router and this process end together.
 """
 
 import asyncio
@@ -36,7 +34,7 @@ from orrery.wire.engine_api import request_s
 from orrery.wire.token import Purpose, authorization, run_token
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
-CLIENT_FIRST_S = 60.0  # clients time out first, with a better error than the router's HTTP 500
+CLIENT_FIRST_S = 60.0  # so clients time out first, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
@@ -45,13 +43,11 @@ PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return the command line of `vllm-router`. Raises OrreryError if the manifest has no
-    router.
-    """
+    """Return the command line of `vllm-router`. Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Beyond this the router answers 429. Twice the limit, because ending requests may overlap.
+    # Beyond this the router answers 429. Ending requests may overlap.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -93,13 +89,13 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         is_left.set()
     urls = [engine.url for engine in engines]
     without_proxy([ctx.host, LOOPBACK, *(host for url in urls if (host := urlsplit(url).hostname))])
-    port, metrics_port = free_ports(2)  # vllm-router reports no port that it chose
+    port, metrics_port = free_ports(2)  # vllm-router does not report its port
     inner = f"http://{LOOPBACK}:{port}"
     async with Front(token, inner) as front, beating_loop(ctx.health):
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
         arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
-        # --log-level does not reach the router's core, which logs every request by default.
+        # --log-level does not reach the core. It logs every request by default.
         level = (log_level() or "warning").replace("warning", "warn")
         process = subprocess.Popen(
             [*PROGRAM, url + AUTHORIZED if token else "", *arguments],

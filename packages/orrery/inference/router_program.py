@@ -1,8 +1,6 @@
-"""`python -m orrery.inference.router_program URL …`: run vllm-router with a URL that validates
-keys.
+"""`python -m orrery.inference.router_program URL …`: run vllm-router with a URL that checks keys.
 
-vllm-router 0.1.17 asks the URL about the key of every call, but its command line has no option for
-it. With an empty URL it accepts every call.
+vllm-router 0.1.17 has no option for the URL. An empty URL accepts every call.
 """
 
 import sys

@@ -1,12 +1,11 @@
-"""Run one vLLM server in this process: start it, publish its address, and end all that it started.
+"""Run one vLLM server in this process: start it, publish its address, end its processes.
 
-- In: vLLM's own arguments. Out: the rendezvous endpoint, once /health answers and the weight
-  receiver is set up.
-- Engine cores (one a data-parallel rank) and their workers (one a further GPU) are child processes.
-  They die with this process (`plugin`). It ends within WATCH_S of an engine core's death, with a
-  sentence. An engine core dies with its workers.
-- SIGTERM ends all of them. After STOP_S the rest is killed. Files on disk are removed then. After a
-  failure they stay for the next start.
+- In: vLLM's arguments. Out: the rendezvous endpoint, once /health answers and the weight receiver
+  is set up.
+- Engine cores (one a data-parallel rank) and workers (one a further GPU) are child processes. They
+  die with this process (`plugin`), an engine core with its workers.
+- This process ends within WATCH_S of an engine core's death.
+- SIGTERM ends all, within STOP_S, and removes files on disk. After a failure they stay.
 - It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
 
@@ -49,7 +48,7 @@ START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
-END_BYTES = 1 << 18  # holds the stacks of an engine core and eight workers, written twice
+END_BYTES = 1 << 18  # the stacks of nine processes, twice
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
 CONSEQUENCE = re.compile(  # caused by the end of another process
@@ -60,11 +59,11 @@ CONSEQUENCE = re.compile(  # caused by the end of another process
 
 
 def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
-    """Serve until SIGTERM. Raises RunFailed if the engine cannot start or dies."""
+    """Serve until SIGTERM. Raise RunFailed if the engine does not start or dies."""
     left = Left.by(ctx)
-    left.remove()  # of an earlier start
+    left.remove()
     log = ctx.run_dir / "logs" / f"{ctx.name}.log"
-    log_begin = log.stat().st_size if log.exists() else 0  # after earlier starts
+    log_begin = log.stat().st_size if log.exists() else 0
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
     registry.correct_server(ctx.manifest)
@@ -74,11 +73,11 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
     validate_parsed_serve_args(args)
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
-    # vLLM leaves sockets and rendezvous files in TMPDIR. A socket's path has at most 107 bytes.
+    # vLLM leaves sockets and files in TMPDIR. A socket's path has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
     try:
         uvloop.run(_serve(ctx, entry, args, left))
-    except RuntimeError as error:  # an engine core died while it started
+    except RuntimeError as error:  # an engine core died
         cause = root_cause(error, log, log_begin)
         raise RunFailed(
             f"inference {ctx.index}: vLLM did not start ({cause}); read logs/{ctx.name}.log"
@@ -91,27 +90,25 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Left:
-    """The files and shared memory that a killed engine leaves, under names that only this role
-    uses.
-    """
+    """Files and shared memory that a killed engine leaves."""
 
-    scratch: Path  # the system's folder for temporary files
-    start: str  # prefix of this role's folders there
-    shared: str  # part of this role's names in shared memory
-    disk: Path  # cache blocks, which only an orderly end removes
+    scratch: Path
+    start: str  # prefix of folders in `scratch`
+    shared: str  # part of names in shared memory
+    disk: Path  # cache blocks, removed only by an orderly end
     pid: int  # of the server, because forks inherit its handlers
 
     @staticmethod
     def by(ctx: RoleContext) -> "Left":
-        """Call it before TMPDIR changes."""
+        """Call before TMPDIR changes."""
         tempfile.tempdir = None
         start = scratch.start_prefix(ctx.run_dir, ctx.index)
         shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
         return Left(Path(tempfile.gettempdir()), start, shared, disk_folder(ctx), os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove all of it, with the blocks on disk if the engine has `ended` in order. Blocks go
-        last: they may be many, and the launcher does not wait long.
+        """Remove all, and last the blocks on disk if the engine `ended` in order. They may be many,
+        and the launcher does not wait long.
         """
         if os.getpid() != self.pid:
             return
@@ -122,7 +119,7 @@ class Left:
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
-    """Handle SIGTERM before vLLM's own handler is installed: no request is in flight."""
+    """Handle SIGTERM before vLLM's own handler. No request is in flight."""
     _exit_now(left)
 
 
@@ -134,10 +131,10 @@ def _exit_now(left: Left) -> None:
 
 async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
-    args.port = socket.getsockname()[1]  # chosen by the kernel if 0 was asked for
-    os.register_at_fork(after_in_child=socket.close)  # a forked engine core must not hold the port
+    args.port = socket.getsockname()[1]  # the kernel's choice for 0
+    os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
-    gc.freeze()  # vLLM collects several times, here and in the forked engine core
+    gc.freeze()  # vLLM collects several times
     # The heartbeat comes second: building the client blocks the loop.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
@@ -156,11 +153,11 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
         while {serving, watching} <= awaited:
             done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if announcing in done:
-                announcing.result()  # raises if no address was published
+                announcing.result()  # raises its error
         announcing.cancel()
         watching.cancel()
         if serving.done():
-            serving.result()  # raises its error
+            serving.result()
         if not stopping.is_set():
             raise _died(ctx)
         winding_down = serving.result()
@@ -173,15 +170,15 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
 
 
 def _died(ctx: RoleContext) -> RunFailed:
-    """Report the engine core's death at once, before callers see failures."""
+    """Report the engine core's death before callers see failures."""
     died = RunFailed(f"inference {ctx.index}: the engine core died; read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
     return died
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event that is set when vLLM's SIGTERM handler begins to stop the engine. A dead
-    engine core is then no failure, and a timer kills processes that hang.
+    """Return an event, set once vLLM handles SIGTERM. Then a dead engine core is no failure, and a
+    timer kills hanging processes.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -211,13 +208,13 @@ def _kill_children() -> None:
 
 
 async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None:
-    """Return when the engine core has died unasked."""
+    """Return once the engine core dies without a stop."""
     while stopping.is_set() or not engine.errored:
         await asyncio.sleep(WATCH_S)
 
 
 async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
-    """Publish this server's address as soon as /health answers 200."""
+    """Publish this server's address once /health answers 200."""
     host, port = args.host, args.port
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s
@@ -230,7 +227,7 @@ async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
         await asyncio.sleep(0.02)
     vllm_processes.unlink_host_tiers(left.shared)
     gc.collect()
-    gc.freeze()  # later collections skip the objects of the start
+    gc.freeze()  # not collected again
     gc.enable()
     rendezvous.publish(ctx, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
     ctx.health.doing("serving")
@@ -251,13 +248,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start from `log` after byte `begin`, or `error` itself if it is
-    no pointer.
+    """Return the cause of a failed start from `log` after byte `begin`, or `error` without one.
 
-    vLLM's server says only that a child process failed. An exception is a line with a name, or a
-    name and `: text`: after vLLM's process prefix any dotted name that follows an indented line,
-    else a name in Error or Exception. First come causes logged as ERROR, then exceptions being
-    handled, then consequences of another process's end.
+    An exception is a line `name` or `name: text`. In vLLM's stacks any dotted name counts,
+    elsewhere a name in Error or Exception. Prefer causes logged as ERROR, then other causes,
+    exceptions being handled, and consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

@@ -14,18 +14,16 @@ from orrery.wire.token import Purpose, credential, run_token
 OPEN = ("/health", "/metrics")  # for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
-INDEX = "ORRERY_ENGINE"  # this engine's index in the stage
+INDEX = "ORRERY_ENGINE"
 
 
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    Generation needs the `generate` credential. All other paths need `administer`, which no
-    generation request carries. A launched engine without a token refuses everything. An engine that
-    a person or a test started without a token accepts everything.
+    Generation needs the `generate` credential, other paths except OPEN `administer`. Without a
+    token a launched engine refuses everything, an engine started by hand accepts everything.
 
-    The answer to a generation request names the engine, because a client behind a router cannot
-    know it.
+    Answers to generation name the engine for clients behind a router.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,13 +1,8 @@
-"""Render a run's engines for a Kubernetes cluster with another router. Applies nothing, imports no
-vLLM.
+"""Render a run's engines for a Kubernetes cluster with another router. Imports no vLLM.
 
-- In: a manifest and a `Place`: images, and the volume with the weights. Out: documents by file
-  name.
-- Flags come from `assemble.server_arguments`, variables from vLLM's settings. A pod learns its
-  address when it starts. The patches of `registry.correct_server` are missing there.
-- Each engine is a component or Deployment, not a replica: engines differ by seed and by part
-  (prefill, decode).
-- The router's policy is translated to the other router's name.
+- In: a manifest and a `Place`. Out: documents by file name.
+- The patches of `registry.correct_server` are missing there.
+- Each engine is a component or Deployment, because engines differ by seed and part.
 """
 
 from collections.abc import Callable

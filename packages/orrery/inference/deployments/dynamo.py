@@ -1,8 +1,6 @@
-"""NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend, which routes, and one
-worker an engine.
+"""NVIDIA Dynamo: a DynamoGraphDeployment (nvidia.com/v1beta1) of a frontend and the engines.
 
-- A worker is `python3 -m dynamo.vllm`. It takes vLLM's engine flags. It has no server, so server
-  flags are left out.
+- The frontend routes. A worker takes vLLM's engine flags only.
 - Routers that use caches receive the engines' events inside the graph's network.
 - Dynamo names sessions by the header X-Dynamo-Session-ID.
 """
@@ -23,7 +21,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 MOST_COMPONENTS = 25  # in a graph
-# Flags of vLLM's API server → the number of their values. Dynamo's frontend replaces it.
+# Flags of vLLM's API server → the number of their values.
 SERVER_FLAGS = {
     "--host": 1, "--port": 1, "--middleware": 1, "--uvicorn-log-level": 1, "--tokens-only": 0,
     "--enable-prompt-tokens-details": 0, "--disable-uvicorn-access-log": 0,
@@ -40,7 +38,7 @@ TYPES = {"whole": "worker", "prefill": "prefill", "decode": "decode"}
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Return `graph.yaml`. Raises OrreryError if a graph cannot serve the manifest."""
+    """Return `graph.yaml`. Raise OrreryError if a graph cannot serve the manifest."""
     made = engines(manifest, place, behind_proxy=False)
     if len(made) + 1 > MOST_COMPONENTS:
         raise OrreryError(
@@ -111,7 +109,6 @@ def _worker(manifest: Manifest, engine: Engine) -> dict[str, Any]:
 
 
 def without_server_flags(arguments: list[str]) -> list[str]:
-    """Return only the engine flags of a server's command line."""
     kept, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)

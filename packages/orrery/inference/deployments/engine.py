@@ -26,9 +26,8 @@ TOKEN_MOUNT: dict[str, Any] = {"name": "token", "mountPath": str(TOKEN_FOLDER), 
 
 @dataclass(frozen=True)
 class Place:
-    """A cluster's images and weights. `image` has vLLM and this package, and Dynamo for Dynamo.
-    `claim` is the volume whose root is the folder of the weights. `proxy_image` is llm-d's
-    routing proxy.
+    """A cluster's images and weights. `image` has vLLM, this package and, if used, Dynamo. The root
+    of volume `claim` has the weights. `proxy_image` is llm-d's routing proxy.
     """
 
     image: str
@@ -45,7 +44,7 @@ class Engine:
 
 
 def name_of(manifest: Manifest) -> str:
-    """Return the run's name for Kubernetes. Raises OrreryError if it is too long."""
+    """Return the run's name for Kubernetes. Raise OrreryError if it is too long."""
     name = manifest.name.replace("_", "-").strip("-")
     if len(name) > 40:
         raise OrreryError(
@@ -61,7 +60,7 @@ def labels(manifest: Manifest) -> dict[str, str]:
 
 
 def check_servable(manifest: Manifest) -> None:
-    """Raise OrreryError if such a deployment, or any run, cannot serve the manifest."""
+    """Raise OrreryError if a deployment cannot serve the manifest."""
     if manifest.inference.kv_offload.kind == "mooncake":
         raise OrreryError(
             "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher "
@@ -76,16 +75,14 @@ def check_servable(manifest: Manifest) -> None:
 
 
 def engines(manifest: Manifest, place: Place, behind_proxy: bool) -> list[Engine]:
-    """Return every engine of the run. With `behind_proxy` a decode engine has a proxy in its pod,
-    on the port that callers use.
-    """
+    """Return the run's engines. With `behind_proxy` decode engines leave PORT to a proxy."""
     check_servable(manifest)
     made = []
     for index in range(manifest.inference.num_replicas):
         apart = manifest.inference.prefill_replicas
         part = "whole" if not apart else "prefill" if index < apart else "decode"
         proxied = behind_proxy and part == "decode"
-        # The proxy reaches its engine on the pod's loopback, other callers on the pod's address.
+        # A proxy reaches its engine on loopback, other callers on the pod's address.
         host, port = ("0.0.0.0", BEHIND_PROXY_PORT) if proxied else (ADDRESS, PORT)
         tiers = offload_config(manifest, TIERS)
         arguments = _of_any_start(server_arguments(manifest, WEIGHTS, index, host, port))
@@ -128,7 +125,7 @@ def weights_volume(place: Place) -> dict[str, Any]:
 
 
 def _of_any_start(arguments: list[str]) -> list[str]:
-    """Remove the `engine_id`, which the launcher makes for one start. A pod may start again."""
+    """Remove the `engine_id`: it is for one start, and a pod may start again."""
     if "--kv-transfer-config" not in arguments:
         return arguments
     at = arguments.index("--kv-transfer-config") + 1

@@ -1,10 +1,8 @@
-"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`, whose endpoint
-picker finds engines by label.
+"""llm-d: a Deployment an engine, and values for the chart `llm-d-router-standalone`.
 
-- Engines are vLLM servers. With the token any client that knows a pod's address can use it.
-- The picker's `vllmhttp-parser` reads /inference/v1/generate. Its session filter uses X-Session-ID.
-- With separate prefill a decode pod has llm-d's routing proxy before its engine. It sends each
-  request to the prefill engine first.
+- The picker finds engines by label. Its session filter reads X-Session-ID.
+- Any client with the token and a pod's address can use the engine.
+- With separate prefill a decode pod has llm-d's routing proxy. It sends requests to prefill first.
 """
 
 from typing import Any
@@ -28,7 +26,7 @@ PICKER_FILE = "picker.yaml"
 
 
 def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
-    """Return `engines.yaml` and `router.values.yaml`. Raises OrreryError if the proxy image is
+    """Return `engines.yaml` and `router.values.yaml`. Raise OrreryError if the proxy image is
     missing.
     """
     if manifest.inference.prefill_replicas and not place.proxy_image:
@@ -90,7 +88,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },
-            # FailClose: an engine that was not picked may hold an older policy.
+            # FailClose: another engine may hold an older policy.
             "inferencePool": {"create": True, "failureMode": "FailClose"},
             "modelServers": {
                 "type": "vllm",
@@ -103,7 +101,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def picker(manifest: Manifest) -> dict[str, Any]:
-    """Return the endpoint picker's configuration. llm-d has no round robin, so it becomes the
+    """Return the endpoint picker's configuration. Round robin, missing in llm-d, becomes the
     shortest queue.
     """
     router, apart = manifest.inference.router, manifest.inference.prefill_replicas > 0

@@ -1,9 +1,8 @@
-"""The registry of vLLM patches: what each replaces and why, and which process gets it.
+"""The registry of vLLM patches: their targets, reasons and processes.
 
 - `python -m orrery.inference.patches.registry` lists them. No patch touches vLLM's files.
-- Nothing here imports vLLM before `import_vllm`, because vLLM reads its environment at import.
-- `test_inference_registry.py` compares every name and flag of vLLM in this package with the
-  installed source.
+- vLLM reads its environment at import, so `import_vllm` imports it first.
+- `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
 
 import os
@@ -20,7 +19,7 @@ TESTS = "tests/inference"
 
 
 class Patch(NamedTuple):
-    """A patch, the vLLM symbol that it replaces, and when it may go."""
+    """A patch of one vLLM symbol."""
 
     name: str  # module.function in this folder
     target: str
@@ -204,16 +203,15 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner. vLLM reads them at import."""
+    """Return the variables that choose vLLM's model runner."""
     if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the other one has no routes
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # V1 has no routes
     return {}
 
 
 def import_vllm(manifest: Manifest) -> None:
-    """Import vLLM, without torch's compiler if nothing is compiled.
-
-    Raises OrreryError if vLLM is not installed.
+    """Import vLLM, without torch's compiler under `enforce_eager`. Raise OrreryError if it is
+    missing.
     """
     if find_spec("vllm") is None:
         raise OrreryError(
@@ -225,7 +223,7 @@ def import_vllm(manifest: Manifest) -> None:
 
 
 def correct_server(manifest: Manifest) -> None:
-    """Patch the process that becomes the API server, before vLLM reads its arguments."""
+    """Patch the API server's process, before vLLM reads its arguments."""
     if manifest.hardware.accelerator == "cpu":
         _apply("vllm.fork_engine_core")
         _apply("vllm.inspect_models_here")
@@ -240,7 +238,7 @@ def correct_server(manifest: Manifest) -> None:
 
 
 def correct_engine(shared_memory_name: str | None) -> None:
-    """Patch each process of an engine, whose shared memory's names contain the given one."""
+    """Patch each process of an engine."""
     if shared_memory_name is not None:
         _apply("vllm_processes.name_shared_memory", shared_memory_name)
     _apply("vllm_processes.meet_at_one_address")

@@ -1,8 +1,4 @@
-"""Patches of vLLM's start, reloads, sampling and adapters. `registry` says why each exists.
-
-Where `registry` does not apply a patch, the code that needs it calls it: before or after a reload,
-or after warm-up.
-"""
+"""Patches of vLLM's start, reloads, sampling and adapters. `registry` says why."""
 
 import contextlib
 import logging
@@ -16,9 +12,7 @@ import torch
 
 
 def import_without_compiler() -> None:
-    """Import vLLM first in a process that compiles nothing. Later imports still get torch's
-    compiler.
-    """
+    """Import vLLM without torch's compiler. Later imports still get it."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an import of it is an ImportError
@@ -29,7 +23,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Before each reload on CPU: have every MoE layer pack the new weights."""
+    """Before each reload on CPU: make MoE layers pack the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -37,7 +31,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """After each reload on CPU with tied embeddings: have the output head pack the new weights."""
+    """After each reload on CPU: pack a tied head's new weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -47,9 +41,7 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """While a reload is finished: drop warnings of layers without parameters, and of a tied
-    head.
-    """
+    """While a reload is finished: drop warnings of layers without parameters and a tied head."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -68,9 +60,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether an output head does not share the embedding's parameter. Updates of tied
-    weights would not reach it.
-    """
+    """Return whether an output head lacks the embedding's parameter. Updates would miss it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -83,9 +73,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
 
 def fork_engine_core() -> None:
-    """Apply before the engine client is built. With OMP_NUM_THREADS=1 a fork loses nothing on
-    CPU.
-    """
+    """Apply before the client is built. With OMP_NUM_THREADS=1 a CPU fork loses no threads."""
     import vllm.v1.engine.utils as engine_utils
 
     def forking() -> BaseContext:
@@ -105,7 +93,7 @@ def inspect_models_here() -> None:
 
 
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Set an existing attribute. Raises RuntimeError if vLLM has moved it."""
+    """Raise RuntimeError if vLLM has moved the attribute."""
     if not hasattr(module, name):
         raise RuntimeError(
             f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py"
@@ -114,9 +102,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Apply before the engine core is forked: chunked prefill does not change a seeded request's
-    draws.
-    """
+    """Keep a seeded request's draws under chunked prefill. Apply before the core is forked."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -124,7 +110,7 @@ def draw_again_after_a_part() -> None:
         return
 
     def of_parts(self: Any) -> dict[int, torch.Generator]:
-        """Return the generators, by row, of requests with unfinished prompts."""
+        """Return the generators of unfinished prompts, by row."""
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         generators = self.input_batch.generators
         return {row: generators[row] for row in rows if row in generators}
@@ -161,7 +147,7 @@ def keep_adapters(manager: Any) -> None:
 
 
 def keep_kernels_of_experts() -> None:
-    """Apply before a model is built: experts get kernels without adapters."""
+    """Give experts kernels without adapters. Apply before a model is built."""
     import vllm.model_executor.layers.fused_moe.layer as layer
 
     config = layer.FusedMoEConfig

@@ -1,8 +1,7 @@
-"""Patch of vLLM: encode an answer of /inference/v1/generate once, without a model for each token.
+"""Patch vLLM: encode an answer of /inference/v1/generate once, without a model for each token.
 
-Requests that end together otherwise wait for one another, and the engine waits for their
-successors. The answer omits a token's own entry among its top log-probs. Requests for more
-log-probs than those of sampled tokens go vLLM's way.
+Otherwise requests that end together wait for one another. The answer omits a token's own entry
+among its top log-probs. Requests for more log-probs go vLLM's way.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-LEAST = -9999.0  # vLLM's value for -inf, which JSON lacks
+LEAST = -9999.0  # vLLM's value for -inf
 
 
 def write_answers() -> None:
@@ -61,7 +60,7 @@ def write_answers() -> None:
 
 
 def is_plain(request: Any) -> bool:
-    """Return whether the request asks only for tokens and their own log-probs."""
+    """Return whether the request asks only for tokens and their log-probs."""
     sampling = request.sampling_params
     asks = (
         sampling.logprobs or 0,
@@ -75,7 +74,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, model: str | None = None) -> bytes:
-    """Return the JSON that vLLM's models would give for `last`, a request's whole output."""
+    """Return the JSON of vLLM's models for a request's whole output."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in last.outputs)
@@ -123,8 +122,8 @@ def _choice(output: Any) -> dict[str, Any]:
 
 
 def _file_in_base64(array: np.ndarray) -> bytes:
-    """Return the array as a .npy file in base64."""
-    import pybase64  # vLLM has it
+    """Return a .npy file in base64."""
+    import pybase64
 
     file = io.BytesIO()
     np.save(file, array)

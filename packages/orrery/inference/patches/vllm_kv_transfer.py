@@ -1,4 +1,4 @@
-"""Patches of vLLM's KV connectors. `registry` says why each exists."""
+"""Patches of vLLM's KV connectors. `registry` says why."""
 
 import asyncio
 import os
@@ -9,9 +9,7 @@ from orrery.wire.weight_wire.nixl import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:
-    """Apply in each process that may be an engine core, before it serves. Unread blocks neither run
-    nor change with the weights.
-    """
+    """Apply in each possible engine core. Unread blocks do not change with weights."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -29,7 +27,6 @@ def pause_beside_unread_blocks() -> None:
 
 
 def bootstrap_on_one_address() -> None:
-    """Apply in each process that may be a Mooncake worker, before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (
         mooncake_connector as connector,
     )
@@ -45,7 +42,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """Apply in each process that may be a Mooncake worker, before it is made."""
+    """Apply in each possible Mooncake worker, before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -73,8 +70,8 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """Fail the worker's reads from this engine, now and later. Call it in the worker's receiver
-    loop, and only once the engine has ended: until then it may write into the blocks.
+    """Fail reads from this engine, now and later. Call it in the receiver loop once the engine has
+    ended: until then it may write into the blocks.
     """
     _end_of(worker, engine_id).set()
 
@@ -86,7 +83,7 @@ def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
 
 
 def device_index_on_cpu() -> None:
-    """Apply on CPU in each process that may be a Mooncake worker, before it is made."""
+    """Apply on CPU in each possible Mooncake worker."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -94,7 +91,7 @@ def device_index_on_cpu() -> None:
 
 
 def nixl_that_waits() -> None:
-    """Apply on CPU in each process that may be a NIXL worker, before vLLM loads NIXL."""
+    """Apply on CPU before vLLM loads NIXL."""
     import torch
     from vllm.distributed import nixl_utils
 

@@ -1,6 +1,4 @@
-"""Patches of what vLLM's processes share: calls to data-parallel ranks, stores, shared memory.
-`registry` says why each exists.
-"""
+"""Patches of calls to data-parallel ranks, stores and shared memory. `registry` says why."""
 
 import asyncio
 import errno
@@ -16,9 +14,7 @@ RANDOM_CHARACTERS = 16
 
 
 def answer_for_every_rank() -> None:
-    """Apply before the engine client is built: /collective_rpc returns every worker's result, in
-    rank order.
-    """
+    """Make /collective_rpc return all workers' results. Apply before the client is built."""
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     async def collective_rpc_async(
@@ -38,7 +34,7 @@ def answer_for_every_rank() -> None:
 
 
 def meet_at_one_address() -> None:
-    """Apply in every process of an engine: stores of vLLM and torch listen only at their host."""
+    """Make stores listen only at their host. Apply in every engine process."""
     import vllm.distributed.utils as vllm_stores
 
     vllm_stores.TCPStore = _store  # type: ignore[attr-defined,assignment,misc]
@@ -52,9 +48,7 @@ def _store(
     is_master: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a TCPStore whose server listens at `host_name` only. Raises torch's DistNetworkError
-    if the port is taken.
-    """
+    """Return a TCPStore at `host_name`. Raise torch's DistNetworkError if the port is taken."""
     from torch.distributed import DistNetworkError, TCPStore
 
     if is_master and options.get("master_listen_fd") is None:
@@ -69,8 +63,8 @@ def _store(
 
 
 def name_shared_memory(name: str) -> None:
-    """Apply in each process before it makes shared memory, whose names then contain `name`."""
-    # The standard library's limit is for FreeBSD. Linux allows 255 characters.
+    """Put `name` into names of shared memory. Apply before any is made."""
+    # The library's limit is for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     shared_memory._SHM_SAFE_NAME_LENGTH = len(name) + 1 + RANDOM_CHARACTERS  # type: ignore[attr-defined]
     from vllm.platforms import current_platform
@@ -80,8 +74,8 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Replace each host tier with `name` in its own by an empty file, once all processes have
-    opened it. The memory goes with the last of them, and vLLM removes the file.
+    """Unlink each host tier, once all processes have opened it. The memory goes with the last
+    process, and vLLM removes the empty file.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with suppress(FileNotFoundError):  # the engine may be ending

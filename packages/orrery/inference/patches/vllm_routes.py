@@ -1,10 +1,8 @@
-"""Patch of vLLM: return routed experts on CPU.
+"""Patch vLLM: return routed experts on CPU.
 
-vLLM's connector (`vllm.distributed.aux_output_connector`) is plain Python. Its scheduler half works
-with any runner, and its worker half needs three calls a step. `RoutedCPUModelRunner` makes them
-from Model Runner V1. Rows go through vLLM's own store, keyed by block hashes, so a prefix-cache hit
-has all its rows. A CPU step is synchronous, without speculation or pipeline: every scheduled token
-is accepted.
+`RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model Runner V1. Rows go
+through vLLM's store, keyed by block hashes, so a prefix-cache hit has all its rows. A CPU step has
+no speculation: every scheduled token is accepted.
 """
 
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ import numpy as np
 
 
 def routes_on_cpu() -> None:
-    """Apply before the engine is made: engines forked by this process return routes."""
+    """Apply before the engine is made, in the process that forks it."""
     from vllm.config import VllmConfig
     from vllm.v1.worker import cpu_worker
 
@@ -30,7 +28,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the platform claim its own runner during the check."""
+    """Make the platform claim its own runner."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -41,7 +39,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """The arrays of V2's `InputBatch` that the connector reads, taken from V1's runner."""
+    """The arrays of V2's `InputBatch` that the connector reads, from V1's runner."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -52,8 +50,6 @@ class _Batch:
 
 
 def _routed(runner: type) -> type:
-    """Return the subclass of Model Runner V1 that drives the connector."""
-
     class RoutedCPUModelRunner(runner):
         routes: Any = None  # AuxOutputWorkerConnector
 

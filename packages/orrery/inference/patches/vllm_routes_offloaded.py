@@ -1,14 +1,11 @@
-"""Patches of vLLM: routed experts of cache blocks that leave the device or come from another
-engine.
+"""Patch vLLM: routed experts of blocks that leave the device or come from another engine.
 
-- `keep`: the store keeps routes for as many blocks as device and tiers hold, also on disk
-  (`bounded_folder`) or in a shared store (`vllm_routes_shared`).
-- A tier loads a prompt's blocks only as far as their routes are known. The store is in the worker,
-  so each step's output reports its changes to the scheduler, which lags by one step.
-- `beside_transfer`: a prefill engine returns the prompt's routes, a decode engine those from the
-  prompt's last token on. There a request begins within a block.
-- An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`). It
-  never ends an engine.
+- `keep`: the store has room for device and tiers, also on disk or in a shared store.
+- A tier loads blocks only as far as their routes are known. The worker's store reports its changes
+  to the scheduler with each step's output.
+- `beside_transfer`: a decode engine has routes from the prompt's last token on, so requests begin
+  within a block.
+- An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
 
 import contextlib
@@ -22,14 +19,14 @@ from orrery.inference.patches.vllm_routes_shared import SHARED, SharedRoutes, sh
 
 KEPT = "ORRERY_ROUTES_KEPT"  # the store's size as a multiple of the device's blocks
 
-CHANGES = "routes that came and went"  # a key among request ids, which have no blanks
+CHANGES = "routes that came and went"  # its blanks distinguish it from request ids
 
-_known: set[str] = set()  # in the scheduler: blocks whose routes the worker has in memory
+_known: set[str] = set()  # in the scheduler: blocks with routes in the worker's memory
 _stores: list[Any] = []  # in a worker: its stores, the newest last
 
 
 def keep() -> None:
-    """Apply in each process that may be an engine core or a worker, before it is made."""
+    """Apply in each possible engine core or worker, before it is made."""
     from vllm.distributed.aux_output_connector import worker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
         OffloadingConnectorScheduler,
@@ -72,9 +69,7 @@ def keep() -> None:
 
 
 def beside_transfer() -> None:
-    """Apply in each process that may be an API server or an engine core, before its config is
-    made.
-    """
+    """Apply in each possible API server or engine core, before its config is made."""
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 
@@ -103,14 +98,14 @@ def beside_transfer() -> None:
 
 
 def _num_known(block_hashes: Any) -> int:
-    """Return how many of these blocks, from the first, have routes here."""
+    """Count the blocks, from the first, with known routes."""
     keys = enumerate(each.hex() for each in block_hashes)
     unknown = (i for i, key in keys if key not in _known and not is_on_disk(key))
     return next(unknown, len(block_hashes))
 
 
 class _Shelf(Protocol):
-    """Storage of routes behind memory. Memory keeps what it read from a `far` one."""
+    """Storage behind memory. Memory keeps reads from a `far` shelf."""
 
     far: bool
 
@@ -126,7 +121,7 @@ def _shelf() -> _Shelf | None:
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block to slot, which also records changes."""
+    """vLLM's map from block to slot, with a record of changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -144,7 +139,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of the store that never ends its engine."""
+    """Return a subclass that never ends its engine."""
     from vllm.distributed.aux_output_connector.store import BlockObject, BlockObjectStoreError
 
     class KnownRoutes(store):
@@ -162,7 +157,6 @@ def _known_routes(store: type) -> type:
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def num_known(self, keys: list[str]) -> int:
-            """Return how many of these blocks, from the first, have routes in memory."""
             return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
 
         def put(self, objects: list[Any], **keys: Any) -> None:

@@ -1,10 +1,7 @@
-"""Patch of vLLM: routed experts in a Mooncake Store, beside the cache blocks that engines share
-there.
+"""Patch vLLM: routed experts in a Mooncake Store, beside shared cache blocks.
 
-- A block's routes go into the store under its hash. An engine that loads another's block reads its
-  routes once and keeps them (`vllm_routes_offloaded`).
-- Blocks and routes are written by different threads and evicted separately. So a lookup of blocks
-  ends where routes are neither here nor in the store.
+- A block's routes are stored under its hash. An engine reads another's routes once and keeps them.
+- Blocks and routes are evicted separately, so a lookup ends at the first block without routes.
 - If two engines compute a block at once, the store keeps the first. Around an update its routes may
   be one version off its cache, as within one rollout.
 """
@@ -17,17 +14,16 @@ from typing import Any
 
 log = logging.getLogger("orrery.inference.routes")
 
-SHARED = "ORRERY_ROUTES_SHARED"  # set if routes go into the shared store
+SHARED = "ORRERY_ROUTES_SHARED"
 WAITING_BATCHES = 1024  # a step makes one
 
-_clients: list[Any] = []  # the worker's clients of the Mooncake Store, the newest last
+_clients: list[Any] = []  # in a worker, the newest last
 
 
 def share(num_known_here: Callable[[list[str]], int]) -> None:
-    """Apply in each process that may be a worker, before it is made.
+    """Apply in each possible worker, before it is made.
 
-    `num_known_here` returns how many of these block hashes (hexadecimal), from the first, have
-    routes in this process.
+    `num_known_here` counts the block hashes (hexadecimal), from the first, with routes here.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 
@@ -55,7 +51,7 @@ def share(num_known_here: Callable[[list[str]], int]) -> None:
 
 
 class SharedRoutes:
-    """Routes in the store. A thread writes them. A store that is too slow loses routes."""
+    """Routes in the store, written by a thread. A slow store loses routes."""
 
     far = True
 
@@ -64,7 +60,6 @@ class SharedRoutes:
         threading.Thread(target=self._write_all, name="orrery-shared-routes", daemon=True).start()
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload`."""
         keys, payloads = zip(*((each.key, each.payload) for each in objects), strict=True)
         try:
             self._batches.put_nowait(([*map(_name, keys)], [*payloads]))
@@ -76,10 +71,10 @@ class SharedRoutes:
             )
 
     def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
-        """Return the routes of these blocks, of `num_bytes` each; None for a missing block."""
+        """Return each block's routes of `num_bytes`, or None."""
         try:
             found = _clients[-1].get_batch([*map(_name, keys)])
-        except Exception as error:  # a store that other engines share may fail in any way
+        except Exception as error:  # a shared store may fail in any way
             what = "routes of %d blocks cannot be read from the store, and are missing: %s"
             log.warning(what, len(keys), error)
             return [None] * len(keys)
@@ -104,7 +99,7 @@ class SharedRoutes:
 
 
 def _num_shared(keys: list[str]) -> int:
-    """Return how many of these blocks, from the first, have routes in the store."""
+    """Count the blocks, from the first, with routes in the store."""
     if not keys:
         return 0
     try:

@@ -1,11 +1,8 @@
-"""Patch of vLLM: the engine core reports a FINAL_ONLY request every CHUNK tokens, not every token.
+"""Patch vLLM: the engine core reports a FINAL_ONLY request every CHUNK tokens, not every token.
 
-- A request's first output goes at once (time to first token, the prompt's routes). So does the
-  last.
-- Before any call that is not a request (pause, weights, abort) all held outputs go out. So tokens
-  of old weights reach the API server before an update ends, and their versions are exact.
-- An aborted answer may lack its last tokens: the API server writes it before it tells the engine
-  core.
+- A request's first and last outputs go at once.
+- All held outputs go out before any other call (pause, weights, abort), so versions are exact.
+- An aborted answer may lack its last tokens: the API server writes it before the abort.
 - Outputs with more than tokens, log-probs and routes pass unchanged and in order.
 """
 
@@ -32,7 +29,7 @@ def hold_outputs() -> None:
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
-    # A data-parallel core's method calls this one.
+    # A data-parallel core calls it too.
     EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
 
 
@@ -66,17 +63,17 @@ def _telling(handle: Any) -> Any:
 
 @dataclass
 class Held:
-    """The held outputs of running requests, by request id, with each request's client."""
+    """Held outputs by request id, each with its client."""
 
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
-        """Return the outputs to send now. `requests` are the running ones by id."""
+        """Return the outputs to send now, given the running requests by id."""
         found: list[Any] = []
         if not outputs:
             return found
         others, none = _others(outputs[0].__struct_fields__)
-        for output in outputs:  # hundreds a step: keep this loop cheap
+        for output in outputs:  # hundreds a step
             name, is_last = output.request_id, output.finish_reason is not None
             before = self.parts.get(name)
             if others(output) != none:
@@ -101,7 +98,7 @@ class Held:
         return found
 
     def all(self) -> dict[int, list[Any]]:
-        """Return all held outputs by client, and hold nothing."""
+        """Return and clear all held outputs, by client."""
         found: dict[int, list[Any]] = {}
         for client, parts in self.parts.values():
             if parts:
@@ -111,7 +108,7 @@ class Held:
 
 
 def merged(parts: list[Any]) -> Any:
-    """Return one output for consecutive ones."""
+    """Merge a request's consecutive outputs."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -128,8 +125,8 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate vLLM's LogprobsLists: tokens and log-probs [positions, columns], and ranks. A
-    step's widest request sets the columns. A request's own come first.
+    """Concatenate tokens and log-probs [positions, columns], and ranks. A step's widest request
+    sets the columns. A request's own come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
@@ -150,7 +147,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server looks for stop strings, and would find them too late.
+    # The API server would find stop strings too late.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY
