@@ -1,7 +1,7 @@
-"""Adoption: start a run from another run's state, on other devices or in another layout.
+"""Adopt another run's state, on other devices or in another layout.
 
-- The manifests may differ in the fields in `FREE`. They do not change the training.
-- Finished stages and complete checkpoints are copied or hard-linked. The other run does not change.
+- The manifests may differ in the fields in `FREE` alone. They do not change the training.
+- Finished stages and complete checkpoints are copied or hard-linked.
 - The folder appears whole or not at all.
 """
 
@@ -31,12 +31,12 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied: files of the other run, and files that the run makes anew.
+# Not copied: files of the other run, and files that the run makes again.
 LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Make the folder of `run` with the state of `other`, and describe that state.
+    """Make the folder of `run` with the state of `other`. Return its description.
 
     Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
@@ -92,7 +92,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     row = {"run": other.path.name, "done": done, "checkpoint": checkpoint}
     write_atomic(made / ADOPTED, (json.dumps(row) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:  # its times stay
+    if (last := statuses.read(other.path)) is not None:  # keeps its times
         command = resume_command(run, next_stage)
         message = f"adopted from {other.path.name}: {where}; type `{command}` to go on"
         replace(
@@ -110,7 +110,6 @@ def _is_free(field: str) -> bool:
 
 
 def _left(root: Path, folder: str, names: list[str]) -> list[str]:
-    """Return the names to leave out: `LEFT`, and incomplete checkpoints."""
     inside = Path(folder).relative_to(root)
     found = [name for name in names if (inside / name).as_posix() in LEFT]
     if inside.as_posix() in ("checkpoints", "checkpoints/sft"):
@@ -120,7 +119,6 @@ def _left(root: Path, folder: str, names: list[str]) -> list[str]:
 
 
 def _same(root: Path, source: str, target: str) -> None:
-    """Hard-link a file that never changes. Copy it if that is not possible."""
     inside = Path(source).relative_to(root)
     if inside.parts[0] in ("weights", "checkpoints") or (
         inside.parts[0] == "rollouts" and inside.suffix == ".safetensors"

@@ -1,4 +1,4 @@
-"""Benchmarks: `benchmarks/<area>/<figure>.py`, each with its last result beside it as JSON."""
+"""Benchmarks: `benchmarks/<area>/<figure>.py`, each with its last result as JSON beside it."""
 
 import json
 import shlex
@@ -18,8 +18,6 @@ TRAINER = "orrery.trainer.bench"
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number and its optional goal."""
-
     name: str
     variant: str
     value: float
@@ -31,14 +29,13 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """None without a goal."""
         if self.goal is None:
             return None
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
 
 
 def figures(root: Path) -> list[Figure]:
-    """Return every recorded figure. Raise OrreryError for a file without one."""
+    """Return every recorded figure. Raise OrreryError for another file."""
     found = []
     for path in sorted(root.glob("**/*.json")):
         try:
@@ -61,7 +58,7 @@ def _figures(record: dict, name: Path) -> list[Figure]:
         if row.get("unit", record["unit"]) != record["unit"]:
             row = {"goal": None, **row}  # the record's goal is in the record's unit
         row = {**record, **row}
-        if row["value"] is None:  # a variant that did not run
+        if row["value"] is None:
             continue
         hardware = row.get("hardware", "")
         if not isinstance(hardware, str):
@@ -82,7 +79,6 @@ def _figures(record: dict, name: Path) -> list[Figure]:
 
 
 def print_table(root: Path) -> bool:
-    """Print all figures and their goals. Return False if one misses its goal."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("figure", "variant", "value", "unit", "goal", "holds", "hardware", "measured"):
         table.add_column(column, justify="right" if column in ("value", "goal") else "left")
@@ -97,7 +93,6 @@ def print_table(root: Path) -> bool:
 
 
 def run(root: Path, figure: str) -> int:
-    """Run a figure's recorded command or its script. Return the exit code."""
     record, script = root / f"{figure}.json", root / f"{figure}.py"
     recorded = sorted(str(path.relative_to(root).with_suffix("")) for path in root.glob("*/*.json"))
     if figure in recorded:
@@ -125,7 +120,6 @@ def _without_folders(words: list[str]) -> list[str]:
 
 
 def trainer(words: list[str]) -> int:
-    """Measure the trainer of the run `words[0]` with the options `words[1:]`."""
     from orrery.launcher.runs import find
     from orrery.manifest.workspace import find_workspace
 

@@ -1,4 +1,4 @@
-"""Cleanup: end a stage's processes, and remove what they leave on this machine."""
+"""End a stage's processes, and remove their remains on this machine."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ KILLED_S = 10.0  # for the kernel to end a killed process
 def end_all(stage: RunningStage, grace_s: float) -> str:
     """Send SIGTERM to all, and SIGKILL to their groups after `grace_s` or a second Ctrl-C.
 
-    Return a message that names processes which survived SIGKILL, or "".
+    Return a message that names survivors of SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -52,9 +52,9 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill the processes that roles, or one incarnation, started outside their process groups.
+    """Kill processes that roles, or one incarnation, started outside their process groups.
 
-    They are our children by adoption. Their environment holds the attempt's `start`.
+    We have adopted them. Their environment holds the attempt's `start`.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -69,7 +69,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # a role, or its fork: our child once the role has ended
+    except psutil.AccessDenied:  # a role, or its fork, adopted after the role's end
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:
@@ -78,7 +78,6 @@ def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> 
 
 
 def end_leftovers(run_dir: Path, last: Status) -> None:
-    """Kill the processes of an attempt whose launcher was killed."""
     left = []
     for role in last.roles:
         with suppress(psutil.Error):
@@ -92,12 +91,10 @@ def end_leftovers(run_dir: Path, last: Status) -> None:
 
 
 def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
-    """Return the prefixes of engines' folders on a scratch disk."""
     return scratch.disk_prefix(run_dir), scratch.start_prefix(run_dir)
 
 
 def remove_weights(run_dir: Path) -> None:
-    """Remove weights on their way to engines."""
     scratch.remove_memory(scratch.memory_prefix(run_dir))
     shutil.rmtree(run_dir / "weights" / "wire", ignore_errors=True)
 

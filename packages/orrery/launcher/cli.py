@@ -1,7 +1,7 @@
 """The `orrery` command. Results go to stdout, the rest to stderr.
 
-An `OrreryError` or `OSError` is one line `error: …` and an exit code. Imports stand inside the
-commands, so that `orrery show` does not load the launcher.
+An `OrreryError` or `OSError` is one line `error: …` and an exit code. Commands import the launcher
+lazily, to keep `orrery show` fast.
 """
 
 import sys
@@ -157,7 +157,6 @@ def status(
 
 
 def _print_each(text: Callable[[T], str], runs: Iterable[T]) -> None:
-    """Print `text(run)` for every run. Raise the last run's error at the end."""
     errors = []
     for run in runs:
         try:

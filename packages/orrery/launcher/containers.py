@@ -1,9 +1,9 @@
-"""The container of a role: its command line, and the code that it sees.
+"""The container of a role: its command line and its code.
 
-- The code is a read-only snapshot in the run's folder. An edit of the checkout does not change it.
-- A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp. Unlike
-  with `--contain`, ranks, engines and NCCL share /dev/shm and InfiniBand.
-- Variables go in through APPTAINERENV_*. Every user can read a command line.
+- The code is a read-only snapshot in the run's folder.
+- A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp. No
+  `--contain`: ranks, engines and NCCL share /dev/shm and InfiniBand.
+- Variables go in through APPTAINERENV_*, because every user can read a command line.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 
-CODE = "/orrery/code"  # the snapshot in the container, on every image's PYTHONPATH
+CODE = "/orrery/code"  # the snapshot, on every image's PYTHONPATH
 APPTAINER_OPTIONS = (
     r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # a user's options for Apptainer
 )
@@ -80,9 +80,9 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the rooms' source and entry points into the import root `<run_dir>/code/<digest>/`.
+    """Copy the rooms' source and entry points into `<run_dir>/code/<digest>/`.
 
-    Replace an existing copy whose content does not match its name.
+    Replace a copy whose content does not match its name.
     """
     files = dict(_sources(workspace))
     target = run_dir / "code" / _digest(files)
@@ -116,7 +116,6 @@ def _copied(folder: Path) -> dict[str, bytes]:
 
 
 def _sources(workspace: Workspace) -> Iterator[tuple[str, bytes]]:
-    """Yield (path under the import root, content) of all modules and of the metadata."""
     root = workspace.root / "packages"
     for path in sorted((root / "orrery").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:

@@ -1,4 +1,4 @@
-"""The text of `orrery status` and `orrery logs`, read from a run's files alone."""
+"""The text of `orrery status` and `orrery logs`, read from a run's files."""
 
 import os
 import time
@@ -24,10 +24,9 @@ BLOCK_BYTES = 2**16
 
 
 def overview(path: Path) -> str:
-    """Return a run's line in the list."""
     try:
         check_layout(path)
-    except OrreryError as error:  # the list shows an older run with its remedy, not as a failure
+    except OrreryError as error:  # the list shows an older run with its remedy
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -37,10 +36,7 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Return lines about a run: stages, jobs, and what each process does or waits for.
-
-    Raise OrreryError if the run's status cannot be read.
-    """
+    """Return lines about a run. Raise OrreryError if its status cannot be read."""
     now_s = time.time() if now_s is None else now_s
     name, status = run.path.name, statuses.read(run.path)
     jobs, no_answer = _jobs(run.path) if on_cluster else ([], [])
@@ -127,7 +123,6 @@ def _signal(run_dir: Path, attempt: int) -> list[str]:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether this is a number. A row has null for NaN and infinity."""
     return isinstance(value, int | float)
 
 
@@ -151,7 +146,7 @@ def _job_line(job: queue.SlurmJob) -> str:
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:
-    """Return the logs of a role (`trainer`), of a process (`trainer.0`), or all."""
+    """Return the logs of `trainer`, of `trainer.0`, or all."""
     every = sorted((path / "logs").glob("*.log"))
     chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:
@@ -164,10 +159,7 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
 
 
 def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
-    """Yield the last `num_lines` lines of each log (0: all), and new lines if `follow`.
-
-    Memory holds at most `num_lines` lines and a block.
-    """
+    """Yield the last `num_lines` lines of each log (0: all), and new lines if `follow`."""
     offsets: dict[Path, int] = {}
     for path in paths:
         with open_regular(path) as log:

@@ -1,8 +1,8 @@
 """The plan of a stage on this site: its text, and the files of `orrery plan --write`.
 
-- A run folder, image or job that does not exist yet is a word in <>.
-- A written script holds exactly the command that Snakemake's executor submits. Without Slurm it
-  holds the stage's own command.
+- A missing run folder, image or job is a word in <>.
+- A written script holds the command that Snakemake's executor submits, or the stage's command
+  without Slurm.
 """
 
 import shlex
@@ -138,7 +138,7 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the files into the new folder `folder`, whole or not at all. Return their paths."""
+    """Write the new folder `folder`, whole or not at all. Return its files."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(
             f"{folder}: is there already; name a folder that is not, or remove this one"

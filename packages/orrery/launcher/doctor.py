@@ -1,4 +1,4 @@
-"""Doctor: check this machine for what a run needs. `doctor_site.py` checks a cluster."""
+"""Check this machine for a run's needs."""
 
 import os
 import re
@@ -27,7 +27,7 @@ SUBMITS = ("snakemake", "gojsonnet")
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is the remedy, "" if all is well. `is_required`: no run works without it."""
+    """`remedy`: "" if all is well. `is_required`: no run works without it."""
 
     what: str
     found: str

@@ -1,4 +1,4 @@
-"""Judge what the probing job (`doctor_probe.py`) found on the nodes."""
+"""Judge the nodes by the results of the probing job (`doctor_probe.py`)."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from orrery.launcher.doctor import GIB, Finding
 from orrery.launcher.doctor_probe import MINE, THEIRS
 from orrery.launcher.site import Site
 
-WAIT_S = 20  # for a renamed file to be seen, and for the nodes to meet
+WAIT_S = 20  # to see a renamed file, and for the nodes to meet
 SLOW_S = 2.0  # slower renames delay every rendezvous
 SKEW_S = 1.0  # clocks further apart make live roles look hung
 RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images, temporary files
@@ -18,7 +18,7 @@ Probe = dict[str, Any]
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """Parse the nodes' lines `rank/place/count text`, by rank. Ignore other lines."""
+    """Parse the nodes' lines `rank/place/count text`, by rank."""
     pieces: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for line in text.splitlines():
@@ -35,7 +35,7 @@ def parse_probes(text: str) -> list[Probe]:
 def judge_probe(
     probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site
 ) -> list[Finding]:
-    """Return findings on the nodes `asked`, each with `gpus`, of a partition of `num_nodes`."""
+    """Return findings on the nodes `asked`, each with `gpus`."""
     name = {one["rank"]: one["node"] for one in probes}
     lost = {node: "said nothing" for node in asked if node not in name.values()}
     lost |= {one["node"]: "ran out of time" for one in probes if one["ended"] != "in time"}
@@ -211,7 +211,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return the devices that NCCL chooses by prefix. `=` matches exactly, `^` inverts."""
+    """Return NCCL's devices, chosen by prefix. `=` matches exactly, `^` inverts."""
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]
 
@@ -292,7 +292,6 @@ def judge_space(what: str, free_bytes: Mapping[str, int | None], enough_gib: int
 def over_nodes(
     what: str, good: str, troubles: Mapping[str, str], remedy: str, is_required: bool = True
 ) -> Finding:
-    """Return one finding: `good`, or the nodes in trouble grouped by their trouble."""
     if not troubles:
         return Finding(what, good, is_required=is_required)
     by_trouble: dict[str, list[str]] = {}

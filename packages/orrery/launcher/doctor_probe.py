@@ -1,10 +1,10 @@
-"""Probe: print what one node sees, as JSON in short lines. `orrery doctor` runs a task per node.
+"""Print one node's view as JSON in short lines. `orrery doctor` runs a task per node.
 
-- It needs only the node's own `python3` (3.6 or newer).
-- Tasks publish their addresses by renames in a shared folder. Each asks each over TCP for its time,
-  and how long it takes to see a renamed file.
-- Rank 0 takes a file's lock and keeps it while all others try to.
-- Every question has a time limit. A task that runs out of time prints what it knows.
+- It needs only `python3` (3.6 or newer).
+- Tasks publish addresses by renames in a shared folder. Each asks all others over TCP for their
+  time, and measures how late it sees a renamed file.
+- Rank 0 holds a file's lock while all others try to.
+- Every question has a time limit. A task out of time prints its results so far.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # roles do not have them
+        del os.environ[name]  # missing in roles
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -86,7 +86,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """Return [exit code, output]. The code is None if it is missing or gave no answer."""
+    """Return [exit code, output]. The code is None for a missing or silent program."""
     try:
         done = subprocess.run(
             argv,
@@ -146,8 +146,9 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Fill in `unseen` (ranks whose file never came), `lock` (`take_turns`), and by rank:
-    `tcp` (None or the error), `skew_s`, `rename_s` (None: never seen)."""
+    """Fill in `unseen` (ranks without a file), `lock` (`take_turns`), and by rank `tcp` (None or
+    the error), `skew_s`, `rename_s` (None: never seen).
+    """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
     server = socket.socket()
@@ -167,7 +168,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # As roles do: a network file system then caches its absence.
+            # As in roles: a network file system then caches its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -182,7 +183,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # others may still ask this one, or try for its lock
+    limit_s = time.monotonic() + wait_s  # others may still ask this task, or try for its lock
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -191,7 +192,7 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Fill in `lock`: the holder when this rank tried, or the error. Return the lock of rank 0."""
+    """Fill in `lock`: the holder or the error. Return the lock of rank 0."""
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
         publish(folder, "locked", found["lock"])
@@ -208,7 +209,7 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return (lock or None, MINE or THEIRS or the error). It runs in a thread: it may block."""
+    """Return (lock or None, MINE or THEIRS or the error), from a thread that may block."""
     answers = []
 
     def attempt():

@@ -1,8 +1,8 @@
-"""Doctor of a site: check its Slurm, nodes, network, file system and containers.
+"""Check a site's Slurm, nodes, network, file system and containers.
 
-- Slurm's commands and one small job (`doctor_probe.py`) read the facts. The `judge_…` functions
-  have no side effects and return findings with remedies.
-- Without the probe it submits no job. `sbatch --test-only` checks whether Slurm accepts a job.
+- Slurm's commands and one small job (`doctor_probe.py`) read the facts. The pure functions
+  `judge_…` return findings with remedies.
+- Without the probe, `sbatch --test-only` checks whether Slurm accepts a job.
 """
 
 import json
@@ -45,7 +45,7 @@ GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the partition as sinfo shows it. `gpus`: by type, "" for an untyped GPU."""
+    """A node in sinfo. `gpus`: by type, "" for an untyped GPU."""
 
     name: str
     state: str
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's answer. `code`: None if it is not installed or gave no answer in time."""
+    """A command's answer. `code`: None if it is not installed or timed out."""
 
     code: int | None
     out: str
@@ -321,7 +321,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Slurm accepts a job above the limit and never starts it."""
+    """Check the limit. Slurm accepts longer jobs, but never starts them."""
     allowed_s, remedy = seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (

@@ -1,6 +1,6 @@
 """Export a run's checkpoint as a Hugging Face folder, with Slurm in a small job.
 
-A login node has no torch and little memory. Complete checkpoints are only read, without a lock.
+A login node has no torch and little memory. Complete checkpoints are read without a lock.
 """
 
 import os
@@ -19,7 +19,7 @@ from orrery.manifest.workspace import Workspace
 
 # The job's folder is its container's /tmp: torch leaves caches there.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
-CPUS, MEMORY_MB = 2, 16_000  # one file of at most 5 GB is in memory, and its converted tensors
+CPUS, MEMORY_MB = 2, 16_000  # one file of at most 5 GB and its converted tensors
 
 
 def run(
@@ -63,8 +63,8 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    """Raise OrreryError if the job wrote into a folder that only its node has."""
-    # A listing, because a network file system may cache the absence of a single name.
+    """Raise OrreryError if only the job's node sees the folder."""
+    # List the folder: a network file system may cache a missing single name.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, and it is not to be seen here; "

@@ -1,6 +1,6 @@
-"""Failure: which process failed first, why, and the sentence that the stage ends with.
+"""Find the first failed process, the cause, and the stage's last message.
 
-An error often names the process that caused it. If that process fails too, it is blamed.
+A process that an error names is blamed if it fails too.
 """
 
 import re
@@ -16,17 +16,17 @@ from orrery.manifest.errors import OrreryError
 from orrery.runtime.health import FAILED, listed
 
 POLL_S = 0.1
-BLAME_S = 5.0  # time in which the process that an error names must fail too
-SETTLE_S = 0.3  # after a first failure, for the failures that it causes to show up
+BLAME_S = 5.0  # for the failure of the process that an error names
+SETTLE_S = 0.3  # for consequences of a first failure to appear
 EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
 RECORDED_S = 10.0  # for the flight recorder of a rank on a busy host
-SLURM_SAYS_S = 2.0  # for Slurm to say whether it sent the SIGTERM that ended a role
+SLURM_SAYS_S = 2.0  # for Slurm to say whether it sent a role's SIGTERM
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
     """Return the processes in `names` that `error` mentions.
 
-    It may say `trainer.1`, `engine 0` (`inference.0`) or `router` (`router.0`).
+    `engine 0` is `inference.0`, and `router` is `router.0`.
     """
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
@@ -35,7 +35,6 @@ def named_processes(error: str | None, names: Collection[str]) -> set[str]:
 
 
 def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
-    """Return the outcome after a failure. `refusal` says why an engine was not restarted."""
     first = _first_failed(stage)
     text = sentence(stage, first)
     if (outcome := lost_outcome(stage, text.removeprefix(f"{stage.name}: "))) is not None:
@@ -59,7 +58,6 @@ def stall_outcome(stage: RunningStage, text: str) -> Outcome:
 
 
 def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
-    """Return the outcome if the job has lost a node."""
     lost = lost_nodes(stage)
     if not lost:
         return None
@@ -69,7 +67,7 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
 
 
 def lost_nodes(stage: RunningStage, ended: Sequence[Process | SlurmTask] = ()) -> list[str]:
-    """Return the nodes that the job has lost, if `ended` is given only of these processes."""
+    """Return the job's lost nodes, at most the nodes of `ended` if given."""
     if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
         return []
     tasks = [one for one in stage.processes if isinstance(one, SlurmTask)]
@@ -83,7 +81,6 @@ def _held(stage: RunningStage, node: str) -> str:
 
 
 def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
-    """Say how the process ended, its last activity, and its error."""
     health, code = stage.health.get(process.name), process.poll()
     if code is None:
         how = "failed and does not end"
@@ -106,7 +103,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 def keep_evidence(stage: RunningStage) -> str:
     """Make every process write its stacks, and trainer ranks torch's flight recorder.
 
-    Return where they are.
+    Return their paths.
     """
     for process in stage.processes:
         if process.name in stage.health:  # it wrote health, so it handles the signal
@@ -139,8 +136,6 @@ def _can_answer(stage: RunningStage, process: Process | SlurmTask) -> bool:
 
 
 def _first_failed(stage: RunningStage) -> Process | SlurmTask:
-    """Return the process that failed first, or the process that its error blames."""
-
     def order(process: Process | SlurmTask) -> tuple[bool, float]:
         return process.poll() != -signal.SIGKILL, stage.changed_s(process)
 
@@ -162,7 +157,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. Its signal may reach a role before the launcher."""
+    """Return the outcome if Slurm ends the job. Its signal may reach a role before us."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None

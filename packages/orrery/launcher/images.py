@@ -1,7 +1,7 @@
 """The image of a role: its recipe, its digest, and its file.
 
 An image holds packages, never code. `containers/images.lock` has each image's recipe (the digest of
-every file that decides its content) and the sha256 of its SIF file.
+the files that decide its content) and the sha256 of its SIF file.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Hardware = Literal["cpu", "cuda"]
 
 LOCK = "containers/images.lock"
 IMAGES: tuple[Image, ...] = get_args(Image)
-IMAGE_OF: dict[str, Image] = {  # role → image
+IMAGE_OF: dict[str, Image] = {
     "trainer": "trainer",
     "inference": "inference",
     "router": "inference",
@@ -35,8 +35,6 @@ MKSQUASHFS = (
 
 
 class Built(NamedTuple):
-    """A built image: the recipe's digest and the SIF file's sha256."""
-
     recipe: str
     sif: str
 
@@ -57,7 +55,6 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
 
 
 def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
-    """Return the digest of the image of a role (or of an image)."""
     image = _image(role)
     digests = {part: sha256(workspace.root / part) for part in parts(image, hardware)}
     text = json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True)
@@ -65,12 +62,11 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Snakemake knows an image by its name, so the digest is in it."""
+    """Return the name with the digest, because Snakemake knows images by name."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
 def locked(workspace: Workspace) -> dict[str, Built]:
-    """Return `containers/images.lock`, by `hardware/image`."""
     path = workspace.root / LOCK
     if not path.exists():
         return {}
@@ -82,8 +78,8 @@ def find(
 ) -> Path:
     """Return the file in `images_dir` of a role's (or image's) image.
 
-    Raise OrreryError if the checkout's recipe is not the lock's, or the file is missing or (with
-    `verify`) damaged.
+    Raise OrreryError if the recipe differs from the lock's, or the file is missing or (`verify`)
+    damaged.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -111,7 +107,7 @@ def find(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the record of the present recipe's image. Remove one whose image is missing."""
+    """Return the present image's record. Remove a record without image."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():

@@ -1,7 +1,6 @@
-"""Inputs: before a stage starts, hash the files of earlier stages and compare with the receipt.
+"""Compare the files of earlier stages with the receipt before a stage starts.
 
-- This finds accidents: a power cut, a bad disk, an edit, a repeated stage. The folder's
-  owner can change the receipt too.
+- This finds accidents (a power cut, a bad disk, an edit), not attacks by the folder's owner.
 - Weights above `receipt.WHOLE_BYTES` have no sha256. Their sizes and index are compared.
 """
 
@@ -36,7 +35,7 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the stages without a receipt. Raise OrreryError with the first file that differs, and
+    Return the stages without a receipt. Raise OrreryError with the first different file, and
     `remedy(stage that made it)`. `stop` ends the check early.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
@@ -54,7 +53,7 @@ def verify(
     def hashed(path: str) -> str | None:
         return _found(run_dir / path, expected[path][1], stop)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found = dict(zip(expected, pool.map(hashed, expected), strict=True))
     if stop():
         return unknown

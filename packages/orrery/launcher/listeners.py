@@ -1,7 +1,7 @@
-"""The sockets that processes of a run listen on: process, address and credential.
+"""The sockets that a run's processes listen on: process, address and credential.
 
-- `LISTENERS` is the whole list. `docs/security.md` shows it, and a test compares the two.
-- torch, gloo, NCCL and NIXL open a socket per group. Their `most` is None.
+- `LISTENERS` is complete. A test compares it with `docs/security.md`.
+- torch, gloo, NCCL and NIXL open a socket per group (`most` None).
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import psutil
 from orrery.runtime.network import LOOPBACK
 
 ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix
-LISTEN, UNCONNECTED = "0A", "07"  # states in /proc/net/tcp and udp
+LISTEN, UNCONNECTED = "0A", "07"
 NONE = "none"
 ROLE, ON_LOOPBACK, UNIX = "role", "loopback", "unix"
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket of `role`, or of its child process with `program` in its name.
+    """A socket of `role`, or of its child with `program` in its name.
 
-    `scope` "role" is loopback if the stage has one node. Otherwise it is the run's interface.
+    `scope` "role" is loopback on one node, otherwise the run's interface.
     """
 
     role: str
@@ -34,9 +34,9 @@ class Listener:
     what: str
     scope: str
     credential: str
-    stranger: str  # the answer or the power that a process without credentials gets
+    stranger: str  # the answer for a process without credentials
     most: int | None = 1  # sockets per process, None: no bound
-    is_ours: bool = True  # this project checks callers, not a library without authentication
+    is_ours: bool = True  # checked by this project, not a library without authentication
 
     def matches(self, program: str) -> bool:
         return self.program in program if self.program else not program
@@ -77,7 +77,7 @@ LISTENERS = (
 
 @dataclass(frozen=True)
 class Socket:
-    """A socket that a process listens on: an IP address and port, or a path and port 0."""
+    """A listening socket: an IP address and port, or a path and port 0."""
 
     role: str
     program: str  # "" for the role's own process
@@ -97,7 +97,7 @@ class Socket:
 
 
 def listening(roles: Mapping[int, str]) -> list[Socket]:
-    """Return the listening sockets of these processes (pid → role) and of their descendants."""
+    """Return the sockets of these processes (pid → role) and their descendants."""
     found = []
     for pid, role in roles.items():
         process = psutil.Process(pid)
@@ -110,7 +110,6 @@ def listening(roles: Mapping[int, str]) -> list[Socket]:
 
 
 def _addresses(pid: int) -> set[tuple[str, int]]:
-    """Return the (address, port) pairs that a process listens on."""
     tables = Path(f"/proc/{pid}/net")
     accepting: dict[str, tuple[str, int]] = {}
     for name in ("tcp", "tcp6", "udp", "udp6"):
@@ -131,21 +130,19 @@ def _rows(table: Path) -> list[list[str]]:
 
 def _sockets(pid: int) -> Iterable[str]:
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):
             target = os.readlink(descriptor)
             if target.startswith("socket:["):
                 yield target[8:-1]
 
 
 def _address(words: str) -> str:
-    """Decode an address of /proc/net."""
     parts = [int(words[start : start + 8], 16) for start in range(0, len(words), 8)]
     data = b"".join(part.to_bytes(4, sys.byteorder) for part in parts)
     return str(ipaddress.ip_address(data))
 
 
 def undeclared(found: Iterable[Socket], host: str) -> list[str]:
-    """Return an error sentence for each socket that `LISTENERS` does not allow."""
     sentences, counted = [], dict[tuple[int, str], list[Socket]]()
     for one in found:
         rows = one.rows(host)
@@ -163,7 +160,6 @@ def undeclared(found: Iterable[Socket], host: str) -> list[str]:
 
 
 def table() -> str:
-    """Return `LISTENERS` as the table of `docs/security.md`."""
     where = {ROLE: "the role's host", ON_LOOPBACK: "loopback", UNIX: "Unix socket"}
     lines = [
         "| role | what listens | where | credential | a stranger there |",

@@ -1,6 +1,6 @@
 """One launcher per run: an flock on `<run_dir>/.lock`. The kernel frees it with the launcher.
 
-The file holds host, pid and the pid's start time. A reused pid is never taken for the launcher.
+The file holds host, pid and start time, to detect a reused pid.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 from orrery.manifest.errors import OrreryError
 
 NAME = ".lock"
-LOOKED_AT_S = 1.0  # `holder` takes the lock for a moment too
+LOOKED_AT_S = 1.0  # `holder` takes the lock briefly too
 
 
 def _path(run_dir: Path) -> Path:
@@ -24,8 +24,6 @@ def _path(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Holder:
-    """The launcher that holds a run."""
-
     host: str
     pid: int
 
@@ -39,7 +37,7 @@ class Holder:
 
 @contextmanager
 def hold(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
-    """Hold the run's lock in the body. Raise OrreryError if it is not free after `within_s`."""
+    """Hold the run's lock. Raise OrreryError if it is not free after `within_s`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -70,7 +68,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def holder(run_dir: Path) -> Holder | None:
-    """Return the launcher that holds the run, None if the lock is free or just taken."""
+    """Return the run's launcher, None if the lock is free or just taken."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -89,5 +87,5 @@ def holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return the start time in ticks since boot. psutil's time follows the wall clock."""
+    """Return the start time in ticks since boot, unlike psutil's wall clock."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

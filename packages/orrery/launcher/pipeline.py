@@ -1,7 +1,6 @@
 """The checked-in runs for the Snakefile: targets, stages, their order and their submission.
 
-A checked-in manifest that differs from its spec's rendering is an OrreryError, so that only
-reviewed manifests run.
+A checked-in manifest that differs from its rendered spec is an OrreryError.
 """
 
 import os
@@ -39,7 +38,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise `OrreryError` if a target is not a run, a group of runs or a stage's marker."""
+        """Raise `OrreryError` if a target is not a run, a group of runs or a marker."""
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
@@ -99,10 +98,10 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets on Snakemake's command line. `workflow` does not have them yet."""
+    """Return the command line's targets. `workflow` does not have them yet."""
     from snakemake.cli import get_argument_parser
 
-    if "snakemake" not in argv[0]:  # a program that uses Snakemake as a library
+    if "snakemake" not in argv[0]:
         return []
     return list(get_argument_parser().parse_args(argv[1:]).targets)
 
@@ -113,7 +112,7 @@ def _near(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
-    """Return all checked-in runs. Raise OrreryError if a manifest is missing or stale."""
+    """Return all checked-in runs. Raise OrreryError for a missing or stale manifest."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""Placement: the cores, devices and environment of each process of a stage.
+"""The cores, devices and environment of each process of a stage.
 
-- Trainers and engines are pinned to cores. Each kind gets half of them, so that neither can stall
-  the other. Within a kind each process gets an equal run of neighbouring cores.
-- If one kind computes beside an orchestrator and cores are left over, one core stays free for it.
+- Trainers and engines are pinned. Each kind gets half of the cores, so that neither stalls the
+  other, and each process an equal run of neighbouring cores.
+- If one kind computes beside an orchestrator, a left-over core stays free for it.
 """
 
 import os
@@ -17,7 +17,7 @@ from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE
 
 KINDS = ("trainer", "inference")
-MAX_THREADS = 4  # at the model sizes that run on CPUs, more threads only wait for one another
+MAX_THREADS = 4  # for models on CPUs, more threads only wait for one another
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -55,7 +55,7 @@ def share_devices(
 ) -> dict[tuple[str, int], tuple[str, ...]]:
     """Return the accelerators of every process, in plan order.
 
-    Raise ValueError if there are too few, or one process would get the same device twice.
+    Raise ValueError for too few or repeated devices.
     """
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     next_device = 0
@@ -84,21 +84,20 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a local process.
 
-    `cores` None: not pinned, one thread. `devices` None: a CPU run without accelerators.
+    `cores` None: not pinned, one thread. `devices` None: a CPU run.
     """
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
         **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
-        "NO_PROXY": no_proxy,  # roles call one another on loopback, whatever proxy the site has
+        "NO_PROXY": no_proxy,  # roles call one another on loopback, past any proxy
         "no_proxy": no_proxy,
         LAUNCHER_PID: str(os.getpid()),
     }
 
 
 def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> dict[str, str]:
-    """Return our variables for a task of a Slurm step."""
     return {
         **_common(site, start, cpus),
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
@@ -115,12 +114,12 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # libraries that iterate over sets make the same problems
+        "PYTHONHASHSEED": "0",  # libraries that iterate over sets make equal problems
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         START: start,
-        TOKEN_FILE: STANDARD_INPUT,  # the token's source
+        TOKEN_FILE: STANDARD_INPUT,
         **({LOG_LEVEL: level} if (level := log_level()) else {}),
         SCALE: str(site.roles.deadline_scale),
         **site.environment,

@@ -1,8 +1,8 @@
 """Preemption: a stage that runs out of time writes a checkpoint and ends, and Slurm requeues it.
 
-- SIGUSR1 (Slurm sends it before the time limit) and the time limit preempt a stage.
+- SIGUSR1 (sent by Slurm) and the time limit preempt a stage.
 - Only the RL stage ends. The others are short, or have their own checkpoints.
-- The job is requeued only if the stage has a newer checkpoint than at its start.
+- The job is requeued only if the stage has written a newer checkpoint.
 """
 
 import signal
@@ -19,17 +19,16 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED, request_path
 
 WIND_DOWN_S = 600.0  # for the checkpoint of local processes
-MARGIN_S = 60.0  # of a Slurm job's time, to end in
+MARGIN_S = 60.0  # of a Slurm job's time, for the end
 
 
 def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    """Return the file with which `orrery stop --checkpoint` forbids the requeue."""
     return run_dir / "stages" / stage / "stay"
 
 
 @contextmanager
 def catch_signals() -> Iterator[Interrupts]:
-    """Catch the signals that end or preempt the stage. Ignored signals stay ignored (`nohup`)."""
+    """Catch the signals that end or preempt the stage, unless ignored (`nohup`)."""
     interrupts = Interrupts()
     from_terminal = [
         number
@@ -53,7 +52,7 @@ class Preemption:
         self._limit_s = 0.0
 
     def poll(self) -> Outcome | None:
-        """Request the checkpoint when it is due. Return the outcome when it is written."""
+        """Request the checkpoint when due. Return the outcome when it is written."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -110,7 +109,7 @@ def requeue(stage: RunningStage) -> None:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """Return when Slurm ends our job, on the monotonic clock, None if unknown."""
+    """Return when Slurm ends our job, on the monotonic clock."""
     if job.allocation is None:
         return None
     try:

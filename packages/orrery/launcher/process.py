@@ -1,6 +1,6 @@
 """A local process of a stage.
 
-- Its own session keeps Ctrl-C away from it, and makes it a group that can be killed as a whole.
+- Its session shields it from Ctrl-C, and makes it a group to kill.
 - SIGTERM goes to the process alone, because an engine ends its own workers well.
 - Processes that leave the group inherit its name and incarnation (`PROCESS`).
 """
@@ -24,7 +24,7 @@ PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
 
 
 class Process:
-    """A started `ProcessPlan`. Its output is appended to `logs/<role>.<index>.log`."""
+    """A started `ProcessPlan` with the output `logs/<role>.<index>.log`."""
 
     def __init__(
         self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int,
@@ -47,12 +47,12 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # At once, since threads inherit it. The process may have ended already.
+            # At once, since threads inherit it. The process may have ended.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number if a signal ended it, None if running."""
+        """Return the exit code, minus the signal's number after a signal, None if running."""
         return self._popen.poll()
 
     @property
@@ -75,14 +75,14 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # a `SlurmTask` has another way to end at once
+    abandon = kill  # a `SlurmTask` has another way
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Reap the ended members of a process group of children. Return whether members are left."""
+    """Reap ended members of a process group. Return whether members are left."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -92,7 +92,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended. The kernel may hold even a killed process."""
+    """Return whether the process ended. Even SIGKILL may hang in the kernel."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -115,14 +115,13 @@ def header(stage: str, attempt: int, incarnation: int = 0) -> str:
 
 
 def signal_or_code(code: int | None) -> str | None:
-    """Return `SIGKILL`, `exit code 1` or None."""
     if code is None:
         return None
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def last_line(log: Path, begin: int) -> str:
-    """Return the log's last line after its first `begin` bytes, shortened, or ""."""
+    """Return the log's shortened last line after `begin` bytes, or ""."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)

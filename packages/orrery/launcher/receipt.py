@@ -1,10 +1,10 @@
-"""Receipts: `receipt.json` records of every stage its nodes, code, software, outputs and metrics.
+"""`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- `record` writes it when an attempt has ended. `orrery diff` reads it.
-- Code, software and images are read while the stage runs, so that its end is short.
+- `record` writes it after an attempt. `orrery diff` reads it.
+- Code, software and images are read while the stage runs, to keep its end short.
 - An attempt whose launcher died is `unrecorded`. Attempts are numbered without gaps.
-- It has no environment and no absolute path of a site. The values of variables with names such as
-  TOKEN or SECRET are struck out everywhere.
+- It has no environment and no absolute path of a site. Values of variables such as TOKEN or
+  SECRET are struck out.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from orrery.runtime.metrics import merge_attempts, rows
 from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # for git, an image's Python, nvidia-smi
-READ_S = 600.0  # for all images of a stage
-KEPT_BYTES = 2**20  # a larger untracked file is named, but not in the kept diff
+READ_S = 600.0
+KEPT_BYTES = 2**20  # larger untracked files are named, but not in the kept diff
 WHOLE_BYTES = 64 * 2**30  # of larger weights the index is hashed, and shards have sizes
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
@@ -58,7 +58,7 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-ADOPTED = "adopted.json"  # in a run's folder: the state that it adopted (`adopt`)
+ADOPTED = "adopted.json"  # in a run's folder: the adopted state (`adopt`)
 
 Facts = dict[str, Any]  # of an image: file, sha256, versions
 Software = dict[str, Any]  # of this host: driver, versions of packages
@@ -66,7 +66,7 @@ Software = dict[str, Any]  # of this host: driver, versions of packages
 
 @dataclass(frozen=True)
 class CodeState:
-    """`commit` is None without git. `note` says why, or names files left out of the diff."""
+    """`commit` is None without git. `note`: the reason, or files left out of the diff."""
 
     commit: str | None
     dirty: bool | None
@@ -82,11 +82,11 @@ def record(
     secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None,
     endings: Mapping[str, str | None] | None = None,
 ) -> None:  # fmt: skip
-    """Record how an attempt at a stage ended. Raise OSError if the run's folder is not writable.
+    """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
     - `images`: by role, from an `ImageReader`.
     - `code`, `software`: None to read them now.
-    - `secrets`: more texts to strike out, such as the attempt's token.
+    - `secrets`: more texts to strike out, such as the token.
     - `engine_restarts`, `endings` ("exit code 0", "SIGKILL"): by process.
     """
     receipt: dict[str, Any] = {
@@ -119,7 +119,7 @@ def record(
 
 
 class ImageReader:
-    """A thread that reads each role's image, unless the run's receipt has its facts already."""
+    """A thread that reads images that the run's receipt lacks."""
 
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
@@ -149,7 +149,6 @@ class ImageReader:
 def changes(
     run_dir: Path, stages: Sequence[str], stage: str, code: CodeState, images: Mapping[str, Path]
 ) -> str:
-    """Describe how `code` and `images` (by role) differ from the last attempt's."""
     entries, last = _recorded(run_dir), None
     for before in (stage, *reversed(stages[: stages.index(stage)])):
         for row in entries.get(before, {"attempts": []})["attempts"]:
@@ -211,7 +210,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt. Rename an unreadable one, so that the stage can end."""
+    """Return the receipt. Rename an unreadable file."""
     path = run_dir / RECEIPT
     try:
         return read_receipt(path) if path.exists() else {}
@@ -224,7 +223,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the commit of the checkout at `root`. Keep the diff of a dirty one in the run."""
+    """Return the commit of `root`. Keep a dirty checkout's diff in the run."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -255,10 +254,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD, and the untracked files left out of it.
-
-    The checkout's own index does not change.
-    """
+    """Return the diff against HEAD, and untracked files left out. Keep the checkout's index."""
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
         name for name in found if name and not (root / name).is_relative_to(run_dir.parent)
@@ -349,7 +345,6 @@ def _driver() -> str | None:
 
 
 def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
-    """Return the sha256 of the stage's files, of a checkpoint only of its `files.json`."""
     paths = list((run_dir / "weights" / stage).rglob("*"))
     paths += (run_dir / "checkpoints").glob("step_*/files.json") if stage == "rl" else []
     paths += [run_dir / "stages/evaluate/result.json"] if stage == "evaluate" else []
@@ -359,7 +354,7 @@ def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
     if sum(path.stat().st_size for path in shards) <= WHOLE_BYTES:
         shards = []
     hashed = [path for path in paths if path not in shards]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests: dict[Path, Any] = dict(zip(hashed, pool.map(sha256, hashed), strict=True))
     digests |= {path: f"not hashed, {path.stat().st_size} bytes" for path in shards}
     return {path.relative_to(run_dir).as_posix(): digests[path] for path in paths}
@@ -393,7 +388,6 @@ def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
 def _few(
     path: Path, stage: str, names: tuple[str, ...], event: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows that have `names[0]`, oldest first, without their other values."""
     kept = ("stage", "event", "name", "attempt", "step", "time_s", *names)
     return merge_attempts(
         {name: row[name] for name in kept if name in row}

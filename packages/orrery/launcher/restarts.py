@@ -1,9 +1,9 @@
-"""Restarts: replace an ended engine by its next incarnation.
+"""Replace an ended engine by its next incarnation.
 
 - `Restarts` decides. `EngineRestarts` kills and starts.
 - Not restarted: an engine that ended by a user's mistake (exit code 2), or in two incarnations in a
   row that never served.
-- The endpoint, health file, process group and strays of the last incarnation are removed first.
+- The last incarnation's endpoint, health file, process group and strays are removed first.
 """
 
 import signal
@@ -24,23 +24,22 @@ WINDOW_S = 24 * 3600.0  # a common cause ends engines within a day
 
 
 class Restarts:
-    """Counts the restarts of one stage. `most`: within a day, over all engines."""
+    """Counts restarts. `most`: within a day, over all engines."""
 
     def __init__(self, most: int):
         self.most = most
         self.by_name: Counter[str] = Counter()
-        self._times_s: deque[float] = deque()  # of restarts within WINDOW_S
+        self._times_s: deque[float] = deque()
         self._failed_starts: Counter[str] = Counter()  # incarnations in a row that never served
 
     @property
     def num_recent(self) -> int:
-        """Restarts within WINDOW_S."""
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return why `name` is not restarted after `code`. None counts as a restart.
+        """Return why `name` is not restarted after `code`, or None and count it.
 
-        "" if the manifest allows no restarts.
+        Return "" if the manifest allows no restarts.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -62,8 +61,6 @@ class Restarts:
 
 
 class EngineRestarts:
-    """Restarts the engines of a running stage."""
-
     def __init__(self, stage: RunningStage, start: str):
         self.stage, self._start = stage, start
         self.refusal = ""
@@ -72,7 +69,6 @@ class EngineRestarts:
         self._replaced: list[int] = []  # process groups with unreaped members
 
     def restart_ended(self) -> bool:
-        """Restart all ended engines. Return False, with `refusal`, if it is impossible."""
         stage, job = self.stage, self.stage.job
         if not job.max_restarts:
             return False
@@ -127,13 +123,12 @@ class EngineRestarts:
         stage.tell(f"{why}; started again ({lately}): {where}")
 
     def look(self, seen: dict[str, Health], running: set[str]) -> None:
-        """Reap replaced engines and kill hung engines."""
         self._replaced = [group for group in self._replaced if reap(group)]
         if self.stage.job.max_restarts:
             self._kill_hung({name: seen[name] for name in running & seen.keys()})
 
     def kill_fenced(self) -> None:
-        """Kill the engines that the orchestrator no longer uses."""
+        """Kill the engines that the orchestrator has fenced."""
         stage = self.stage
         if not stage.job.max_restarts:
             return
@@ -147,7 +142,7 @@ class EngineRestarts:
             forget_fence(stage.run_dir, stage.name, stage.attempt, one)
 
     def _kill_hung(self, running: dict[str, Health]) -> None:
-        """Kill the engines whose event loop is blocked, after they have written their stacks."""
+        """Kill blocked engines, after they have written their stacks."""
         stage, ended = self.stage, []
         hung = {
             name: hang_detector.hung_s(one, stage.health_view.now_s)

@@ -28,7 +28,7 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest and its run's folder. The folder may not exist yet."""
+    """A manifest and its run's folder, if it exists."""
 
     manifest: Manifest
     path: Path
@@ -46,14 +46,13 @@ def runs_root(workspace: Workspace) -> Path:
 
 
 def all_runs(workspace: Workspace) -> list[Path]:
-    """Return every run folder that a launcher has worked in, newest first."""
     paths = (path.parent for path in runs_root(workspace).glob("*/status.json"))
     found = [path for path in paths if FOLDER.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run that `word` names. Raise OrreryError with the known names."""
+    """Return the run of `word`. Raise OrreryError with the known names."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -84,7 +83,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
 
 
 def planned(word: str, workspace: Workspace) -> Run:
-    """Return the run of the manifest at the path `word` (`*.json`), or `find(word)`."""
+    """Return the run of the manifest `word` (`*.json`), or `find(word)`."""
     if not word.endswith(".json"):
         return find(word, workspace)
     manifest = load(word)
@@ -92,7 +91,7 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def members(word: str, workspace: Workspace | None = None) -> list[Run]:
-    """Return the runs of a spec file (`reverse_text_seeds`), or the run that `word` names."""
+    """Return the runs of a spec file (`reverse_text_seeds`), or of `word`."""
     workspace = workspace or find_workspace()
     spec = workspace.root / "jsonnet" / "runs" / f"{word}.jsonnet"
     if spec not in workspace.run_files or workspace.manifest_path(word).exists():
@@ -103,7 +102,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 def _held(path: Path) -> Manifest | None:
     """Return the manifest in a run folder, or None.
 
-    Raise OrreryError if it was edited, or the folder has another release's layout.
+    Raise OrreryError for an edited manifest or another layout.
     """
     file = path / "manifest.json"
     if not file.exists():
@@ -119,7 +118,6 @@ def _held(path: Path) -> Manifest | None:
 
 
 def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
-    """Make the run folder. Return the stage as a job for `run_stage`."""
     workspace = workspace or find_workspace()
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
@@ -170,7 +168,7 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
 
 
 def locks_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the files that `python_lock_sha256` hashes, in order (jsonnet/lib/run.libsonnet)."""
+    """Return the files that `python_lock_sha256` hashes (jsonnet/lib/run.libsonnet)."""
     if manifest.hardware.accelerator == "cpu":
         return ("locks/cpu.txt",)
     return "locks/orchestrator.txt", "locks/trainer.cuda.txt", "locks/inference.cuda.txt"
@@ -179,7 +177,7 @@ def locks_of(manifest: Manifest) -> tuple[str, ...]:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the pipeline. `make demo` sets `ORRERY_RESUME`."""
+    """Return the resuming command. `make demo` sets `ORRERY_RESUME`."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)
@@ -189,6 +187,5 @@ def resume_command(
 
 
 def newest(workspace: Workspace) -> Path | None:
-    """Return the running run, or the last one that this release can read."""
     paths = list(filter(has_layout, all_runs(workspace)))
     return next(iter([path for path in paths if lock.holder(path) is not None] or paths), None)

@@ -1,7 +1,7 @@
-"""The site file: the settings of a cluster. None of them changes a manifest's id.
+"""The site file: the settings of a cluster, without effect on a manifest's id.
 
-It is TOML, `site.toml` at the checkout's root or the file that ORRERY_SITE names. Without a file
-there is this machine alone.
+The TOML file is `site.toml` at the checkout's root, or ORRERY_SITE. Without it the site is this
+machine.
 """
 
 import os
@@ -96,8 +96,6 @@ def _mount(text: str) -> str:
 
 
 class Containers(Record):
-    """Apptainer images, and the host's folders that containers see."""
-
     images: Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()))]
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()
     scratch: Annotated[str, Field(pattern=r"^/[\w./+-]*$")] = "/tmp"
@@ -170,7 +168,7 @@ def load_site(workspace: Workspace) -> Site:
 
 
 def cluster(workspace: Workspace) -> Slurm:
-    """Return the site's Slurm. Raise OrreryError if it has none."""
+    """Return the site's Slurm or raise OrreryError."""
     site = load_site(workspace)
     if site.slurm is None:
         where = site_path(workspace)
@@ -194,7 +192,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key comes before the key that it leaves missing.
+    # A misspelt key comes before the missing key that it causes.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The state of a running stage, shared by supervisor, failure, preemption, restarts and cleanup."""
+"""The state of a running stage, shared by the launcher's modules."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from orrery.runtime.health import FAILED, Health, read_health
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.preemption import EXIT_PREEMPTED
 
-# Exit codes of a rank that ends by SIGTERM. Slurm ends the other ranks of a step with its first.
+# Exit codes of a rank that ends by SIGTERM. Slurm ends a step's other ranks with its first.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Interrupts:
-    """A signal handler. The first signal ends the stage, a second one skips the grace period."""
+    """A signal handler. The first signal ends the stage, a second skips the grace period."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -85,10 +85,10 @@ class RunningStage:
         self.job, self.interrupts, self.attempt = job, interrupts, attempt
         self.run_dir, self.name = job.run_dir, job.plan.name
         self.processes: Sequence[Process | SlurmTask] = []
-        self.health: dict[str, Health] = {}  # with the times of its writers, for people
+        self.health: dict[str, Health] = {}  # with the writers' times, for people
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # process → the reason for which the launcher ends it
-        self.engine_restarts: Counter[str] = Counter()  # by process
+        self.fenced: dict[str, str] = {}  # process → the launcher's reason to end it
+        self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
         self.status = Status(
@@ -105,7 +105,6 @@ class RunningStage:
         return self.job.site.roles.deadline_scale
 
     def read_health(self) -> dict[str, Health]:
-        """Read all health files. Return them with the times at which this process saw changes."""
         self.health = read_health(self.run_dir, self.name, self.attempt)
         return self.health_view.look(self.health, time.monotonic())
 
@@ -115,7 +114,6 @@ class RunningStage:
         return self.health_view.changed_s(process.name) if is_failed else math.inf
 
     def has_failed(self, process: Process | SlurmTask) -> bool:
-        """Return whether the process ended although the stage still needs it."""
         code = process.poll()
         ends_itself = process.plan.ends == "itself"
         if code is None or (self.is_preempted and ends_itself and self.was_preempted(process)):
@@ -158,7 +156,6 @@ class RunningStage:
         self.status.write(self.run_dir)
 
     def tell(self, text: str) -> None:
-        """Write a line to the launcher's log and to stderr."""
         self.log(text)
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 

@@ -36,7 +36,7 @@ class RoleStatus:
 
 @dataclass
 class Status:
-    """The newest attempt. `attempt` counts every start of any stage of this run."""
+    """The newest attempt. `attempt` counts starts of any stage."""
 
     stage: str
     attempt: int
@@ -54,7 +54,6 @@ class Status:
 
 
 def read(run_dir: Path) -> Status | None:
-    """Return the status, None before the first attempt."""
     path = run_dir / "status.json"
     if not os.path.lexists(path):
         return None
@@ -62,7 +61,6 @@ def read(run_dir: Path) -> Status | None:
 
 
 def launcher_died(run_dir: Path, status: Status) -> bool:
-    """Return whether the status says that a launcher works, and none does."""
     if status.state not in ("running", "stopping"):
         return False
     if status.slurm_job is None or status.host == socket.gethostname():
@@ -71,7 +69,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
         state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
         return state is None or queue.state_of(state, status.slurm_job) != "running"
     except OrreryError:
-        return False  # no answer from Slurm does not mean that the launcher died
+        return False  # no answer from Slurm does not mean a dead launcher
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
@@ -79,7 +77,6 @@ def done_path(run_dir: Path, stage: str) -> Path:
 
 
 def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
-    """Return the step of the stage's newest complete checkpoint."""
     if stage not in ("sft", "rl"):
         return None
     return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)

@@ -17,10 +17,9 @@ WITHIN_S = 30.0
 def stop_run(
     run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = WITHIN_S
 ) -> str:
-    """End the run and return its last message.
+    """End the run and return its last message. Raise OrreryError if it does not run.
 
-    With `checkpoint`, only ask the run to write a checkpoint and end. Raise OrreryError if it does
-    not run.
+    `checkpoint`: only ask for a checkpoint and the end.
     """
     name = run_dir.name
     holder = lock.holder(run_dir)

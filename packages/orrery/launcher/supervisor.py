@@ -1,11 +1,11 @@
 """The supervisor of one stage, from its first process to its `DONE`.
 
 - It holds the run's lock: two launchers never share a run directory.
-- The first process that fails, or server that ends early, ends all others within seconds. An engine
-  is restarted instead, where the manifest allows it (`restarts`).
-- No process, shared memory or cache on a scratch disk outlives the stage. If the launcher itself is
+- A failed process, or a server that ends early, ends all others within seconds. An engine is
+  restarted instead, where the manifest allows it (`restarts`).
+- No process, shared memory or cache on a scratch disk outlives the stage. If the launcher is
   killed, the roles end by themselves, and the next start clears the rest.
-- A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
+- A stage is never retried. Slurm requeues a job after a preemption or a node's loss.
 """
 
 import json
@@ -45,14 +45,14 @@ from orrery.runtime.timing import Pace, duration
 from orrery.runtime.usage import PERIOD_S, Sampler
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # a process that reported its failure and has not ended after this is ended
+HUNG_S = 5.0  # for a process that reported its failure to end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
 RESTART_LOCK_S = 90.0  # on a network file system a lock outlives its dead node
 
 
 def run_stage(job: Job) -> Outcome:
-    """Run the stage to its end. Raise OrreryError if it cannot start."""
-    log_level()  # raise here for an unknown level: it would end every role
+    """Run the stage. Raise OrreryError if it cannot start."""
+    log_level()  # an unknown level would end every role
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
     with ExitStack() as stack:
@@ -97,7 +97,6 @@ class Supervisor:
         cleanup.remove_scratch(self.scratch, self.job.site)
 
     def run(self) -> Outcome:
-        """Run the stage. Whatever happens, end and remove everything that it started."""
         stage, run_dir, name = self.stage, self.stage.run_dir, self.stage.name
         self._clear_folders()
         adopt_orphans()
@@ -211,7 +210,6 @@ class Supervisor:
             stage.tell(f"goes on with {changes}; {receipt.RECEIPT} tells both")
 
     def _verify_inputs(self) -> None:
-        """Raise OrreryError if a file that the stage reads differs from the receipt."""
         stage, run_dir = self.stage, self.stage.run_dir
 
         def remedy(maker: str) -> str:

@@ -1,9 +1,8 @@
 """The metrics sinks and the view on stderr.
 
-- A sink that fails is reported once and dropped. A read that fails is reported once, and the next
-  read gets the missed rows.
-- `View` draws one live table in a terminal that can redraw, or plain lines. With many processes it
-  has a line per role.
+- A failed sink is reported once and dropped. A failed read is reported once, and the next read gets
+  the missed rows.
+- `View` draws one live table in a terminal, or plain lines.
 """
 
 import sys
@@ -27,7 +26,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
 MANY = 10  # with more processes the view has a line per role
-NUM_KINDS, NUM_ENDED = 3, 5  # named in a short line
+NUM_KINDS, NUM_ENDED = 3, 5
 
 
 class Sink(Protocol):
@@ -37,7 +36,7 @@ class Sink(Protocol):
 
 
 class Observer:
-    """A thread that passes the rows of `metrics/*.jsonl` to the sinks and to `Progress`."""
+    """A thread that passes metric rows to the sinks and to `Progress`."""
 
     def __init__(self, run_dir: Path, progress: Progress):
         self._progress, self._tail = progress, MetricsTail(run_dir, from_end=True)
@@ -127,7 +126,6 @@ class View:
 
 
 def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
-    """Return the processes with a failure, or with another exit code than 0."""
     failed = {name for name, one in health.items() if one.doing == FAILED}
     good = ("running", "exit code 0")
     return [name for name, state in states.items() if state not in good or name in failed]

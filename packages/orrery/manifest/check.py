@@ -1,7 +1,6 @@
-"""Turn plain data into a `Manifest`, or into one sentence.
+"""Turn plain data into a `Manifest`.
 
-The sentence has the field's path, its value, the rule, and the nearest name for a misspelt field. A
-missing value is an error; no value is filled in.
+An error names the field's path, its value, the rule, and the nearest name for a misspelt field.
 """
 
 import difflib
@@ -21,7 +20,7 @@ _URGENCY = {"extra_forbidden": 0, "missing": 2}
 def check(data: Any, where: str) -> Manifest:
     """Return the manifest in `data`.
 
-    Raises `OrreryError` with `where` and the first wrong field, or with another schema version.
+    Raise `OrreryError` with `where` and the first wrong field.
     """
     version = data.get("schema_version") if isinstance(data, dict) else SCHEMA_VERSION
     if type(version) is int and version != SCHEMA_VERSION:
@@ -36,15 +35,12 @@ def check(data: Any, where: str) -> Manifest:
 
 
 def nearest(name: str, among: list[str]) -> str | None:
-    """Return the closest spelling of `name`, or None."""
     close = difflib.get_close_matches(name, among, n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def sentence(error: ValidationError) -> str:
-    """Return one sentence for the most useful error: a misspelt field, then a wrong value, then a
-    missing field.
-    """
+    """Return a sentence for the first of misspelt, wrong and missing fields."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -88,7 +84,7 @@ def _short(value: Any) -> str:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return a pydantic location as field path, the names beside its last element, and its type."""
+    """Return a location's field path, the names beside its last element, and its type."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

@@ -1,7 +1,6 @@
 """The commands about specs: `render | check | show | diff | explain`.
 
-RUN is the name of a run (rendered from Jsonnet), the path of a manifest or of its folder, or the
-folder's name in `runs/`. Mistakes end as one line and exit code 2.
+RUN is a run's name, the path of a manifest or of its folder, or a folder's name in `runs/`.
 """
 
 import json
@@ -44,14 +43,13 @@ Side = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN} or of a receipt
 
 @dataclass(frozen=True)
 class Named:
-    """The manifest and the receipt that a word names. At most one of them is missing."""
+    """The manifest and the receipt of a RUN. At most one is missing."""
 
     manifest: Manifest | None
     receipt: Receipt | None
 
 
 def manifest_of(run: str) -> Manifest:
-    """Return the manifest of a run by name (rendered) or by path (`*.json`, or a run's folder)."""
     if (folder := _folder(run)) is not None:
         return load(folder / "manifest.json")
     if run.endswith(".json") or "/" in run:
@@ -60,10 +58,9 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return a run's manifest and receipt.
+    """Return a RUN's manifest and receipt.
 
-    A name has the receipt of the folder of its present manifest, if it has run. The path of a
-    manifest has no receipt; the path of a receipt has the manifest beside it.
+    A name has the receipt of its present manifest. The path of a manifest has no receipt.
     """
     path = Path(run)
     if path.is_file() and _is_receipt(path):
@@ -78,7 +75,6 @@ def named(run: str) -> Named:
 
 
 def _folder(run: str) -> Path | None:
-    """Return the run's folder for a path or for a folder's name in `runs/`."""
     if (Path(run) / "manifest.json").is_file():
         return Path(run)
     if "/" in run or run.endswith(".json"):
@@ -88,7 +84,6 @@ def _folder(run: str) -> Path | None:
 
 
 def _is_receipt(path: Path) -> bool:
-    """Whether a file is a receipt, by its name or, for a copy, by its content."""
     try:
         return path.name == RECEIPT or read_object(path, "").keys() == {"schema", "run", "stages"}
     except OrreryError:
@@ -103,19 +98,17 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def _spelled(run: Rendered) -> tuple[str, Manifest]:
-    """Return the file and run that error messages name."""
     return f"{find_workspace().shown(run.file)}: {run.manifest.name}", run.manifest
 
 
 def _must_start(word: str, manifest: Manifest) -> None:
-    """Raise OrreryError if a named run cannot start. Unnamed runs may be planned only."""
     if (told := refusal(manifest)) is not None:
         raise OrreryError(f"{word}: {told}")
 
 
 @app.command()
 def render(names: Names = None) -> None:
-    """Render runs to manifests/; nothing is written unless all of them are right."""
+    """Render runs to manifests/. Write only if all of them are right."""
     workspace = find_workspace()
 
     def wrote(path: Path, changed: bool) -> None:
@@ -130,7 +123,7 @@ def render(names: Names = None) -> None:
 def check(names: Names = None) -> None:
     """Check that runs are right and that manifests/ is what they render to.
 
-    A path checks that manifest alone. A run that is named must be able to start.
+    A path checks that manifest alone. A named run must be able to start.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
@@ -151,7 +144,6 @@ def check(names: Names = None) -> None:
 
 
 def _check_written(workspace: Workspace, run: Rendered) -> None:
-    """Raise OrreryError if the checked-in manifest is not what the run renders to."""
     name = run.manifest.name
     path, remedy = workspace.manifest_path(name), f"run `orrery render {name}` and commit it"
     if not path.is_file():
@@ -164,7 +156,6 @@ def _check_written(workspace: Workspace, run: Rendered) -> None:
 
 
 def _check_known(workspace: Workspace) -> None:
-    """Raise OrreryError if a checked-in manifest belongs to no run."""
     known = run_files(workspace)
     for path in sorted((workspace.root / "manifests").glob("*.json")):
         if path.stem not in known:

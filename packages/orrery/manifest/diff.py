@@ -1,8 +1,7 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-A receipt is plain data (`orrery.launcher.receipt` writes it): attempts, outputs and metrics of
-every stage. The last attempts are compared. Times, job ids, earlier attempts and texts with paths
-always differ, and are left out by default.
+By default receipts are compared by their last attempts, without times, job ids and texts with
+paths.
 """
 
 import json
@@ -16,7 +15,6 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Manifest
 
 RECEIPT, RECEIPT_SCHEMA = "receipt.json", 1
-# in this order, before all others
 KINDS = ("state", "images", "code", "versions", "nodes", "metrics", "outputs", "restarts")
 TIMES = ("attempt", "started_s", "ended_s", "slurm_job_id")
 ALWAYS_DIFFERENT = (*TIMES, "message", "report/index.html")
@@ -28,7 +26,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that differs. `before` and `after` are JSON, or "absent"."""
+    """A field with JSON or "absent" `before` and `after`."""
 
     field: str
     before: str
@@ -39,7 +37,6 @@ class Difference:
 
 
 def diff(before: Manifest, after: Manifest) -> list[Difference]:
-    """Return the fields whose values differ, sorted by name."""
     a, b = (dict(leaves(m.model_dump(mode="json"))) for m in (before, after))
     found = []
     for path in sorted(a.keys() | b.keys(), key=spelled):
@@ -50,7 +47,7 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
 
 
 def read_receipt(path: Path) -> Receipt:
-    """Return the receipt in a file. Raises OrreryError if it is no readable receipt."""
+    """Return the receipt in a file. Raise OrreryError if there is none."""
     remedy = "remove it, the next stage writes a new one"
     receipt = read_object(path, remedy)
     try:
@@ -77,7 +74,7 @@ def _has_attempts(stage: Any) -> bool:
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
     """Return the differences by kind, as `receipt.<kind>.<stage>.<field>`.
 
-    The stage is left out if the field changed equally in each stage that has it.
+    The stage is left out of equal changes in all its stages.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))
@@ -99,7 +96,6 @@ def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> 
 
 
 def _facts(receipt: Receipt, everything: bool) -> dict[tuple[str, str, Leaf], Any]:
-    """Return a receipt's values by kind, stage and the rest of the field's path."""
     facts: dict[tuple[str, str, Leaf], Any] = {}
     for stage, entry in receipt["stages"].items():
         said = entry["attempts"][-1] | entry

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return one file's sha256, or for several that of their lines "sha256  name" sorted by name.
+    """Return the sha256 of one file, or the sha256 of the lines "sha256  name" of several.
 
-    The shell equivalent is `sha256sum FILES | sha256sum`.
+    The shell equivalent is `sha256sum FILES | sha256sum`, with files sorted by name.
     """
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:

@@ -1,14 +1,14 @@
-"""Errors with a message for the person at the keyboard.
+"""Errors for users.
 
-A message is a whole sentence: the field or file, the wrong value, the rule, and what to type next.
-A command line prints `error: <sentence>` without a traceback and exits with `exit_code`.
+A message has the field or file, the wrong value, the rule, and the remedy. A command line prints
+`error: <sentence>` and exits with `exit_code`.
 """
 
 import errno
 
 
 class OrreryError(Exception):
-    """A mistake that a person can correct."""
+    """A mistake that the user can correct."""
 
     exit_code = 2
 
@@ -20,7 +20,7 @@ class RunFailed(OrreryError):
 
 
 def explain_os_error(error: OSError) -> str:
-    """Return `<file>: <reason>`, and for a full disk what to remove."""
+    """Return `<file>: <reason>`, with a remedy for a full disk."""
     text = error.strerror or f"{type(error).__name__} {error}".strip()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += (

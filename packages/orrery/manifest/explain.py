@@ -1,10 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
-- An axis that has the field when evaluated alone has set it. A run file that spells it overrides
-  it.
-- All other fields are derived in `lib/run.libsonnet`. They follow from the axes without which the
-  field has no value or another one. Each axis is replaced by an empty object in turn, with the
-  constraints switched off.
+- An axis sets a field if it has the field when evaluated alone. A run file overrides axes.
+- Other fields are derived in `lib/run.libsonnet`. They follow from the axes without which the value
+  changes or is missing, with constraints off.
 """
 
 import json
@@ -30,7 +28,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """A file and line. `axis`: its folder under `jsonnet/`; None: a run file or the library."""
+    """A file and line. `axis`: its folder under `jsonnet/`, or None."""
 
     file: str
     line: int | None
@@ -48,7 +46,7 @@ class Place:
 class Explanation:
     """The origin of one leaf of a run. `how` is "axis", "run file" or "derived".
 
-    `sources`: the places that a derived value follows from, or the overridden place.
+    `sources`: a derived value's origins, or the overridden place.
     """
 
     field: str
@@ -72,7 +70,7 @@ class Explanation:
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
     """Return the origin of every leaf at or under a field.
 
-    Raises OrreryError with the nearest field for a misspelt one.
+    Raise OrreryError for a misspelt field.
     """
     run = render(workspace, name)
     path = fields.parse(field)
@@ -82,7 +80,6 @@ def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
 
 
 def axes(workspace: Workspace, files: Iterable[Path]) -> dict[Path, str]:
-    """Return the axis files among `files` with their kind, the folder under `jsonnet/`."""
     root = workspace.library[0]
     inside = {path: path.relative_to(root).parts[0] for path in files if path.is_relative_to(root)}
     return {path: kind for path, kind in inside.items() if kind not in ("lib", "runs")}
@@ -137,10 +134,7 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the line where a file spells a field, by its braces and keys.
-
-    `under_key`: also inside a run's key.
-    """
+    """Return the line where a file spells a field (`under_key`: also inside a run's key)."""
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

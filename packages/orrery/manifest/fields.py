@@ -19,12 +19,11 @@ def parse(text: str) -> Path:
 
 
 def spelled(path: Path) -> str:
-    """Return the inverse of `parse`."""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
 def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value that is not a non-empty object or list, with its path, in order."""
+    """Yield every scalar and every empty object or list with its path."""
     if not data or not isinstance(data, dict | list):
         yield path, data
         return
@@ -33,7 +32,7 @@ def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(data: Any, path: Path, where: str) -> Any:
-    """Return the value at a path. Raises OrreryError with the fields that exist."""
+    """Return the value at a path. Raise OrreryError with the existing fields."""
     for depth, element in enumerate(path):
         if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
             isinstance(data, dict) and element in data
@@ -56,7 +55,6 @@ def lookup(data: Any, path: Path, where: str) -> Any:
 
 
 def has(data: Any, path: Path) -> bool:
-    """Whether a path leads to a value."""
     try:
         lookup(data, path, "")
     except OrreryError:

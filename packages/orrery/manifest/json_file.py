@@ -1,9 +1,9 @@
-"""Read JSON that a person or another process wrote.
+"""Read JSON from users and other processes.
 
-- In: a path, and the remedy for a broken file. Out: plain data, or `OrreryError` in one sentence.
+- In: a path, and the remedy for a broken file. Out: plain data, or `OrreryError`.
 - Only regular files are opened, so a reader never waits for a pipe.
-- Also refused: more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, numbers that are not finite,
-  and texts with NUL or half a surrogate pair, which are invalid in file names and terminals.
+- Refused: more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, NaN and infinities, and texts
+  with NUL or half a surrogate pair (invalid in file names and terminals).
 """
 
 import errno
@@ -26,10 +26,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value in a file.
-
-    Raises `OrreryError` if the file cannot be read. The sentence ends with `remedy`.
-    """
+    """Return the JSON value in a file. Raise `OrreryError`, with `remedy`, if it is unreadable."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:
@@ -39,7 +36,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `OrreryError` if there is no readable object."""
+    """Return the JSON object in a file. Raise `OrreryError` if there is none."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
@@ -49,7 +46,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 def read_as(path: Path, kind: type[T], remedy: str) -> T:
     """Return the value in a file as `kind`, strictly typed.
 
-    Raises `OrreryError` if the file cannot be read or a value has another type.
+    Raise `OrreryError` if the file is unreadable or a value has another type.
     """
     value = read_json(path, remedy)
     try:
@@ -70,7 +67,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8. Raises ValueError for a refused text."""
+    """Return the value of a JSON text in UTF-8. Raise ValueError for a refused text."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -82,7 +79,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of a JSON value's kind for use in a sentence."""
     kinds = {
         dict: "an object",
         list: "a list",
@@ -119,7 +115,7 @@ def _check(value: Any) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it. Raises OSError at once for any other kind, such as a pipe."""
+    """Open a regular file. Raise OSError for other kinds, such as a pipe."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
@@ -130,7 +126,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file of at most `MAX_BYTES`. Raises OSError for any other."""
+    """Return the content of a regular file of at most `MAX_BYTES`. Raise OSError for others."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(

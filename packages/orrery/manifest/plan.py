@@ -1,10 +1,9 @@
 """The processes of each stage of a run, as data.
 
-- This is the only table of them. The launcher starts them; the pipeline makes one job per stage.
 - `after`: the stages whose `DONE` a stage waits for. Without `stages.sft`, rl follows init.
 - `ends`: "itself" runs to its own end. "with_stage" is a server, stopped when every "itself"
   process has exited with 0.
-- Nodes are numbered within the stage. Of several nodes each belongs to one group: inference (or
+- Nodes are numbered within the stage. Each of several nodes belongs to one group: inference (or
   prefill, then decode), then trainer. Orchestrator, router and store are on the first node.
 """
 
@@ -21,7 +20,7 @@ Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "re
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: `python -m <module>` as `role` number `index` on `node` with `num_devices`."""
+    """One process: `python -m <module>` as `role` number `index` on `node`."""
 
     role: Role
     index: int
@@ -33,7 +32,7 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage, all of one shape."""
+    """Nodes `first_node` .. `first_node + num_nodes - 1` of a stage."""
 
     name: str
     first_node: int
@@ -45,7 +44,7 @@ ONE_NODE = (NodeGroup("all", 0, 1),)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its predecessors, its processes (servers first), and its nodes."""
+    """One stage. `processes`: servers first."""
 
     name: StageName
     after: tuple[StageName, ...]
@@ -54,7 +53,6 @@ class StagePlan:
 
     @cached_property
     def by_node(self) -> dict[int, list[ProcessPlan]]:
-        """Return the processes of each node, in the plan's order."""
         found: dict[int, list[ProcessPlan]] = {}
         for process in self.processes:
             found.setdefault(process.node, []).append(process)
@@ -66,7 +64,6 @@ class StagePlan:
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
-    """Return the stages of a run in order."""
     ranks = tuple(
         ProcessPlan("trainer", i, "orrery.trainer", 1, "itself")
         for i in range(manifest.trainer.mesh.world_size)
@@ -86,7 +83,7 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def stage(manifest: Manifest, name: str) -> StagePlan:
-    """Return one stage by name. Raises OrreryError with the stages that the run has."""
+    """Return one stage. Raise OrreryError for an unknown name."""
     stages = plan(manifest)
     for one in stages:
         if one.name == name:
@@ -96,7 +93,7 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """Place the stage on the nodes of its groups. The schema guarantees that groups fill nodes."""
+    """Place the stage on its groups' nodes. By the schema groups fill nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node

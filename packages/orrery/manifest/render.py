@@ -1,8 +1,8 @@
 """Render Jsonnet run files to checked manifests.
 
-- A run is a file and a key. There are no external variables and no top-level arguments.
+- A run is a file and a key, without external variables or top-level arguments.
 - Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`).
-- `write` writes all or nothing: the first wrong run stops it before any file is changed.
+- A wrong run stops `write` before any file is changed.
 """
 
 import json
@@ -28,17 +28,12 @@ _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILIN
 
 @dataclass(frozen=True)
 class Rendered:
-    """A run: its manifest and the file that defines it."""
-
     manifest: Manifest
     file: Path
 
 
 class Evaluator:
-    """Evaluate Jsonnet against a workspace's library.
-
-    `instead` replaces the content of imported files; `closure` lists the files read.
-    """
+    """Evaluate Jsonnet. `instead` replaces imported files, `closure` lists the files read."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -47,11 +42,7 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return an expression's value.
-
-        Raises OrreryError with Jsonnet's sentence and the file and line of the assertion or
-        mistake.
-        """
+        """Return an expression's value. Raise OrreryError with Jsonnet's message and place."""
         import _gojsonnet
 
         try:
@@ -112,7 +103,6 @@ class Evaluator:
 
 
 def _nesting(data: bytes) -> int:
-    """Return how deep brackets nest, including those in strings and comments."""
     depth = deepest = 0
     for bracket in re.findall(rb"[\[({\])}]", data):
         depth += 1 if bracket in b"[({" else -1
@@ -121,17 +111,15 @@ def _nesting(data: bytes) -> int:
 
 
 def quoted(text: str) -> str:
-    """Return a Jsonnet string literal."""
     return json.dumps(text)
 
 
 def import_of(workspace: Workspace, path: Path) -> str:
-    """Return the Jsonnet expression that imports a file under `jsonnet/`."""
     return f"(import {quoted(str(path.relative_to(workspace.library[0])))})"
 
 
 def run_files(workspace: Workspace) -> dict[str, Path]:
-    """Return every run's name and file without evaluating runs."""
+    """Return every run's name and file, without evaluation."""
 
     def of_file(path: Path) -> dict[str, Path]:
         return dict.fromkeys(_names(workspace, path), path)
@@ -146,7 +134,7 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Merge the runs of all files by name. Raises OrreryError if a name is used twice."""
+    """Merge the runs of all files. Raise OrreryError for a repeated name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -166,7 +154,7 @@ def _of_all_files(
 
 
 def locate(workspace: Workspace, name: str) -> Path:
-    """Return the file that defines a run. Raises OrreryError with the nearest name."""
+    """Return the file of a run. Raise OrreryError with the nearest name."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
     if likely in workspace.run_files and name in _names(workspace, likely):
         return likely
@@ -179,28 +167,22 @@ def locate(workspace: Workspace, name: str) -> Path:
 
 
 def render(workspace: Workspace, name: str) -> Rendered:
-    """Render one run by name."""
     path = locate(workspace, name)
     return _rendered(workspace, name, Evaluator(workspace)(_run_of(workspace, path, name)), path)
 
 
 def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
-    """Return every file read for one run, in order of import."""
     evaluate = Evaluator(workspace)
     evaluate(_run_of(workspace, run.file, run.manifest.name))
     return tuple(evaluate.closure)
 
 
 def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
-    """Render every run of a file."""
     return _all_rendered(workspace, path, Evaluator(workspace)(import_of(workspace, path)))
 
 
 def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
-    """Return every run of `run_files` (default: all files) by name.
-
-    All files are rendered in one evaluation, because they share libraries and locks.
-    """
+    """Return every run of `run_files` (default: all) by name, in one evaluation."""
     run_files = workspace.run_files if run_files is None else run_files
     files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
     runs_of = Evaluator(workspace)(f"{{{files}}}")
@@ -242,7 +224,7 @@ def write(
     runs: Iterable[Rendered],
     wrote: Callable[[Path, bool], None] | None = None,
 ) -> list[Path]:
-    """Write the manifests of checked runs; call `wrote(path, changed)` for each."""
+    """Write the manifests, and call `wrote(path, changed)` for each."""
     paths = []
     for run in list(runs):
         path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)

@@ -1,16 +1,15 @@
-"""Which manifests can start today. Others are rendered, planned and shown, and refused at a stage's
-start.
+"""Which manifests can start.
 
-The tables below are the only place to extend.
+Others are rendered, planned and shown, but refused at a stage's start.
 """
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # in orrery.models
-WIDE_ENGINES = ("h200",)  # accelerators on which an engine has several processes
+WIDE_ENGINES = ("h200",)  # accelerators for engines of several processes
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
-SERVED_RANK = 512  # vLLM's largest rank of adapters
+SERVED_RANK = 512  # vLLM's maximum
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_TRANSFERS = ("none", "nixl", "mooncake")
@@ -18,7 +17,7 @@ ADMISSIONS = ("fixed", "adaptive")
 
 
 def check_supported(manifest: Manifest) -> None:
-    """Raise OrreryError with one sentence if a stage of this run cannot start."""
+    """Raise OrreryError if a stage of this run cannot start."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if (family := manifest.model.family) not in FAMILIES:
         raise OrreryError(
@@ -60,7 +59,6 @@ def check_supported(manifest: Manifest) -> None:
 
 
 def refusal(manifest: Manifest) -> str | None:
-    """Return why a run can be planned but not started, or None."""
     try:
         check_supported(manifest)
     except OrreryError as error:
@@ -69,7 +67,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes about a run that cannot start, keeps less than it says, or may not compile."""
+    """Return notes about a run that cannot start, keeps fewer outputs, or may not compile."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
@@ -96,7 +94,6 @@ def notes(manifest: Manifest) -> list[str]:
 
 
 def _check_adapters(manifest: Manifest) -> None:
-    """Raise OrreryError if engines cannot serve the adapters of `trainer.lora`."""
     lora, wire = manifest.trainer.lora, manifest.transport.weights
     if lora is None or wire != "adapters":
         return

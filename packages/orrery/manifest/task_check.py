@@ -1,9 +1,9 @@
-"""Check the tasks of manifests (kinds, args, prompt lengths) with the room of tasks.
+"""Check the tasks of manifests (kinds, args, prompt lengths) with `orrery.tasks`.
 
-- One command line checks all manifests, because its start costs more than its work.
-- `orrery.tasks` is never imported. If it is not installed, nothing is checked. If a pretrained
-  tokenizer is not on this machine, prompts are not measured. The init stage checks again.
-- Rendering does not check: `snakemake` renders all runs at every start.
+- One subprocess checks all manifests, because its start costs more than its work.
+- `orrery.tasks` is never imported. If it is not installed, no task is checked. Without the
+  pretrained tokenizer, prompts are not measured. The init stage checks again.
+- Rendering does not check, because `snakemake` renders all runs at every start.
 """
 
 import subprocess
@@ -16,14 +16,11 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 
-FIRST_LINE = "tasks.train[0]: "  # printed once for each manifest that passed
+FIRST_LINE = "tasks.train[0]: "  # printed for each correct manifest
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
-    """Raise OrreryError for the first manifest whose tasks do not build or do not fit.
-
-    Each manifest comes with its name for the message.
-    """
+    """Raise OrreryError for the first (name, manifest) whose tasks do not build or fit."""
     if not manifests or find_spec("orrery.tasks") is None:
         return
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:

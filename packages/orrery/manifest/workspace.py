@@ -1,4 +1,4 @@
-"""Where a checkout keeps its specs and manifests."""
+"""The folders of specs and manifests in a checkout."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ class Workspace:
 
     @property
     def library(self) -> tuple[Path, ...]:
-        """The folders of imports in order, as in `jsonnet -J jsonnet -J .` at the root."""
+        """Return the import folders in order, as in `jsonnet -J jsonnet -J .` at the root."""
         return (self.root / "jsonnet", self.root)
 
     @property
@@ -25,13 +25,12 @@ class Workspace:
         return self.root / "manifests" / f"{name}.json"
 
     def shown(self, path: str | Path) -> str:
-        """Return a path as typed at the root."""
         path = Path(path)
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout around `start` (default: working directory), else the installed one."""
+    """Return the checkout around `start` (default: working directory) or the package."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():

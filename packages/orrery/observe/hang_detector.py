@@ -1,14 +1,13 @@
 """Find stalls: processes that will make no more progress.
 
 `find_stall` looks at the health of all processes of a stage:
-- hung: an event loop has not beaten within its limit;
-- overdue: a wait or an activity is GRACE_S past its deadline (the role's own error comes first);
-- deadlock: processes that wait only for one another, without a change for DEADLOCK_S;
+- hung: an event loop has not beaten within its limit.
+- overdue: a wait or an activity is GRACE_S past its deadline (the role's own error comes first).
+- deadlock: processes that wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
 `RankStallDetector` finds the rank for which the others of its role wait in a collective.
 
-- In: health by process name with the reader's times (`HealthView`). Out: `Stall`, or None.
-- A wait's text names the roles it waits for; a text without a role waits for the outside world.
+A wait's text names the roles it waits for. Without a role it waits for the outside world.
 """
 
 import math
@@ -29,7 +28,7 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # with the heartbeat period and the shutdown, a stall ends a stage within a minute
+STILL_S = 40.0  # a stall ends a stage within a minute in all
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
@@ -55,7 +54,7 @@ def find_stall(
     grace_s: float = GRACE_S,
     deadlock_s: float = DEADLOCK_S,
 ) -> Stall | None:
-    """Return the stall at `now_s`, if any. `processes` are the running and the done ones."""
+    """Return the stall at `now_s`, if any. `processes` are the running and the done processes."""
     living = _living(processes)
     return (
         _hung(living, now_s)
@@ -101,7 +100,7 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Messages may arrive after their sender has ended, hence the wait of `deadlock_s`."""
+    """Wait for `deadlock_s`, because messages may arrive after their sender has ended."""
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
     left = {
@@ -118,14 +117,14 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return for how long the event loop has not turned; None if that is within its limit."""
+    """Return for how long the event loop has not turned, or None within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return for each open wait the processes it names: by name (`trainer.1`), else by role."""
+    """Return the processes that each open wait names, by name or role."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -146,7 +145,7 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name; empty if any wait names a living one."""
+    """Return the done processes that the waits name. Empty if a wait names a living one."""
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -164,7 +163,7 @@ def _deadline(health: Health) -> float | None:
 
 
 def _chain(start: str, living: Mapping[str, Health]) -> tuple[str, ...]:
-    """Follow the waits from `start` to a process that does not wait, or that came before."""
+    """Follow the waits from `start` to a process without a wait, or already in the chain."""
     chain = [start]
     while True:
         wait = living[chain[-1]].wait
@@ -197,17 +196,16 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the rank that holds up its role. State of one reader of a stage's health.
+    """Find the rank that holds up its role, with the state of one reader.
 
-    Each rank is one of:
-    - silent: it waits, or has a `still_s`, but its heartbeats do not come;
-    - in a collective: it has started more collectives than it has completed;
-    - still: no progress within its `still_s`, and not in a collective;
-    - late: for `behind_s` it waits for data that the others got, which are in collectives;
-    - none of these: it makes progress, or it has a deadline of its own.
+    A rank is in one of these states, or makes progress, or has its own deadline:
+    - silent: it waits, or has a `still_s`, but sends no heartbeats.
+    - in a collective: it has started more collectives than it has completed.
+    - still: no progress within its `still_s`, and not in a collective.
+    - late: for `behind_s` it waits for data that the other ranks, in collectives, have.
     A role has stalled when none of its ranks makes progress. Blame, in order: silent ranks, still
-    ranks, ranks that started the fewest collectives. A rank that is silent for `hang_s` is blamed
-    even if no other rank waits for it yet.
+    ranks, ranks that started the fewest collectives. A rank silent for `hang_s` is blamed
+    even if no other rank waits for it.
 
     - Progress is any change of the health except the beats, so a slow rank is never stuck.
     - After a gap of AWAY_S between two looks (a hanging file system) the detector starts anew.
@@ -219,7 +217,7 @@ class RankStallDetector:
         self._looked_s = 0.0
 
     def look(self, processes: Mapping[str, Health], now_s: float) -> Stall | None:
-        """Return the stall at `now_s`, if any. `processes` are the running ones."""
+        """Return the stall at `now_s`, if any, of the running `processes`."""
         known = self._seen if now_s - self._looked_s <= AWAY_S else {}
         living = _living(processes)
         self._seen = {name: _see(health, known.get(name), now_s) for name, health in living.items()}
@@ -296,13 +294,11 @@ def _in_collective(health: Health) -> bool:
 
 
 def _is_late(health: Health, quiet_s: float) -> bool:
-    """Whether it waits for data that the others have. They have not moved for `quiet_s`."""
     limits = [wait.behind_s for wait in health.waits]
     return bool(limits) and all(limit is not None and quiet_s > limit for limit in limits)
 
 
 def _fewest(held: Mapping[str, Health]) -> list[str]:
-    """Return the ranks that started the fewest collectives: the others wait for them."""
     begun = {name: one.heartbeat.begun if one.heartbeat else 0 for name, one in held.items()}
     return [name for name, count in begun.items() if count == min(begun.values())]
 
@@ -319,12 +315,11 @@ class _SeenHealth:
 
 
 class HealthView:
-    """Health with times on the clock of the process that reads it.
+    """Health with times on the clock of the reader.
 
-    - Times in a health file are its writer's wall clock, for people. No decision uses them, because
-      a wall clock can be set and the clocks of two hosts differ.
-    - The view's times are when the reader first saw each change, on its monotonic clock, which
-      stands still in a suspend. A deadline keeps its distance from the time before it.
+    - Times in a health file are for people. Wall clocks can be set, and differ between hosts.
+    - The view's times are when the reader first saw each change, on its monotonic clock, stopped in
+      a suspend. A deadline keeps its distance from the time before it.
     - A gap between two looks counts as AWAY_S at most: the reader or its file system was stopped.
     - `changed_s` orders changes, exactly on one host. Another host's monotonic clock is shifted to
       ours by the smallest delay with which one of its changes was seen.
@@ -333,11 +328,11 @@ class HealthView:
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # by boot: at most our clock less that one
+        self._behind_s: dict[str, float] = {}  # by boot: at most our clock minus its clock
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Set `now_s` and return `said` with our times; `clock_s` is our monotonic clock."""
+        """Set `now_s` and return `said` with our times at `clock_s` of our monotonic clock."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():
@@ -351,7 +346,7 @@ class HealthView:
         return {name: seen.stamped for name, seen in self._seen.items()}
 
     def changed_s(self, name: str) -> float:
-        """Return when the process last reported a change, on our monotonic clock."""
+        """Return the time of the last change on our monotonic clock."""
         said = self._seen[name].said
         return said.clock_s + self._behind_s[said.boot]
 

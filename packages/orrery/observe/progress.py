@@ -18,8 +18,6 @@ from orrery.runtime.metrics import Row, used_by_process
 
 @dataclass
 class Progress:
-    """The newest numbers of one stage."""
-
     run: str
     stage: str
     attempt: int
@@ -30,11 +28,10 @@ class Progress:
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
-    held_out: dict[str, float] = field(default_factory=dict)  # by task
+    held_out: dict[str, float] = field(default_factory=dict)
     usage: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, process: str, row: Row) -> None:
-        """Add one row. Ignore rows of other stages and attempts."""
         if row.get("stage") != self.stage or row.get("attempt") != self.attempt:
             return
         role, event = process.split(".")[0], row.get("event")
@@ -87,7 +84,7 @@ def panel(
 ) -> RenderableType:
     """Return the live view.
 
-    `states` has "running" or the ending of every process. `instead` replaces the rows of processes.
+    `states` has "running" or the ending of every process. `instead` replaces their rows.
     """
     stages = Text()
     for stage in progress.stages:
@@ -141,7 +138,6 @@ def _numbers(progress: Progress) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return rewards in [0, 1] as a row of bars."""
     bars = "▁▂▃▄▅▆▇█"
     return "".join(bars[min(len(bars) - 1, max(0, int(value * len(bars))))] for value in values)
 
@@ -157,7 +153,6 @@ def _short(value: Any) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """`04:12`, `03:04:12`, `41 d 16:04:12`."""
     days, rest_s = divmod(max(0, int(seconds)), 86400)
     text = time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(rest_s))
     return f"{days} d {text}" if days else text

@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return Python's version and those of the installed ones of `packages`."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -22,8 +21,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout around `folder`, or "unknown".
 
-    It ends in `-dirty` if tracked files under `paths` (as git takes them) differ. ORRERY_COMMIT
-    names it for a copy without history.
+    It ends in `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT replaces it for
+    a copy without history.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

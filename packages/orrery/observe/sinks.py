@@ -1,10 +1,10 @@
 """Metric rows as scalars in TensorBoard, and in Weights & Biases if the site sets WANDB_PROJECT.
 
-- In: rows as `MetricsTail` yields them. TensorBoard files: `metrics/tensorboard/<stage>/<process>`.
-- Names: `<event>/<value>`; nested dicts add a level (`dropped/stale`); rows without an event are
+- In: rows from `MetricsTail`. TensorBoard files: `metrics/tensorboard/<stage>/<process>`.
+- Names: `<event>/<value>`. Nested dicts add a level (`dropped/stale`). Rows without an event are
   under the process's role. The row's subject comes in between: `evaluation/<task>/reward_mean`
   (with two policies `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
-- A scalar's step is the row's `step`, else its `version`, else seconds since the first row.
+- A scalar's step is the row's `step`, `version`, or seconds since the first row.
 """
 
 import os
@@ -34,7 +34,6 @@ def scalars(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 
 
 def named(process: str, row: Row) -> tuple[int | None, dict[str, float]]:
-    """Return step and scalars of one row."""
     step = row.get("step")
     step = row.get("version") if step is None else step
     subjects = [str(row[key]) for key in SUBJECTS if row.get(key) is not None]
@@ -44,8 +43,6 @@ def named(process: str, row: Row) -> tuple[int | None, dict[str, float]]:
 
 
 class TensorBoardSink:
-    """One event file per process and stage."""
-
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "metrics" / "tensorboard"
         self._writers: dict[tuple[str, str], EventFileWriter] = {}
@@ -70,15 +67,15 @@ class TensorBoardSink:
 
 
 def configured() -> bool:
-    """Whether the site wants Weights & Biases. An API key alone is not enough."""
+    """Return whether the site sets WANDB_PROJECT. An API key is not enough."""
     return bool(os.environ.get("WANDB_PROJECT"))
 
 
 class WandbSink:
     """One W&B run per run directory, resumed over stages and attempts.
 
-    `<stage>/step` is a value of its own, because W&B's step must never go back, and a resumed
-    attempt does. Raises OrreryError if wandb is not installed.
+    `<stage>/step` is a separate value, because W&B's step must never go back, unlike the step of a
+    resumed attempt. Raise OrreryError if wandb is not installed.
     """
 
     def __init__(self, run_dir: Path):

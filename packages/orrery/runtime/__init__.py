@@ -1,1 +1,1 @@
-"""What every process of a run shares. Start with `role_context.py`."""
+"""The parts that all processes of a run share. Start with `role_context.py`."""

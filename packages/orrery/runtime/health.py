@@ -1,12 +1,10 @@
-"""One small file per process: what it does, or what it waits for and until when.
+"""One small file per process: its activity, or its wait and deadline.
 
-- In: a role's `doing(...)` and `waiting(...)`. Out: `stages/<stage>/health/<role>.<i>.json`,
-  replaced atomically, never synced.
-- Times are `time.time()`, for people; `clock_s` is monotonic time of the host's `boot`. The
+- Out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically, never synced.
+- Times are `time.time()`, for people. `clock_s` is monotonic time of the host's `boot`. The
   launcher decides by its own clock (`hang_detector.HealthView`).
 - `time_s` is the last change. Heartbeats do not change it.
 - Ranks in lock-step also report a `Heartbeat`, roles with an event loop `LoopBeats`.
-- An asyncio role may have several waits open. `waiting_for` is the one with the earliest deadline.
 - On a full disk the file is overwritten in place. A reader may then find broken JSON once.
 """
 
@@ -32,15 +30,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled; NFS may lag by a minute
+HANG_S = 90.0  # scaled, NFS may lag by a minute
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One open wait. `what` names the thing and its role, as in "batch 4 from orchestrator".
+    """One open wait. `what` names thing and role, as in "batch 4 from orchestrator".
 
-    `behind_s`: all ranks get the thing at once, so a rank that still waits for it this long after
-    the others entered a collective is stuck.
+    `behind_s`: a rank that still waits this long after the others entered a collective is stuck.
     """
 
     what: str
@@ -51,7 +48,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Counts of one rank: reports, collectives started and completed, and `marks` of other work."""
+    """Counts of one rank: reports, started and completed collectives, other `marks`."""
 
     beats: int
     begun: int
@@ -70,8 +67,6 @@ class LoopBeats:
 
 @dataclass(frozen=True)
 class Health:
-    """The last report of one process."""
-
     role: str
     index: int
     time_s: float
@@ -83,7 +78,7 @@ class Health:
     deadline_s: float | None = None
     waits: tuple[Wait, ...] = ()
     error: str | None = None
-    was: str | None = None  # what a failed process did or waited for
+    was: str | None = None  # a failed process's last activity or wait
     still_s: float | None = None  # no progress for this long is a stall
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
@@ -96,7 +91,6 @@ class Health:
 
     @property
     def wait(self) -> Wait | None:
-        """The open wait with the earliest deadline."""
         return min(
             self.waits,
             key=lambda wait: (wait.deadline_s is None, wait.deadline_s or wait.since_s),
@@ -117,7 +111,6 @@ class Health:
 
     @property
     def last(self) -> str:
-        """The last activity or wait, without its duration."""
         step = "" if self.step is None else f" (step {self.step})"
         if self.doing == FAILED:
             return f"{self.was or self.doing}{step}"
@@ -129,8 +122,6 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 class HealthFile:
-    """The writing end; safe to call from several threads."""
-
     def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
         self.path = health_dir(run_dir, stage) / f"{role}.{index}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +146,7 @@ class HealthFile:
         deadline_s: float | None = None,
         still_s: float | None = None,
     ) -> None:
-        """Report what starts now. After `deadline_s`, or `still_s` without progress, it stalls."""
+        """Report an activity. After `deadline_s`, or `still_s` without progress, it stalls."""
         with self._lock:
             self._doing, self._since_s, self._was = what, time.time(), None
             self._step = self._step if step is None else step
@@ -165,14 +156,13 @@ class HealthFile:
             self._write()
 
     def beat(self, begun: int, completed: int, marks: int) -> None:
-        """Report the counts of this rank so far."""
         with self._lock:
             beats = self._heartbeat.beats + 1 if self._heartbeat else 1
             self._heartbeat = Heartbeat(beats, begun, completed, marks)
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat; the next comes within `within_s`. None: no more beats."""
+        """Count one beat. The next comes within `within_s`. None: no more beats."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -183,7 +173,6 @@ class HealthFile:
     def waiting(
         self, what: str, deadline_s: float | None = None, behind_s: float | None = None
     ) -> Iterator[None]:
-        """Report a wait for another process while the body runs; see `Wait`."""
         log.debug("waiting for %s", what)
         with self._lock:
             self._tickets += 1
@@ -238,7 +227,7 @@ class HealthFile:
             self.path.with_name(f".{self.path.name}.tmp"),
             json.dumps(as_row(health)),
         )
-        with suppress(OSError):  # health must not end the process, for example if it was cleared
+        with suppress(OSError):  # health must not end the process
             try:
                 temporary.write_text(content)
                 temporary.replace(self.path)
@@ -251,7 +240,7 @@ class HealthFile:
 
 @cache
 def _boot() -> str:
-    """Return the id of this host's boot; processes with equal ids share a monotonic clock."""
+    """Return this host's boot id. Processes with equal ids share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -302,13 +291,13 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return the health of a stage's processes by name `<role>.<i>`, or of one attempt alone."""
+    """Return the health of a stage (of one attempt) by `<role>.<i>`."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
             health = from_row(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # removed meanwhile, or not a health file
+            continue  # removed meanwhile, or another file
         if attempt is None or health.attempt == attempt:
             found[health.name] = health
     return found
@@ -318,8 +307,8 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     """Count beats of the event loop every BEAT_S while the body runs.
 
-    The launcher ends a process whose count stands still for HANG_S: a call blocks the loop, or the
-    process is stopped. Run long blocking work in a thread, under a wait with its own deadline.
+    The launcher ends a process without beats for HANG_S. Run long blocking work in a thread, under
+    a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
@@ -339,7 +328,7 @@ async def _beat(health: HealthFile) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names of processes by role, with ranges of indices: `trainer.0-7, router.0`."""
+    """Return names with ranges of indices: `trainer.0-7, router.0`."""
     by_role: dict[str, list[int]] = {}
     for name in names:
         role, _, index = name.rpartition(".")

@@ -1,12 +1,11 @@
 """Metrics and spans: JSON lines that a role appends.
 
-- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`, one row a line.
+- `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
 - A row is one `write` in append mode. A kill or a full disk may tear it. Readers skip torn rows,
   and the next row begins a new line.
-- `read` merges attempts: a resumed attempt overrides all steps from its first one on; rows without
-  a step all stay.
+- `read` merges attempts: a resumed attempt overrides all steps from its first step on.
 """
 
 import json
@@ -27,8 +26,6 @@ Row = dict[str, Any]
 
 
 class MetricsFile:
-    """The writing end of one process; thread-safe."""
-
     def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
         folder = run_dir / "metrics"
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +38,6 @@ class MetricsFile:
 
     @contextmanager
     def span(self, name: str, step: int | None = None, **attrs: Any) -> Iterator[None]:
-        """Record how long the body takes, also if it raises."""
         start_s = time.time()
         try:
             yield
@@ -61,16 +57,16 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file, created at the first row. A line torn by an earlier process is ended first."""
+    """A JSONL file. A line torn by an earlier process is ended first."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # our last row is in the file in part
+        self._is_torn = False  # the file has a part of our last row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
-        """Append a row. Raises OSError if it cannot be written whole."""
+        """Append a row. Raise OSError if it is torn."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
@@ -79,7 +75,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a disk's last blocks take a part of it
+            while line:  # a full disk takes a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -97,10 +93,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON types. Scalars and arrays of numpy and torch become numbers and lists.
-
-    Numbers that are not finite become null, and other values text.
-    """
+    """Return JSON types. Arrays become lists, NaN and infinities null, other values text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -132,7 +125,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the row of one line, or None if it is torn or its stamps have wrong types."""
+    """Return one line's row, or None if it is torn or its stamps have wrong types."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -144,7 +137,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def used_by_process(row: Row) -> dict[str, dict[str, float]]:
-    """Return the numbers of each process in a row of the event `usage`; skip all other values."""
+    """Return the numbers of each process in a `usage` row."""
     processes = row.get("processes")
     if not isinstance(processes, dict):
         return {}
@@ -156,9 +149,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """The first step of each attempt in each series: a stage's rows of an `event`, or spans of a
-    `name`.
-    """
+    """The first step of each attempt in a stage's rows of one `event`, or spans of one `name`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -170,7 +161,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Whether no newer attempt made the row's step again. Call it after all rows are added."""
+        """Return whether no newer attempt made the row's step again, after all `add`s."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -178,7 +169,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that count: an attempt replaces older ones from its first step on."""
+    """Return the rows that count: an attempt replaces older rows from its first step on."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -194,15 +185,13 @@ def _series(row: Row) -> tuple:
 
 
 def read(path: Path | str) -> list[Row]:
-    """Return the rows of one file that count, oldest first."""
     return merge_attempts(rows(path))
 
 
 class MetricsTail:
-    """Yield the rows that were appended to `metrics/*.jsonl` (not spans) since the last look.
+    """Yield the rows appended to `metrics/*.jsonl` (not spans) since the last look.
 
-    Each whole row comes once. A torn last line waits until it is whole; if the next row follows it,
-    it is skipped. Files may appear later.
+    A torn last line waits until it is whole. If the next row follows it, it is skipped.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
@@ -218,8 +207,7 @@ class MetricsTail:
     def new_rows(self) -> Iterator[tuple[str, Row]]:
         """Yield `(process, row)` in each file's order.
 
-        Raises OSError after the rows of all other files if one file cannot be read. Its rows come
-        with a later look.
+        If a file cannot be read, raise OSError after the other files' rows.
         """
         trouble: OSError | None = None
         for path in self._paths():

@@ -1,4 +1,4 @@
-"""The address on which a role listens, and free ports.
+"""The listening address of a role, and free ports.
 
 - ORRERY_INTERFACE names a network interface. Default: loopback, for roles on one machine.
 - A role never listens on all interfaces.
@@ -23,12 +23,11 @@ PORTS = range(20_000, 32_768)  # below the ephemeral range of outgoing connectio
 
 
 def interface() -> str:
-    """Return the name of the interface to use."""
     return os.environ.get(INTERFACE) or LOOPBACK_INTERFACE
 
 
 def address() -> str:
-    """Return the IPv4 address of `interface()`. Raises OrreryError if it has none."""
+    """Return the IPv4 address of `interface()`. Raise OrreryError if it has none."""
     name = interface()
     if name == LOOPBACK_INTERFACE:
         return LOOPBACK
@@ -50,33 +49,31 @@ def address() -> str:
 
 
 def name_interface() -> None:
-    """Set the interface of gloo and NCCL, unless it is set already."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": not a prefix
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": the exact name
 
 
 def name_ucx_devices() -> None:
-    """Restrict UCX to our interface and all RDMA ports, unless its devices are set already."""
+    """Restrict UCX to our interface and all RDMA ports, unless set."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 
 
 def rdma_devices() -> list[str]:
-    """Return the names of this machine's RDMA devices."""
     return sorted(each.name for each in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
 
 
 def without_proxy(hosts: Iterable[str]) -> None:
-    """Let this process and its children reach `hosts` without the site's proxy."""
+    """Reach `hosts` without the site's proxy, also in child processes."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)
 
 
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
-    """Return distinct free ports on `host`. Raises RunFailed if there are too few."""
+    """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
-    with ExitStack() as held:  # all at once, so that none is found twice
+    with ExitStack() as held:  # all held at once, so ports are distinct
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):
             if len(found) == count:
                 break

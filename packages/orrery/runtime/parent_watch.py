@@ -1,9 +1,9 @@
-"""End a process soon after the process that started it.
+"""End a process soon after its parent.
 
 - A role polls its parent (`ParentWatch`). When the parent is gone, the role runs its callbacks and
-  kills its process group, itself included. This works after `kill -9` of a launcher too.
-- A foreign command (a router binary) cannot poll. Start it with `preexec_fn=die_with_parent`.
-- Polling, not a pipe: every child that inherits a pipe's end keeps it open.
+  kills its process group.
+- A foreign command (a router binary) cannot poll. Use `preexec_fn=die_with_parent`.
+- No pipe: every child that inherits a pipe's end keeps it open.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # a role's expected parent, known even if it is gone already
-START = "ORRERY_START"  # in the environment of all processes of an attempt; no secret
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # a role's expected parent, even if already gone
+START = "ORRERY_START"  # in all processes of an attempt, no secret
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # before `ParentWatch` removes one
 POLL_S = 0.5
 CALLBACKS_S = 3.0
@@ -24,7 +24,7 @@ PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
-CAPABILITIES = 64  # the kernel's upper bound
+CAPABILITIES = 64
 CAPABILITIES_VERSION = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,20 +39,20 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found."""
+    """Become the parent of descendants whose own parent dies."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory, environment and open files.
+    """Hide memory, environment and open files from other processes of this user.
 
-    Forks inherit this; exec ends it.
+    Forks inherit this. Exec ends it.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities for good, also after exec. Root then has an ordinary user's rights."""
+    """Drop all capabilities, also after exec. Root then has an ordinary user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(CAPABILITIES):  # refused without privileges
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -62,20 +62,17 @@ def drop_privileges() -> None:
 
 
 def kill_own_group() -> None:
-    """Kill this process and, if it leads a process group, the whole group."""
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ParentWatch:
-    """A daemon thread that ends this process soon after its parent died."""
-
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # else a person or a test started it
-        # Removed from the environment: this process is the parent of its own children.
+        self.is_launched = LAUNCHER_PID in os.environ  # otherwise a user or a test started it
+        # Removed, because this process is its children's parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
@@ -105,5 +102,5 @@ class ParentWatch:
         for callback in self._callbacks:
             try:
                 callback()
-            except Exception as error:  # a broken callback must not prevent the others, or the end
+            except Exception as error:  # the other callbacks and the end must follow
                 print(f"parent watch: {callback!r} failed: {error!r}", file=sys.stderr, flush=True)

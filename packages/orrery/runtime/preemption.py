@@ -1,12 +1,12 @@
 """Stop a stage at a checkpoint before its job ends, and end single engines.
 
-- Preemption: the launcher writes `stages/<stage>/wind_down` when the job's time is nearly over.
-  The orchestrator alone reads it. Trainer ranks get the request over the rollout wire, all at the
-  same step. Then every process raises `Preempted` and exits with EXIT_PREEMPTED, which is neither
-  a failure nor the end of the stage.
+- Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. Only
+  the orchestrator reads it. Trainer ranks get the request over the rollout wire, all at the same
+  step. Then every process raises `Preempted` and exits with EXIT_PREEMPTED. The stage can be
+  resumed.
 - Only stages in STAGES are preempted. Others are short, or resume from their own checkpoints.
-- Fence: the orchestrator writes `stages/<stage>/fenced/<name>.<attempt>.<incarnation>` if an
-  engine does not answer. The launcher kills that incarnation, and may start the next.
+- Fence: for an engine without answers, the orchestrator writes
+  `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.
 """
 
 import os
@@ -21,7 +21,7 @@ NAME = "wind_down"
 
 
 class Preempted(Exception):
-    """The stage stopped after batch `step` (0: before the first batch) and can be resumed."""
+    """The stage stopped after batch `step` (0: before the first) and can be resumed."""
 
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")
@@ -37,14 +37,14 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # NFS caches that a single name was missing
+        return file.name in os.listdir(file.parent)  # NFS caches a missing single name
     except FileNotFoundError:
         return False
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """Incarnation `incarnation` of process `name` (`inference.1`) must end, because of `why`."""
+    """An incarnation of process `name` (`inference.1`) to end, because of `why`."""
 
     name: str
     incarnation: int
@@ -56,14 +56,12 @@ def fence_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence(run_dir: Path, stage: str, attempt: int, name: str, incarnation: int, why: str) -> None:
-    """Request that the launcher end this incarnation."""
     folder = fence_dir(run_dir, stage)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{name}.{attempt}.{incarnation}", why.encode())
 
 
 def fenced(run_dir: Path, stage: str, attempt: int) -> list[Fenced]:
-    """Return the open requests of this attempt."""
     found = []
     folder = fence_dir(run_dir, stage)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -74,5 +72,4 @@ def fenced(run_dir: Path, stage: str, attempt: int) -> list[Fenced]:
 
 
 def forget_fence(run_dir: Path, stage: str, attempt: int, one: Fenced) -> None:
-    """Remove a request whose incarnation has ended."""
     (fence_dir(run_dir, stage) / f"{one.name}.{attempt}.{one.incarnation}").unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""The process of a role: command line, logs, signals, and how it ends.
+"""The process of a role: command line, logs, signals, and exit code.
 
 - In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- Out: a `RoleContext` with the manifest, a logger on stderr, metrics, health and parent watch.
 - `OrreryError`: one line `error: …`, health `failed`, the error's exit code. `Preempted`: health
-  `wound down`, EXIT_PREEMPTED. Any other exception, `SystemExit(0)` too: a traceback and exit 1.
+  `wound down`, EXIT_PREEMPTED. Other exceptions, also `SystemExit(0)`: traceback, exit 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes the stacks of all threads to stderr, even if the main thread is stuck.
 """
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
-STDERR = 2  # the descriptor: `sys.stderr` may be a stand-in without one
+STDERR = 2  # `sys.stderr` may have no descriptor
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # one line per request
@@ -49,8 +48,6 @@ class Terminated(SystemExit):
 
 
 class RoleContext:
-    """One process of a role in a run."""
-
     def __init__(
         self,
         role: str,
@@ -61,7 +58,7 @@ class RoleContext:
         port: int,
         incarnation: int = 0,
     ):
-        """`incarnation` counts the restarts of this process within the attempt."""
+        """`incarnation` counts restarts within the attempt."""
         self.role, self.run_dir, self.stage = role, run_dir, stage
         self.index, self.attempt, self.incarnation, self.port = index, attempt, incarnation, port
         self.log = logging.getLogger(self.name)
@@ -79,12 +76,12 @@ class RoleContext:
 
     @cached_property
     def host(self) -> str:
-        """The IPv4 address on which this process listens. Raises OrreryError without interface."""
+        """Return this process's listening address. Raise OrreryError without interface."""
         return network.address()
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # here, so that roles in tests need no manifest
+        from orrery.manifest.identity import load  # roles in tests need no manifest
 
         return load(self.run_dir / "manifest.json")
 
@@ -94,7 +91,6 @@ class RoleContext:
 
 
 def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
-    """Return the context for the launcher's command line. Start nothing."""
     parser = argparse.ArgumentParser(
         prog=role, description=f"The {role} role; `orrery run` starts it."
     )
@@ -112,7 +108,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
     """Run a role: `with role_process("trainer") as ctx:`."""
-    # First: after the health file appears, a SIGUSR1 may come, which ends a process by default.
+    # First: a SIGUSR1 may follow the health file, and ends a process by default.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -126,7 +122,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # before any child could inherit it
+        take()  # before a child could inherit it
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)
@@ -160,7 +156,7 @@ def _allow_open_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
-        with suppress(ValueError, OSError):  # the kernel allows less
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
@@ -172,15 +168,15 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 
 def stacks_on_signal(chain: bool = False) -> None:
-    """Write the stacks of all threads to stderr at SIGUSR1, from the signal handler itself."""
+    """Write all threads' stacks to stderr at SIGUSR1, from the signal handler."""
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=chain)
 
 
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer`, because Python's handlers run in the main thread, which may be stuck.
-    The signal writes a byte to the wake-up descriptor, which this function takes over.
+    A thread runs `answer`, because the main thread may be stuck. The signal writes a byte to the
+    wake-up descriptor, which this function takes over.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -201,10 +197,7 @@ def call_on_signal(answer: Callable[[], object]) -> None:
 
 
 def log_level() -> str | None:
-    """Return the level in ORRERY_LOG_LEVEL, or None if it is unset.
-
-    Raises OrreryError if there is no such level.
-    """
+    """Return ORRERY_LOG_LEVEL or None. Raise OrreryError for an unknown level."""
     level = os.environ.get(LOG_LEVEL, "").lower()
     if level and level not in LEVELS:
         raise OrreryError(
@@ -214,7 +207,6 @@ def log_level() -> str | None:
 
 
 def log_to_stderr() -> None:
-    """Log to stderr from `info` on, until `set_level`."""
     handler = logging.StreamHandler(sys.stderr)
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(text, datefmt="%Y-%m-%d %H:%M:%S"))
@@ -226,6 +218,6 @@ def log_to_stderr() -> None:
 
 
 def set_level() -> None:
-    """Log from ORRERY_LOG_LEVEL on. Raises OrreryError if there is no such level."""
+    """Log from ORRERY_LOG_LEVEL on. Raise OrreryError for an unknown level."""
     if level := log_level():
         logging.getLogger().setLevel(level.upper())

@@ -1,10 +1,10 @@
-"""A run's directory: the version of its layout, the numbers of its attempts, and its checkpoints.
+"""A run's directory: the version of its layout, its attempts, and its checkpoints.
 
-- `layout` holds LAYOUT. A folder of another layout is refused; nothing migrates it.
+- `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
 - An attempt first makes the folder `attempts/<k>/`. mkdir is exclusive, and the folder is synced,
-  so no two attempts have the same number, even for two launchers at once.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. A process of an earlier attempt
-  that still runs on an unreachable node writes into its own folder.
+  so two launchers have distinct attempts.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. A process left on an unreachable
+  node writes elsewhere.
 - A run resumes from the newest complete step.
 """
 
@@ -28,15 +28,15 @@ _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
 
 def begin(run_dir: Path) -> None:
-    """Make the folder of a new run, with its layout. Keep the folder of a started run."""
+    """Make the folder of a new run, with its layout. Keep an existing folder."""
     make_folder(run_dir)
-    sync(run_dir.parent)  # Snakemake makes the folder before the first stage begins
+    sync(run_dir.parent)  # Snakemake makes the folder first
     if not (run_dir / "manifest.json").exists():
         write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
 
 
 def check_layout(run_dir: Path) -> None:
-    """Raise OrreryError if a run's folder has another layout than this release's."""
+    """Raise OrreryError if a run's folder has another layout."""
     file = run_dir / LAYOUT_FILE
     try:
         found = int(read_regular(file))
@@ -57,7 +57,6 @@ def check_layout(run_dir: Path) -> None:
 
 
 def has_layout(run_dir: Path) -> bool:
-    """Return whether `check_layout` accepts the folder."""
     try:
         check_layout(run_dir)
     except OrreryError:
@@ -74,14 +73,14 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
+    """Claim the next attempt's number, from 1. The claim is durable and unique."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
     while True:
         try:
             os.mkdir(folder / str(number))
-        except FileExistsError:  # another launcher was faster
+        except FileExistsError:
             number += 1
             continue
         sync(folder)
@@ -89,13 +88,12 @@ def begin_attempt(run_dir: Path) -> int:
 
 
 def last_attempt(run_dir: Path) -> int:
-    """Return the newest attempt's number; 0 before the first attempt."""
     folder = run_dir / ATTEMPTS
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file with a stage's verified inputs: {path in the run's folder: sha256}."""
+    """Return the file with a stage's verified inputs: {path: sha256}."""
     return run_dir / "stages" / stage / "inputs.json"
 
 
@@ -103,7 +101,7 @@ def inputs_path(run_dir: Path, stage: str) -> Path:
 
 
 class Checkpoint(NamedTuple):
-    """One attempt's checkpoint of a step. Checkpoints are ordered by step, then by attempt."""
+    """One attempt's checkpoint of a step, ordered by step, then by attempt."""
 
     step: int
     attempt: int
@@ -114,19 +112,16 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoints_dir(run_dir: Path, stage: str = "rl") -> Path:
-    """Return the folder of a stage's checkpoints."""
     folder = Path(run_dir) / "checkpoints"
     return folder if stage == "rl" else folder / stage
 
 
 def checkpoint_named(name: str) -> Checkpoint | None:
-    """Return the checkpoint whose folder is called `name`; None for any other name."""
     found = _CHECKPOINT.fullmatch(name)
     return Checkpoint(int(found["step"]), int(found["attempt"])) if found else None
 
 
 def whole_checkpoints(run_dir: Path, stage: str = "rl") -> list[Checkpoint]:
-    """Return the stage's checkpoints that have the marker, in ascending order."""
     found = (
         checkpoint_named(path.parent.name)
         for path in checkpoints_dir(run_dir, stage).glob(f"step_*/{COMPLETE}")

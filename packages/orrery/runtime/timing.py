@@ -1,7 +1,7 @@
 """Scaled deadlines, the pace of long series, and durations as text.
 
-ORRERY_DEADLINE_SCALE (default 1) scales the deadlines in the code, for slow file systems and busy
-machines. Deadlines from the manifest are not scaled.
+ORRERY_DEADLINE_SCALE (default 1) scales the deadlines in the code, not in the manifest, for slow
+file systems and busy machines.
 """
 
 import math
@@ -15,7 +15,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` for this site. Raises OrreryError if the scale is not a positive number."""
+    """Return scaled `seconds`. Raise OrreryError if the scale is not a positive number."""
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -43,7 +43,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:  # timer jitter
             return False
-        # From the due time, not from now, so that early rows do not add up.
+        # From the due time, so that early rows do not add up.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -1,12 +1,11 @@
-"""Token: pass the secret of one attempt from the launcher to each role.
+"""Pass the secret of one attempt from the launcher to each role.
 
-- The token is the first line of a role's standard input, which `srun` copies to each task. No
-  variable, command line or file holds it.
-- A role reads it once, before it starts another process. Its standard input is then empty, so child
-  processes inherit nothing.
+- The token is the first line of a role's standard input (`srun` copies it to each task). It is
+  never in a variable, command line or file.
+- A role reads it once, before it starts another process. Children then inherit an empty input.
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
-- A process that has the token hides its memory from other processes of its user.
+- A process with the token hides its memory from other processes of its user.
 """
 
 import os
@@ -21,7 +20,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # srun connects standard input after the task has started
+TAKE_S = 60.0  # srun connects standard input after the task starts
 
 _kept = ""
 
@@ -39,9 +38,9 @@ def handed_over(token: str) -> Iterator[int]:
 
 
 def take() -> str:
-    """Return this process's token, read at the first call; "" if ORRERY_TOKEN_FILE is not set.
+    """Return this process's token, read at the first call, or "" without ORRERY_TOKEN_FILE.
 
-    Raises OrreryError if the file cannot be read, or if no token comes within TAKE_S, scaled.
+    Raise OrreryError if the file is unreadable, or no token comes within scaled TAKE_S.
     """
     global _kept
     place = os.environ.pop(TOKEN_FILE, "")

@@ -1,8 +1,8 @@
-"""Record a process's CPU time and memory, including its children, as metric rows.
+"""Record CPU time and memory of a process and its children as metric rows.
 
 - Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` every
   PERIOD_S, in long runs less often. 100 % is one core.
-- Reads /proc itself: psutil reads all processes of the machine to list one's children.
+- Reads /proc itself: psutil reads all processes to list children.
 - Only launched roles record usage. The launcher excludes its roles.
 """
 
@@ -27,20 +27,18 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Stat:
-    """CPU time and memory of a process."""
-
     cpu_s: float
     rss_bytes: int
 
 
 def parse(stat: str) -> Stat:
-    """Parse a line of /proc/<pid>/stat. The name in it may contain spaces and brackets."""
+    """Parse a line of /proc/<pid>/stat. Its name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
 
 def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return `root` and its descendants by process id, without the trees of `without`."""
+    """Return `root` and its descendants, except the trees of `without`."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -56,16 +54,14 @@ def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
 
 
 class Sampler:
-    """The usage of one process and its descendants, except the trees of `without`, between two
-    samples.
-    """
+    """Usage of a process tree between two samples, except the trees of `without`."""
 
     def __init__(self, pid: int, without: Collection[int] = ()):
         self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
         self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_percent` since the last sample and `rss_bytes`; new children count fully."""
+        """Return `cpu_percent` since the last sample and `rss_bytes`. New children count fully."""
         now_s, found = time.monotonic(), tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
@@ -77,8 +73,6 @@ class Sampler:
 
 
 class UsageRows:
-    """A daemon thread that writes this process's rows."""
-
     def __init__(self, name: str, metrics: MetricsFile, period_s: float = PERIOD_S):
         self._name, self._metrics, self._period_s = name, metrics, period_s
         self._stop = threading.Event()
@@ -98,7 +92,7 @@ class UsageRows:
         while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
-            except OSError as error:  # a full disk ends the role at one of its own rows
+            except OSError as error:  # a full disk ends the role at a row that the role writes
                 if not has_failed:
                     log.warning(
                         "use of processor and memory cannot be written (%s); tried again",

@@ -1,1 +1,1 @@
-"""Slurm: its queue, the job that a stage asks for, and the steps that run inside that job."""
+"""Slurm: its queue, a stage's job, and the steps inside that job."""

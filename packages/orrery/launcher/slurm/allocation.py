@@ -53,7 +53,6 @@ class Allocation:
     def start(
         self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str
     ) -> list[SlurmTask]:
-        """Start every step of the stage. Raise OrreryError if an image is missing."""
         code = containers.snapshot(self.workspace, run_dir)
         logs, tasks = run_dir / "logs", []
         base = containers.without_apptainer_options(
@@ -132,8 +131,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S.
 
-        These are its scratch folder, shared memory with `shared` in its name, and, without
-        containers, engines' folders whose names begin with `caches` or `starts`.
+        They are its scratch folder, shared memory with `shared` in its name, and, without
+        containers, engines' folders that begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

@@ -1,8 +1,8 @@
-"""The Slurm job of a stage: its components, and the `sbatch` command that submits it.
+"""The Slurm job of a stage: its components, and its `sbatch` command.
 
-A node group is a component. Several are one heterogeneous job. A component that does not fill its
-nodes takes processors and memory in proportion to its devices (on CPUs, cores). The launcher runs
-on the first node of component 0.
+A node group is a component. Several are one heterogeneous job. On partly used nodes a component's
+processors and memory are proportional to its devices (on CPUs, cores). The launcher runs on the
+first node of component 0.
 """
 
 import math
@@ -16,8 +16,8 @@ from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.plan import NodeGroup, StagePlan
 from orrery.manifest.schema import Hardware
 
-IN_JOB = "ORRERY_SLURM"  # set only in the jobs that we submit
-MEMORY_MB = 6000  # at least, for a stage that needs a small part of a node
+IN_JOB = "ORRERY_SLURM"  # set only in our jobs
+MEMORY_MB = 6000  # the minimum for a stage
 LAUNCHER_CPUS = 2  # for launcher, orchestrator and router
 
 
@@ -58,7 +58,6 @@ def gres(slurm: Slurm, count: int) -> str:
 
 
 def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
-    """Return every component's options, joined by ` : `."""
     parts = []
     for number, one in enumerate(components(hardware, plan, slurm)):
         partition = slurm.partition if one.gpus else slurm.cpu_partition or slurm.partition
@@ -81,12 +80,11 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_command(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> list[str]:
-    """Return the `sbatch` command that submits `shell_command` as a job of the stage."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
-    # USR1 is for the launcher and must not end the shell before the launcher starts
+    # USR1 is for the launcher and must not end the shell first
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),

@@ -1,9 +1,9 @@
-"""Slurm's queue: a user's jobs and their states, read with Slurm's own commands.
+"""Slurm's queue: a user's jobs and their states.
 
 - `sacct` is asked only about jobs that `squeue` has forgotten.
-- Every documented state of Slurm maps to a `JobState`. An unknown one raises OrreryError.
-- A heterogeneous job is known by the id of its leader.
-- A job's name holds run, place and stage, so that a run in two checkouts has two names.
+- Every documented state of Slurm maps to a `JobState`. Others raise OrreryError.
+- A heterogeneous job has the id of its leader.
+- A job's name holds run, place and stage, so a run in two checkouts has two names.
 """
 
 import os
@@ -29,7 +29,7 @@ STATES: dict[str, JobState] = {
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # ended by the cluster: Slurm requeues the job by itself, a moment later
+    # ended by the cluster: Slurm requeues the job soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -60,7 +60,6 @@ class SlurmJob:
 
 
 def state_of(slurm_state: str, job: str) -> JobState:
-    """Return our state for Slurm's (`CANCELLED by 1000` is CANCELLED)."""
     first = slurm_state.split()[0].rstrip("+") if slurm_state.split() else ""
     if first not in STATES:
         raise OrreryError(
@@ -74,9 +73,9 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without the variables that Slurm's commands read as options.
+    """Return `env` without variables that Slurm reads as options.
 
-    `inside` keeps the variables that name the job, for its steps.
+    `inside` keeps the variables that name the job.
     """
 
     def is_kept(name: str) -> bool:
@@ -141,7 +140,6 @@ def run_jobs(run_dir: Path) -> list[SlurmJob]:
 
 
 def slurm_states(ids: Iterable[str]) -> dict[str, str]:
-    """Return Slurm's own state of each job that Slurm still knows."""
     ids = list(ids)
     if not ids:
         return {}
@@ -171,7 +169,6 @@ def parse_accounting(text: str) -> dict[str, str]:
 
 
 def lost_nodes(job: str) -> list[str]:
-    """Return the nodes that failed in earlier starts of this job."""
     try:
         text = call("sacct", "-X", "-D", "-n", "-P", "-o", "FailedNode", "-j", job)
     except OrreryError:
@@ -211,7 +208,7 @@ def retry(
     pauses_s: Iterable[float],
     is_worth: Callable[[OrreryError], object] = lambda error: True,
 ) -> T:
-    """Return the result of `attempt`, called again after a pause while its error `is_worth` it."""
+    """Return the result of `attempt`, repeated after pauses while its error `is_worth` it."""
     for pause_s in pauses_s:
         try:
             return attempt()
@@ -228,7 +225,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. None for UNLIMITED, INVALID and NOT_SET."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. None for UNLIMITED and others."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """The `srun` steps of a Slurm job: one per role and node group, and one per engine.
 
-- A task computes its index from its rank in the step. It writes its own log on its own node.
-- srun reports how a task ended (`node2: task 3: Killed`), and ends when all tasks have.
+- A task computes its index from its rank, and writes its own log on its node.
+- srun reports how a task ended (`node2: task 3: Killed`), and ends after all tasks.
 - The first bad exit ends the step (`--kill-on-bad-exit`).
 """
 
@@ -31,7 +31,7 @@ CTRL_C_S = 0.2  # between two SIGINTs: srun kills the step if the second comes w
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Processes of one role in one node group, with the same number on every node, or one engine.
+    """Processes of one role in one node group, equally many on every node, or one engine.
 
     `devices`: the step's first device of a node, and the number that a task sees.
     """
@@ -56,9 +56,8 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps, servers first.
 
-    Slurm gives overlapping steps the same first devices. Each step therefore gets all devices, and
-    `task.sh` chooses: a trainer rank sees all devices of its role on the node (CUDA IPC), an engine
-    its own.
+    Slurm gives overlapping steps the same first devices. Each step gets all devices, and `task.sh`
+    chooses: all of its role on the node for a trainer rank (CUDA IPC), only its own for an engine.
     """
     order = [process.role for process in plan.processes]
     first_device: dict[ProcessPlan, int] = {}
@@ -136,7 +135,7 @@ def srun(
 
 
 class Step:
-    """A started step. `line` returns the command of an incarnation."""
+    """A started step. `line`: the command of an incarnation."""
 
     def __init__(
         self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path,
@@ -145,7 +144,7 @@ class Step:
         self.plan, self.line, self.log, self.env = plan, line, log, env
         self.incarnation, self._token = incarnation, token
         self.is_killed = False
-        self._read: tuple[int, dict[int, int]] = (0, {})  # the log's size, its `task_endings`
+        self._read: tuple[int, dict[int, int]] = (0, {})
         self._looked_s = 0.0
         argv = list(line(incarnation))
         with open(log, "ab") as out, handed_over(token) as stdin:
@@ -197,8 +196,6 @@ class Step:
 
 
 class SlurmTask:
-    """One role process of a step, with the interface of a local `Process`."""
-
     pid, port, cores = 0, 0, None
 
     def __init__(self, plan: ProcessPlan, rank: int, node: str, step: Step, logs: Path):
@@ -212,11 +209,11 @@ class SlurmTask:
         return self.step.incarnation
 
     def restart(self) -> "SlurmTask":
-        """Start the next incarnation on the same node. The task must be its step's only one."""
+        """Start the next incarnation on the same node. The step must have no other task."""
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number if a signal ended it, None if running."""
+        """Return the exit code, minus the signal's number after a signal, None if running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -238,7 +235,6 @@ class SlurmTask:
         return self.step.wait(within_s)
 
     def kill(self) -> None:
-        """Kill all tasks of its step."""
         self.step.kill()
 
     def abandon(self) -> None:
@@ -258,7 +254,6 @@ _HOW = {
 
 
 def task_endings(said: str) -> dict[int, int]:
-    """Return how tasks ended badly, by rank, from srun's messages."""
     ended: dict[int, int] = {}
     for found in _ENDED.finditer(said):
         how = found["how"].strip()

@@ -1,9 +1,9 @@
 # ruff: noqa: F401
-"""The manifest: everything that determines a run's result, and nothing else.
+"""The manifest: all that determines a run's result.
 
-- Every field is required. A default here would be a value that nobody reviewed.
+- Every field is required, because a default would escape review.
 - Objects are frozen, and unknown fields are errors.
-- Hosts, partitions, mounts, ports and log levels belong to a site, not to a manifest.
+- Hosts, partitions, mounts, ports and log levels belong to a site.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 

@@ -24,9 +24,9 @@ class NoRouter(Record):
 
 
 class VllmRouter(Record):
-    """`vllm-router` in front of the replicas. Only "cache_aware" has thresholds; otherwise null.
+    """`vllm-router` before the replicas. Thresholds are null except for "cache_aware".
 
-    "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name;
+    "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name,
     "cache_aware" by the shared prefix.
     """
 
@@ -86,8 +86,8 @@ class NoKvOffload(Record):
 class TieredKvOffload(Record):
     """Blocks move to host memory, then to files on the node's scratch disk.
 
-    Both sizes are per data-parallel rank (all its tensor-parallel devices together). A restarted
-    engine finds its files again. `disk_bytes` 0: no files.
+    Sizes are per data-parallel rank (all its tensor-parallel devices). A restarted engine finds its
+    files again. `disk_bytes` 0: no files.
     """
 
     kind: Literal["tiers"]
@@ -98,8 +98,8 @@ class TieredKvOffload(Record):
 class MooncakeKvOffload(Record):
     """Blocks move to a Mooncake Store that all engines share, with one master per stage.
 
-    `segment_bytes` is host memory per engine, divided evenly among its devices. Each device has a
-    buffer of at most 1 GB besides.
+    `segment_bytes` is host memory per engine, divided evenly among its devices. Each has a buffer
+    of at most 1 GB besides.
     """
 
     kind: Literal["mooncake"]
@@ -113,16 +113,14 @@ KvOffload = Annotated[
 
 
 class Inference(Record):
-    """`num_replicas` independent vLLM servers; the first `prefill_replicas` prefill, the others
-    decode.
+    """`num_replicas` vLLM servers. The first `prefill_replicas` prefill, the others decode.
 
     - With 0 prefill replicas every engine serves whole requests.
-    - A replica has `data_parallel` · `tensor_parallel` devices. With `expert_parallel`, whole
-      experts are spread over all of them; otherwise each expert is sharded over all of them.
+    - A replica has `data_parallel` · `tensor_parallel` devices. `expert_parallel` spreads whole
+      experts over them. Otherwise each expert is sharded.
     - `quantization` "fp8": engines hold dense layers and experts in FP8, made from published
       weights.
-    - `max_restarts`: how often within a day an engine that ends is restarted. One more ends the
-      stage.
+    - `max_restarts`: restarts within a day, over all engines. One more failure ends the stage.
     """
 
     num_replicas: Count
@@ -201,7 +199,6 @@ class Inference(Record):
 
 
 def _block_bytes(model: Model, inference: Inference) -> int:
-    """Return the bytes of one block of cache on one device."""
     if (mla := model.mla) is None:  # keys and values of the device's heads
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent, its rotary part and the indexer's key
@@ -211,34 +208,31 @@ def _block_bytes(model: Model, inference: Inference) -> int:
 
 
 def longest_blocks(inference: Inference) -> int:
-    """Return the blocks of one sequence of `max_model_len_tokens`."""
     return -(-inference.max_model_len_tokens // inference.kv_block_tokens)
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache of one longest sequence on one device, with the block that vLLM reserves."""
+    """Return a longest sequence's cache on one device, with vLLM's reserved block."""
     return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache of one longest sequence in host memory, for all devices of a rank.
+    """Return a longest sequence's host cache, for all devices of a rank.
 
-    All devices hold the same latent, so one copy of it is enough.
+    MLA devices hold the same latent, so one copy is enough.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
 
 
 def on_disk_bytes(num_bytes: int) -> int:
-    """Return the size of a file on disk, in whole pages."""
     return -(-num_bytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
 
 def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
     """Return the bytes on disk of one block's cache and of its routes.
 
-    The routes get twice the room they need: caches and routes are evicted separately, and a cache
-    without its routes is useless.
+    Routes, evicted separately, get twice their size: a cache is useless without them.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     if not routed_experts or (moe := model.moe) is None:
@@ -250,7 +244,7 @@ def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return the widths that are sharded: field, value, dividing field, number of shards."""
+    """Return sharded widths: field, value, dividing field, number of shards."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

@@ -1,7 +1,6 @@
 """The manifest of a run, and the constraints between its parts.
 
-Jsonnet asserts most constraints too. They are checked again here, because a manifest may come from
-another source.
+Jsonnet asserts most of them too, but a manifest may have another source.
 """
 
 from typing import Annotated, Literal
@@ -23,13 +22,13 @@ from orrery.manifest.schema.trainer import Trainer, fit_model, has_state
 
 SCHEMA_VERSION = 2
 FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
-SEGMENT_BYTES = 16 << 20  # the minimum of Mooncake for each worker
+SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
 KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's blocks of cache are a multiple of it
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")
 
 
 class Hardware(Record):
-    """The shape of the machine, part of the identity because it changes reduction orders."""
+    """The shape of the machine. It changes reduction orders."""
 
     accelerator: Literal["cpu", "h200"]
     num_nodes: Count
@@ -37,9 +36,9 @@ class Hardware(Record):
 
 
 class Manifest(Record):
-    """One whole run. Its id is the sha256 of its canonical JSON (`identity.py`).
+    """One whole run.
 
-    `python_lock_sha256` is the hash of `locks/cpu.txt`; on GPUs the output of `cat
+    `python_lock_sha256` is the hash of `locks/cpu.txt`. On GPUs it is the output of `cat
     locks/orchestrator.txt locks/trainer.cuda.txt locks/inference.cuda.txt | sha256sum`.
     """
 
@@ -58,7 +57,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """The devices of each group of nodes, in the order of the nodes."""
+        """Return the devices of each group, in node order."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.devices_per_replica
         rest = inference.num_replicas * inference.devices_per_replica - prefill
@@ -324,7 +323,7 @@ class Manifest(Record):
 
 
 def _check_offload(model: Model, inference: Inference, routed_experts: bool) -> None:
-    """Raise ValueError if a tier of the cache cannot hold the longest rollout."""
+    """Raise ValueError if a tier cannot hold the longest rollout."""
     offload = inference.kv_offload
     if offload.kind == "tiers" and offload.host_bytes < (
         needed := longest_host_bytes(model, inference)

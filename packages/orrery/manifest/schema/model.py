@@ -6,7 +6,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from orrery.manifest.schema.record import Count, NonNegativeInt, PositiveInt, Record, Sha256, Size
 
-ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # what a family's attention can be
+ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # choices of attention by family
     "qwen3": {
         "rotary_fraction": (1.0,),
         "rope_scaling": (None,),
@@ -31,7 +31,7 @@ QWEN3_MOE = {
 
 
 class RandomInit(Record):
-    """Weights drawn at `init` from a normal distribution with `std`; norms are one."""
+    """Weights drawn at `init` from a normal distribution with `std`. Norms are one."""
 
     kind: Literal["random"]
     seed: NonNegativeInt
@@ -41,8 +41,8 @@ class RandomInit(Record):
 class PretrainedInit(Record):
     """Weights of a Hugging Face checkpoint on disk.
 
-    `sha256` is the hash of `model.safetensors`. For several files, those of the index, it is the
-    output of `sha256sum model-*.safetensors | sha256sum`.
+    `sha256` is the hash of `model.safetensors`, or for several files the output of `sha256sum
+    model-*.safetensors | sha256sum`.
     """
 
     kind: Literal["pretrained"]
@@ -61,8 +61,8 @@ class CharacterTokenizer(Record):
 class PretrainedTokenizer(Record):
     """The tokenizer files beside the pretrained weights.
 
-    `sha256` is the output of `sha256sum FILES | sha256sum`, with the existing ones of
-    `chat_template.jinja`, `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
+    `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
+    `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
     `tokenizer_config.json` in this order.
     """
 
@@ -74,9 +74,9 @@ class PretrainedTokenizer(Record):
 class MoE(Record):
     """Mixture-of-experts feed-forward of every layer except the first `num_dense_layers`.
 
-    - `score` turns router logits into weights of experts. With "sigmoid" each expert's bias affects
-      the choice, not the weight.
-    - `routed_scale` multiplies the output of the routed experts. Shared experts serve every token,
+    - `score` turns router logits into weights. With "sigmoid" biases affect the choice of experts,
+      not the weight.
+    - `routed_scale` multiplies the routed experts' output. Shared experts serve every token,
       unscaled.
     """
 
@@ -100,7 +100,7 @@ class MoE(Record):
 
 
 class Llama3RopeScaling(Record):
-    """Llama 3.1's scaling of low rotary frequencies (arXiv 2407.21783; transformers' "llama3")."""
+    """Llama 3.1's scaling of low rotary frequencies (arXiv 2407.21783, transformers' "llama3")."""
 
     kind: Literal["llama3"]
     factor: PositiveFloat
@@ -118,10 +118,7 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention with low-rank queries, keys and values.
-
-    Rotary embeddings apply to `rope_head_dim` of each head.
-    """
+    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head."""
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -132,9 +129,9 @@ class MLA(Record):
 
 
 class Model(Record):
-    """Architecture in this project's names, which `orrery.models` maps to Hugging Face's.
+    """Architecture in this project's names.
 
-    - `head_dim` is the width of queries and keys; rotary embeddings apply to `rotary_fraction` of
+    - `head_dim` is the width of queries and keys. Rotary embeddings apply to `rotary_fraction` of
       it.
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5.
     - `hugging_face` is any causal language model of transformers, built from `hf_config`, the
@@ -218,7 +215,7 @@ class Model(Record):
 def head_divisors(model: Model) -> list[int]:
     """Return the numbers of ranks that the heads can be divided among.
 
-    Each rank gets the same number of query heads, and key heads of its own or one shared key head.
+    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
     """
     heads, groups = model.num_heads, model.num_kv_heads
     return [

@@ -9,9 +9,9 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """One source of problems: `kind` names a task, `args` are its arguments.
+    """Arguments `args` of task `kind`, with `weight` as its share of the trained groups.
 
-    `weight` is its share of the trained groups. Evaluations use all tasks equally.
+    Evaluations use all tasks equally.
     """
 
     name: str
@@ -23,7 +23,7 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """A = R − mean(R) over the group, with `normalize_std` divided by its standard deviation."""
+    """A = R − mean(R) over the group. `normalize_std` divides by its standard deviation."""
 
     kind: Literal["grpo"]
     group_size: Annotated[int, Field(ge=2)]
@@ -53,7 +53,7 @@ class FixedAdmission(Record):
 
 
 class AdaptiveAdmission(Record):
-    """The limit follows the engines' load (cache use, waiting requests, preemptions) in bounds."""
+    """A limit that follows the engines' load (cache use, waiting requests, preemptions)."""
 
     kind: Literal["adaptive"]
     min_in_flight: PositiveInt
@@ -73,9 +73,9 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Held-out problems during RL, on one pinned policy version, beside training.
+    """Held-out problems during RL, on one pinned policy version.
 
-    `stop_at`: RL ends early, as a success, once the mean held-out reward reaches it. Null: never.
+    `stop_at`: RL ends successfully once the mean held-out reward reaches it. Null: never.
     """
 
     interval_steps: PositiveInt
@@ -87,14 +87,12 @@ class Evaluation(Record):
 class Orchestrator(Record):
     """How rollouts are made, and which of them are trained.
 
-    - `drop_zero_advantage_groups`: leave out groups of equal rewards, as `max_sampled_ratio`
-      allows.
-    - `max_sampled_ratio`: once that many times the batch has been sampled, such groups fill the
-      batch.
+    - `drop_zero_advantage_groups`: leave out groups of equal rewards, until `max_sampled_ratio`
+      times the batch has been sampled. Then such groups fill the batch.
     - `on_timeout`: a rollout longer than `rollout_timeout_s` is dropped and counted, or has the
-      reward 0 in evaluations and in its group's baseline. It is never trained.
-    - `keep_batches`: the number of newest trained batches whose tokens, log-probs and routes are
-      kept.
+      reward 0 in evaluations and its group's baseline. It is never trained.
+    - `keep_batches`: the number of newest trained batches to keep with tokens, log-probs and
+      routes.
     """
 
     algorithm: Algorithm
@@ -160,12 +158,11 @@ class Tasks(Record):
 class Transport(Record):
     """How batches reach the trainer and weights reach the engines.
 
-    - `weights`: "files" in shared memory or the run's folder. "nccl": each engine receives its
-      slices from the trainer's ranks (CUDA IPC within a host). "nixl": the engines read the same
-      slices by RDMA. "adapters": files of the adapters alone (`trainer.lora`), applied to the
-      initial weights.
-    - `routed_experts`: the engines' choices of experts travel with the tokens, and the trainer's
-      layers replay them (R3).
+    - `weights`: "files" in shared memory or the run's folder. "nccl": trainer ranks send each
+      engine its slices (CUDA IPC within a host). "nixl": engines read the same slices by RDMA.
+      "adapters": files of `trainer.lora` alone, applied to the initial weights.
+    - `routed_experts`: the engines' experts travel with the tokens, and the trainer replays them
+      (R3).
     """
 
     rollouts: Literal["zmq", "files"]
@@ -192,7 +189,7 @@ class ChatFile(Record):
 class ChatDataset(Record):
     """SFT data from a Hugging Face dataset on disk (`save_to_disk`).
 
-    `column` holds the messages; `fingerprint` is the dataset's own.
+    `column` holds the messages. `fingerprint` is the dataset's own.
     """
 
     kind: Literal["dataset"]
@@ -206,7 +203,7 @@ SftData = Annotated[Demonstrations | ChatFile | ChatDataset, Field(discriminator
 
 
 class Validation(Record):
-    """The loss on untrained examples of `data`, every `interval_steps`, and at both ends."""
+    """The loss on untrained examples, every `interval_steps` and at both ends."""
 
     interval_steps: PositiveInt
     num_examples: PositiveInt
@@ -214,7 +211,7 @@ class Validation(Record):
 
 
 class Sft(Record):
-    """Supervised warm start before RL, on the tokens of messages with a role in `trained_roles`."""
+    """Supervised warm start, on the tokens of messages with a role in `trained_roles`."""
 
     num_steps: Steps
     examples_per_batch: PositiveInt
@@ -234,14 +231,14 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """The final evaluation of the policy before and after RL, on held-out problems."""
+    """The final evaluation before and after RL, on held-out problems."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt
 
 
 class Stages(Record):
-    """The pipeline init → sft → rl → evaluate → report; `sft: null` skips the warm start."""
+    """The pipeline init → sft → rl → evaluate → report. `sft` may be null."""
 
     sft: Sft | None
     rl: Rl

@@ -1,14 +1,14 @@
-"""Types of fields that all roles share."""
+"""Field types for all roles."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-MAX_INT = 2**53  # beyond that Jsonnet's numbers are no longer exact
-MAX_COUNT = 2**16  # ranks, devices (a plan has a process for each), layers, heads, experts
+MAX_INT = 2**53  # Jsonnet's numbers are exact up to here
+MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # the longest deadline: clocks and sockets overflow after some years
-MAX_SIZE = 2**24  # the largest width or length in a network
+MAX_S = 365 * 86_400  # clocks and sockets overflow after some years
+MAX_SIZE = 2**24
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -23,6 +23,6 @@ DType = Literal["float32", "bfloat16"]
 
 
 class Record(BaseModel):
-    """An object of the manifest: frozen, strict about types, closed to unknown fields."""
+    """An object of the manifest: frozen, strict and closed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

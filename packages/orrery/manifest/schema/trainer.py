@@ -20,11 +20,10 @@ from orrery.manifest.schema.record import (
 
 
 class Mesh(Record):
-    """Ranks = dp_replicate · dp_shard · cp; expert parallelism divides dp_shard · cp.
+    """Ranks = dp_replicate · dp_shard · cp. Expert parallelism divides dp_shard · cp.
 
-    - Weights are sharded over dp_shard · cp ranks and replicated over dp_replicate. The ranks of
-      one cp group share their documents.
-    - `cp_style`: "ulysses" exchanges sequence for heads in an all-to-all; "ring" passes keys and
+    - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
+    - `cp_style`: "ulysses" exchanges sequence for heads in an all-to-all. "ring" passes keys and
       values around in zig-zag order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
     """
@@ -51,23 +50,20 @@ class Mesh(Record):
 
     @property
     def num_data_ranks(self) -> int:
-        """The number of groups with documents of their own."""
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Return the group of trainer rank `rank`. The ranks of one cp group are neighbours."""
+        """Return a trainer rank's data group. The ranks of a cp group are neighbours."""
         return rank // self.cp
 
 
 class Fsdp(Record):
     """FSDP2.
 
-    - `reshard_after_forward`: free whole weights between forward and backward, and gather them
-      again.
-    - `reduce_gradients`: "step" keeps whole gradients of all micro-batches; "micro_batch" reduces
+    - `reshard_after_forward`: free whole weights after forward, and gather them for backward.
+    - `reduce_gradients`: "step" keeps whole gradients of all micro-batches. "micro_batch" reduces
       and shards them after each.
-    - `cpu_offload`: weights, gradients and optimizer state live in host memory, and the optimizer
-      steps there.
+    - `cpu_offload`: weights, gradients, optimizer state and step are on the host.
     """
 
     reshard_after_forward: bool
@@ -87,8 +83,7 @@ class AdamW(Record):
 class Muon(Record):
     """Muon for the matrices of the blocks (Jordan et al. 2024), `rest` for all other weights.
 
-    An update is scaled to the root mean square of AdamW's (arXiv 2502.16982), so that one learning
-    rate suits both.
+    Updates have AdamW's root mean square (arXiv 2502.16982), so one learning rate suits both.
     """
 
     kind: Literal["muon"]
@@ -119,7 +114,6 @@ Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="kind")]
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps state between steps."""
     return optimizer.kind != "sign_sgd" and not (
         optimizer.kind == "sgd" and optimizer.momentum == 0
     )
@@ -159,7 +153,7 @@ Schedule = Annotated[
 
 
 class DppoLoss(Record):
-    """DPPO binary-TV mask with a squared-log-ratio penalty; see `orrery.trainer.loss`."""
+    """DPPO binary-TV mask with a squared-log-ratio penalty (`orrery.trainer.loss`)."""
 
     kind: Literal["dppo"]
     mask_low: Probability
@@ -170,13 +164,12 @@ class DppoLoss(Record):
 class Mismatch(Record):
     """Bounds on the difference between engines and trainer. Null: no bound.
 
-    Beyond `warn_*` the run logs a warning; beyond `stop_*` it ends.
+    Beyond `warn_*` the run logs a warning. Beyond `stop_*` it ends.
 
-    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones too (`mismatch_kl`).
-    - `*_logprob_difference`: mean |difference of log-probs| over the trained tokens of one engine
-      in a batch, stale ones too.
-    - `canary_logprob_difference`: the same over a fixed prompt, which every engine and the trainer
-      compute after each update. Beyond the bound the run ends. Null: no canary.
+    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale tokens too (`mismatch_kl`).
+    - `*_logprob_difference`: mean |difference of log-probs| over the same tokens of one engine.
+    - `canary_logprob_difference`: the same over a fixed prompt, computed by every engine and the
+      trainer after each update. Beyond the bound the run ends. Null: no canary.
     """
 
     warn_kl: Bound
@@ -198,22 +191,19 @@ class Mismatch(Record):
 
 
 class NoCheckpointing(Record):
-    """Keep all activations; with `compile` cheap ones are recomputed nevertheless."""
+    """Keep all activations. With `compile` cheap activations are recomputed nevertheless."""
 
     kind: Literal["none"]
 
 
 class FullCheckpointing(Record):
-    """Keep each block's input only; the block runs again in the backward pass."""
+    """Keep each block's input only. The block runs again in the backward pass."""
 
     kind: Literal["full"]
 
 
 class SelectiveCheckpointing(Record):
-    """Keep each block's input and the outputs named in `keep`.
-
-    They are those of attention, of dense projections, and of grouped expert products.
-    """
+    """Keep each block's input and the outputs in `keep`."""
 
     kind: Literal["selective"]
     keep: Annotated[
@@ -226,12 +216,9 @@ class Memory(Record):
     """Trade compute or host memory for device memory in the trainer.
 
     - `activation_offload`: activations wait for the backward pass in pinned host memory.
-    - `optimizer_offload`: optimizer state lives in pinned host memory and is copied to the device
-      for the step.
-    - `lm_head_chunk_tokens`: rows of logits in memory at a time; "auto" follows vocabulary and
-      device.
-    - `lm_head_keeps_logits`: keep float32 logits of a whole micro-batch for the backward pass
-      instead of recomputing them.
+    - `optimizer_offload`: optimizer state is in pinned host memory, and on the device for the step.
+    - `lm_head_chunk_tokens`: rows of logits in memory. "auto" follows vocabulary and device.
+    - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
     activation_checkpointing: Annotated[
@@ -248,7 +235,7 @@ class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with W frozen.
 
     `targets`: projections of attention, dense feed-forwards (shared experts too), and routed
-    experts (one pair per expert). The model must have each.
+    experts (one pair each). The model must have them.
     """
 
     rank: PositiveInt
@@ -261,7 +248,7 @@ class Lora(Record):
 
 
 class Checkpoint(Record):
-    """A checkpoint every `interval_steps`, in RL also at the end; the newest `keep` are kept.
+    """A checkpoint every `interval_steps`, in RL also at the end. The newest `keep` are kept.
 
     SFT ends with `weights/sft` instead.
     """
@@ -309,7 +296,6 @@ class Trainer(Record):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The outputs of a block that selective checkpointing can keep."""
         return tuple(
             name
             for name in getattr(self.memory.activation_checkpointing, "keep", ())
@@ -318,11 +304,10 @@ class Trainer(Record):
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """The outputs that are recomputed whatever `keep` says.
+        """Return the outputs recomputed whatever `keep` says.
 
-        If ranks exchange inside a block, the parts around the exchange are compiled, and products
-        that the compiler calls have no names. Attention and experts are operators of this project
-        with names.
+        Parts around an exchange between ranks are compiled. Compiled products have no names, unlike
+        this project's operators for attention and experts.
         """
         return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
 
@@ -350,7 +335,7 @@ def _fit_adapters(lora: Lora | None, model: Model) -> None:
 
 
 def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why the mesh cannot divide one context, with the possible cp·dp_shard of `devices`."""
+    """Yield why the mesh cannot divide one context, with possible cp·dp_shard."""
     sharded = (
         mesh.dp_shard * mesh.cp if devices % mesh.dp_replicate else devices // mesh.dp_replicate
     )
@@ -397,10 +382,7 @@ def _experts_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterat
 
 
 def fit_model(trainer: Trainer, model: Model, accelerator: str, devices: int) -> None:
-    """Raise ValueError if the model has no target for adapters, or `trainer.mesh` cannot divide it.
-
-    The message names the meshes that fit the trainer's `devices`.
-    """
+    """Raise ValueError, with fitting meshes, if the model misfits `trainer`."""
     _fit_adapters(trainer.lora, model)
     if misfits := [
         *context_misfits(trainer.mesh, model, devices),

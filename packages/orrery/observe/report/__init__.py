@@ -1,1 +1,1 @@
-"""The report: one self-contained HTML page about a run, made from its run directory alone."""
+"""The report: one self-contained HTML page, made from a run directory alone."""

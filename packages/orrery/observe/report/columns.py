@@ -1,9 +1,9 @@
 """Rows and spans as columns in memory, and the thinning of long lines.
 
-- Numbers of one type take eight bytes each; a text is kept once; any other value is an object.
-- A row is made on access: a dict with every key of the table, None for values it does not have.
-- No line of a page has more than POINTS points. A longer one is cut into pieces of equal size,
-  and each piece is drawn as its mean (rates and shares) or its extremes (single values).
+- Numbers of one type take eight bytes each. A text is kept once.
+- A row is made on access: a dict with every key of the table, None for missing values.
+- A line with more than POINTS points is cut into pieces of equal size, drawn as means (rates and
+  shares) or extremes (single values).
 """
 
 import sys
@@ -19,7 +19,7 @@ NOTHING = {"d": nan, "q": -(2**63), None: None}  # stands for None, by the array
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
-Line = tuple[list[Any], list[Any]]  # x and y of each point; a y of None is no point
+Line = tuple[list[Any], list[Any]]  # x and y of each point, y None: no point
 Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
@@ -43,20 +43,17 @@ class Table(Sequence[Row]):
         self._num_rows += 1
 
     def column(self, key: str) -> list[Any]:
-        """Return the values of one key by row. An unknown key has None in each."""
         return list(self._values(key))
 
     def each(self, *keys: str) -> Iterator[tuple]:
-        """Yield the values of some keys row by row."""
         return zip(*map(self._values, keys), strict=True)
 
     def settle(self, attempts: Attempts) -> None:
-        """Keep the rows that count, oldest first."""
         self._choose([index for index, row in enumerate(self) if attempts.counts(row)])
         self.sort("time_s")
 
     def sort(self, key: str) -> None:
-        """Sort rows by one key; equal ones stay in order."""
+        """Sort rows by one key. Equal rows stay in order."""
         values = self.column(key)
         self._choose(sorted(range(len(values)), key=values.__getitem__))
 
@@ -79,7 +76,6 @@ class Table(Sequence[Row]):
             yield dict(zip(keys, values, strict=True))
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a list of rows for a slice."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self._num_rows))]
         place = range(self._num_rows)[index]
@@ -87,10 +83,8 @@ class Table(Sequence[Row]):
 
 
 class _Column:
-    """The values of one key, up to the last row that has it."""
-
     def __init__(self) -> None:
-        self._code: str | None = None  # an array's type; None: a list
+        self._code: str | None = None  # an array's type, None: a list
         self._values: Any = []
 
     @property
@@ -138,8 +132,6 @@ class Span(NamedTuple):
 
 
 class Spans(Sequence[Span]):
-    """Many spans, in the order in which they are added."""
-
     def __init__(self) -> None:
         self._table = Table(Span._fields)
 
@@ -176,13 +168,11 @@ def extremes(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
 
 
 def largest(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
-    """Return each piece's highest point."""
     chosen = [max(piece, key=ys.__getitem__) for piece in _pieces(len(xs), largest)]
     return [xs[index] for index in chosen], [ys[index] for index in chosen]
 
 
 def piece_size(num_points: int, thin: Thinning) -> int:
-    """Return the points per piece of a line with `num_points`."""
     return -(-num_points // (POINTS // 2 if thin is extremes else POINTS))
 
 

@@ -1,8 +1,7 @@
 """The data of a report, read once from a run directory.
 
-- In: `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list, so the
-  report of an unfinished run is shorter.
-- Of a step in several attempts the newest attempt's row counts. Spans are of the newest attempt.
+- In: `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list.
+- For a step of several attempts the newest row counts. Spans are of the newest attempt.
 - Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
 
@@ -25,7 +24,7 @@ from orrery.runtime.metrics import Attempts, Row, rows, used_by_process
 
 Interval = tuple[float, float]
 
-KINDS = {  # of rows that say an `event`: process and event -> the table of `RunData`
+KINDS = {  # process and event → the table of `RunData`
     ("trainer.0", "validation"): "validation",
     ("trainer.0", "compare"): "compared",
     ("orchestrator.0", "batch"): "batches",
@@ -40,8 +39,6 @@ KINDS = {  # of rows that say an `event`: process and event -> the table of `Run
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of the page."""
-
     run_dir: Path
     manifest: Manifest
     stages: dict[str, Row]  # stage -> its DONE marker
@@ -50,21 +47,21 @@ class RunData:
     validation: Table  # losses on examples that SFT never trains
     compared: Table  # log-probs of the last version, trainer against engine
     batches: Table
-    stopped_early: Table  # the end of an RL stage that reached `evaluation.stop_at`
+    stopped_early: Table  # the end of an RL stage at `evaluation.stop_at`
     evaluations: Table
     updates: Table
     engine_restarts: Table
-    admission: Table  # rollouts in flight and their limit, where it follows the engines
-    engines: Mapping[int, Table]  # what each engine says of itself
-    usage: Sequence[Row]  # for each attempt of a stage, the times of its first and last row
+    admission: Table  # rollouts in flight and their adaptive limit
+    engines: Mapping[int, Table]  # each engine's own measurements
+    usage: Sequence[Row]  # times of each attempt's first and last row
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
-    result: Row  # stages/evaluate/result.json
+    result: Row
     evaluated: list[Row]  # decoded rollouts of the evaluate stage
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
-        """Load a run. Raises OrreryError if its manifest or one of its files is invalid."""
+        """Load a run. Raise OrreryError if its manifest or a file is invalid."""
         manifest = load(run_dir / "manifest.json")
         stages = [path.parent.name for path in (run_dir / "stages").glob("*/DONE")]
         return cls(
@@ -103,7 +100,7 @@ def same_weights(run: RunData) -> list[tuple[int, float]]:
 
 
 def without_signal(run: RunData) -> float | None:
-    """Return the share of sampled training rollouts without signal; None if no batch counts it."""
+    """Return the share of sampled training rollouts without signal, None without counts."""
     counts = [each for each in run.batches.each("num_without_signal", "num_sampled") if each[1]]
     return sum(num for num, _ in counts) / sum(all_ for _, all_ in counts) if counts else None
 
@@ -126,7 +123,6 @@ def _done(path: Path) -> Row:
 
 
 def _result(path: Path) -> Row:
-    """Return the evaluate stage's result, or {} if there is none."""
     if not path.exists():
         return {}
     remedy = "remove stages/evaluate/DONE and run the stage again"
@@ -144,13 +140,12 @@ def _result(path: Path) -> Row:
 
 
 def unfinished(run: RunData) -> list[str]:
-    """Return the stages that are not done, without the report, in order."""
     done = {*run.stages, "report"}
     return [stage.name for stage in plan(run.manifest) if stage.name not in done]
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work on the finished stages, lost attempts included.
+    """Return the seconds of work on the finished stages.
 
     A lost attempt counts from its launcher's first row to its last.
     """
@@ -164,7 +159,6 @@ def wall_s(run: RunData, *left_out: str) -> float:
 
 
 def _metrics(folder: Path) -> dict[str, Any]:
-    """Return the fields of `RunData` that come from metric rows."""
     tables = {name: Table() for name in ("rl", "sft", *KINDS.values())}
     tables["admission"] = Table(("time_s", "limit", "num_in_flight"))
     engines: dict[int, Table] = defaultdict(lambda: Table(("time_s", "kv_usage")))
@@ -192,7 +186,6 @@ def _metrics(folder: Path) -> dict[str, Any]:
 
 
 def _kind(process: str, row: Row) -> str | None:
-    """Return the table that a row belongs to, or None."""
     event, stage = row.get("event"), row.get("stage")
     if event is None:
         is_step = process == "trainer.0" and row.get("step") is not None
@@ -229,7 +222,6 @@ def _spans(metrics: Path) -> Spans:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """Merge overlapping intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -240,7 +232,6 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def overlap_s(left: list[Interval], right: list[Interval]) -> float:
-    """Return the seconds in both unions."""
     left, right, total, i, j = union(left), union(right), 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -256,13 +247,13 @@ class Shares:
     """How the time of the RL stage's newest attempt was spent, between first and last batch."""
 
     window_s: float
-    trainer_busy: float  # share of the window in forward, backward or optimizer
-    engine_busy: float  # share in which at least one engine had a request in flight
-    overlapped: float  # share of the trainer's busy time in which an engine was generating
+    trainer_busy: float  # share in forward, backward or optimizer
+    engine_busy: float  # share with a request in flight
+    overlapped: float  # share of the trainer's busy time with an engine generating
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:
-    """Return None if no time was spent on training."""
+    """Return the shares, or None if no time was spent on training."""
     training: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for role, name, start_s, end_s, _ in spans:
@@ -286,7 +277,6 @@ def shares(spans: Iterable[Span]) -> Shares | None:
 
 
 def _join(intervals: list[Interval], start_s: float, end_s: float) -> None:
-    """Append an interval, or extend the last one if they touch."""
     if intervals and intervals[-1][0] <= start_s <= intervals[-1][1]:
         intervals[-1] = (intervals[-1][0], max(intervals[-1][1], end_s))
     else:

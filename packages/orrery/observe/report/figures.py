@@ -67,10 +67,9 @@ def _figure(x: str, y: str, **axes) -> go.Figure:
 def _scatter(
     figure: go.Figure, xs: Sequence[Any], ys: Sequence[Any], thin: Thinning, **style: Any
 ) -> None:
-    """Add a line, or markers, of all points, thinned by `thin` if there are too many."""
     xs, ys = _thinned(figure, xs, ys, thin)
     if len(xs) == 1 and style.get("mode") == "lines":
-        style["mode"] = "lines+markers"  # a line of one point is not seen
+        style["mode"] = "lines+markers"  # a line of one point is invisible
     figure.add_scatter(x=xs, y=ys, **style)
 
 
@@ -84,13 +83,13 @@ def _thinned(
 
 
 def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
-    """Let the caption say it, of several lines with the largest number."""
+    """Add the sentence to the caption, with the largest number of several lines."""
     said = figure.layout.meta or {}
     figure.update_layout(meta={**said, sentence: max(number, said.get(sentence, 0))})
 
 
 def about(doc: str, figure: go.Figure) -> str:
-    """Return the caption: the docstring of the figure's function, and what is thinned or cut."""
+    """Return the caption: the function's docstring, and notes on thinned or cut data."""
     notes = [
         sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()
     ]
@@ -113,7 +112,6 @@ def _line(
 
 
 def _since(start_s: float, end_s: float) -> tuple[float, str]:
-    """Return the unit of a time axis in seconds, and its name."""
     hours = (end_s - start_s) / 3600
     if hours < 24:
         return 1.0, "seconds"
@@ -207,7 +205,7 @@ def agreement(run: RunData) -> go.Figure | None:
     _scatter(figure, xs, ys, largest, name=name, mode="markers", marker=marker)
     if run.manifest.trainer.param_dtype == "float32":
         figure.add_hline(y=1e-4, line={"color": "#d64545", "dash": "dash"})
-        # plotly places annotations of a log axis by exponent, but not those of hline
+        # plotly places annotations of a log axis by exponent, except for hline
         place = {"x": 1, "xref": "paper", "y": -4, "xanchor": "right", "yanchor": "bottom"}
         figure.add_annotation(text="1e-4", showarrow=False, font_color="#d64545", **place)
     return figure
@@ -283,7 +281,7 @@ def step_parts(run: RunData) -> go.Figure | None:
     ):
         xs, ys = _thinned(figure, run.rl.column("step"), run.rl.column(key), means)
         figure.add_bar(x=xs, y=ys, name=name, marker_color=color)
-    if len(run.rl) > POINTS:  # bars of a pixel and less: gaps and rims would be all that is seen
+    if len(run.rl) > POINTS:  # bars of a pixel or less, where only gaps and rims would be seen
         figure.update_traces(marker_line_width=0).update_layout(bargap=0)
     return figure
 
@@ -326,8 +324,8 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time from which every role has at most POINTS spans; None if it is the start."""
-    newest: dict[str, list[float]] = defaultdict(list)  # heaps of ends
+    """Return the time from which every role has at most POINTS spans, None for the start."""
+    newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]
         if len(heap) <= POINTS:

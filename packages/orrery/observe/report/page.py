@@ -45,11 +45,6 @@ MAX_PAIRS = 8
 
 
 def summary(run: RunData, wall_s: float, page: Path) -> str:
-    """Return the run's last line.
-
-    It has the held-out reward after and before RL, failed rollouts, the share without signal, the
-    wall time and the report's path.
-    """
     before, after = (run.result.get(key, {}).get("reward_mean") for key in ("before", "after"))
     reward = "not evaluated"
     if before is not None and after is not None:
@@ -60,7 +55,6 @@ def summary(run: RunData, wall_s: float, page: Path) -> str:
 
 
 def _left_out(run: RunData) -> str:
-    """Return the number of failed held-out rollouts, which no reward includes, in words, or ""."""
     policies = [(when, run.result.get(when, {})) for when in ("before", "after")]
     if not any(policy.get("num_failed") for _, policy in policies):
         return ""
@@ -72,20 +66,17 @@ def _left_out(run: RunData) -> str:
 
 
 def _timed_out(run: RunData) -> str:
-    """Return the number of held-out rollouts that ran out of time, in words, or ""."""
     nums = {when: run.result.get(when, {}).get("num_timeouts", 0) for when in ("before", "after")}
     counts = " and ".join(f"{num} {when} RL" for when, num in nums.items())
     return f"timed out: {counts}" if any(nums.values()) else ""
 
 
 def _without_signal(run: RunData) -> str:
-    """Return the share of rollouts without signal, in words, or "" if no batch counts them."""
     share = without_signal(run)
     return "" if share is None else f"{share:.0%} of training rollouts without signal"
 
 
 def _stopped_early(run: RunData) -> str:
-    """Return where and why RL ended before its last step, in words, or ""."""
     for row in run.stopped_early[-1:]:
         reached = f"a held-out reward reached stop_at {row['stop_at']:g}"
         reached += f", {row['reward_mean']:.2f} at the end"
@@ -94,7 +85,6 @@ def _stopped_early(run: RunData) -> str:
 
 
 def _tiles(run: RunData, wall_s: float) -> list[tuple[str, str]]:
-    """Return (value, description) of the recorded numbers for the head of the page."""
     tiles = []
     if run.result:
         before, after = (run.result[when]["reward_mean"] for when in ("before", "after"))
@@ -141,14 +131,12 @@ def _batch_tiles(run: RunData) -> list[tuple[str, str]]:
 
 
 def _drops(run: RunData) -> list[tuple[str, int]]:
-    """Return reasons and counts of dropped rollouts, from the last batch of each attempt."""
     last = {attempt: dropped or {} for attempt, dropped in run.batches.each("attempt", "dropped")}
     reasons = sorted({reason for dropped in last.values() for reason in dropped})
     return [(reason, sum(one.get(reason, 0) for one in last.values())) for reason in reasons]
 
 
 def _pairs(run: RunData) -> list[dict]:
-    """Return the same held-out problems before and after RL."""
     by_problem: dict[tuple, dict[str, dict]] = {}
     for row in run.evaluated:
         by_problem.setdefault((row["task"], row["problem"]), {}).setdefault(row["policy"], row)
@@ -156,7 +144,6 @@ def _pairs(run: RunData) -> list[dict]:
 
 
 def render(run: RunData, wall_s: float) -> str:
-    """Return the whole page."""
     sections, plots = [], 0
     for title, entries in SECTIONS:
         drawn = []
