@@ -45,11 +45,12 @@ class House:
     functions: list[tuple[int, str]] = field(default_factory=list)
     class_names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     wide: list[str] = field(default_factory=list)  # lines over 100 columns
-    texts: list[tuple[str, str]] = field(default_factory=list)  # (place, text)
+    texts: list[tuple[str, str]] = field(default_factory=list)  # (place, docstring or comment)
+    errors: list[tuple[str, str]] = field(default_factory=list)  # (place, error message)
 
     @property
     def num_words(self) -> int:
-        return sum(len(text.split()) for _, text in self.texts)
+        return sum(len(text.split()) for _, text in self.texts + self.errors)
 
     @property
     def ambiguous(self) -> list[str]:
@@ -57,10 +58,13 @@ class House:
         return sorted(name for name, places in self.class_names.items() if len(places) > 1)
 
     def marks(self) -> dict[str, float]:
-        """Return the marks per 1000 words."""
+        """Return the marks per 1000 words.
+
+        An error message has a semicolon between the fault and the remedy, which is no mark.
+        """
         found: Counter[str] = Counter()
-        for _, text in self.texts:
-            for name, (pattern, _) in MARKS.items():
+        for name, (pattern, _) in MARKS.items():
+            for _, text in self.texts + (self.errors if name != "semicolons" else []):
                 found[name] += len(re.findall(pattern, text, re.M))
         return {name: 1000 * found[name] / max(self.num_words, 1) for name in MARKS}
 
@@ -75,6 +79,7 @@ def measure(root: Path) -> House:
             house.files.append((len(lines), str(path)))
         house.wide += [f"{path}:{n}" for n, line in enumerate(lines, 1) if len(line) > 100]
         house.texts += texts(path, text)
+        house.errors += errors(path, text)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 size = ((node.end_lineno or 0) - node.lineno + 1, f"{path}:{node.name}")
@@ -86,18 +91,23 @@ def measure(root: Path) -> House:
 
 
 def texts(path: Path, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each docstring, error message and comment."""
+    """Yield the place and the text of each docstring and comment."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if found := ast.get_docstring(node):
-                yield f"{path}:{getattr(node, 'lineno', 1)}", found
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            words = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant)]
-            if said := " ".join(word for word in words if isinstance(word, str)):
-                yield f"{path}:{node.lineno}", said
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and (found := ast.get_docstring(node)):
+            yield f"{path}:{getattr(node, 'lineno', 1)}", found
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not IGNORED.match(token.string):
             yield f"{path}:{token.start[0]}", token.string.lstrip("# ")
+
+
+def errors(path: Path, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the words of each error message."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            words = [n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant)]
+            if said := " ".join(word for word in words if isinstance(word, str)):
+                yield f"{path}:{node.lineno}", said
 
 
 def main() -> None:
