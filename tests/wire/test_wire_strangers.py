@@ -166,7 +166,7 @@ def test_who_takes_a_freed_port_learns_nothing_of_use(tmp_path):
 def test_a_huge_message_takes_no_memory(tmp_path, has_token):
     stranger = f"""
 import zmq
-from orrery.observe import token
+from orrery.runtime import token
 from orrery.wire.rollout_wire import zeromq
 token._kept = {TOKEN!r}
 context = zmq.Context()
