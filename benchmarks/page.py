@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orrery.launcher.bench import Figure
+
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "docs/benchmarks.md"
 HEAD = """\
@@ -233,14 +235,12 @@ def number(value: float, unit: str) -> str:
     return shown if any(word in unit for word in NO_UNIT) else f"{shown} {unit}"
 
 
-def goal(row: dict[str, Any], base: dict[str, Any]) -> str:
+def goal(figure: Figure) -> str:
     """Return the goal in words, marked if the value misses it; "" without a goal."""
-    if row.get("goal") is None:
+    if figure.goal is None:
         return ""
-    is_least = row.get("better", base.get("better")) == "higher"
-    is_missed = row["value"] < row["goal"] if is_least else row["value"] > row["goal"]
-    words = f"{'≥' if is_least else '≤'} {number(row['goal'], row.get('unit') or base['unit'])}"
-    return f"{words}, **missed**" if is_missed else words
+    words = f"{figure.sign} {number(figure.goal, figure.unit)}"
+    return words if figure.holds else f"{words}, **missed**"
 
 
 def hardware(record: dict[str, Any]) -> str:
@@ -250,25 +250,32 @@ def hardware(record: dict[str, Any]) -> str:
     return parts[-1].replace("NVIDIA ", "") if "NVIDIA" in words else ", ".join(parts[:2])
 
 
-def row(line: Line, records: dict[str, dict[str, Any]]) -> str:
-    base = records[line.record]
-    variants = {one.get("variant"): one for one in base.get("rows", [])}
-    shown = base if line.variant is None else {"goal": None} | variants[line.variant]
-    peer = ""
+def figure(line: Line, record: dict[str, Any], variant: str | None) -> Figure:
+    """Return a record's own figure, or that of a variant, which has its own goal or none."""
+    row = record
+    if variant is not None:
+        [row] = [one for one in record["rows"] if one.get("variant") == variant]
+    return Figure(
+        name=line.record,
+        variant=variant or "",
+        value=row["value"],
+        unit=row.get("unit") or record["unit"],
+        goal=row.get("goal"),
+        better=row.get("better", record.get("better")),
+        hardware=hardware(record),
+        measured_at=record["measured_at"][:10],
+    )
+
+
+def row(line: Line, record: dict[str, Any]) -> str:
+    shown, peer = figure(line, record, line.variant), ""
     if line.peer is not None:
-        other = variants[line.peer_variant]
-        value = number(other["value"], other.get("unit") or base["unit"])
-        limit = goal(other, base)
-        peer = f"{line.peer}: {value}" + (f" ({limit})" if limit else "")
-    cells = [
-        f"[{line.title}](../benchmarks/{line.record}.json)",
-        number(shown["value"], shown.get("unit") or base["unit"]),
-        goal(shown, base),
-        peer,
-        hardware(base),
-        base["measured_at"][:10],
-    ]
-    return f"|{'|'.join(cells)}|"
+        other = figure(line, record, line.peer_variant)
+        limit = goal(other)
+        peer = f"{line.peer}: {number(other.value, other.unit)}" + (f" ({limit})" if limit else "")
+    title = f"[{line.title}](../benchmarks/{line.record}.json)"
+    cells = [title, number(shown.value, shown.unit), goal(shown), peer]
+    return f"|{'|'.join([*cells, shown.hardware, shown.measured_at])}|"
 
 
 def page() -> str:
@@ -282,7 +289,7 @@ def page() -> str:
     for topic, (text, lines) in TOPICS.items():
         head = ["", f"## {topic}", "", text, ""]
         head += ["|figure|value|goal|peer|hardware|date|", "|---|--:|--:|---|---|---|"]
-        parts += [*head, *(row(line, records) for line in lines)]
+        parts += [*head, *(row(line, records[line.record]) for line in lines)]
     plots = sorted(each.relative_to(FOLDER) for each in FOLDER.glob("*/*.png"))
     parts += ["", "## Plots", "", *(f"![{one.stem}](../benchmarks/{one})\n" for one in plots)]
     return "\n".join(parts).rstrip() + "\n"

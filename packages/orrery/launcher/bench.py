@@ -33,6 +33,10 @@ class Figure:
             return None
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
 
+    @property
+    def sign(self) -> str:
+        return "≥" if self.better == "higher" else "≤"
+
 
 def figures(root: Path) -> list[Figure]:
     """Return every recorded figure. Raise OrreryError for another file."""
@@ -84,7 +88,7 @@ def print_table(root: Path) -> bool:
         table.add_column(column, justify="right" if column in ("value", "goal") else "left")
     every = figures(root)
     for one in every:
-        goal = "" if one.goal is None else f"{'≥' if one.better == 'higher' else '≤'} {one.goal:g}"
+        goal = "" if one.goal is None else f"{one.sign} {one.goal:g}"
         holds = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[one.holds]
         value, date = f"{one.value:.4g}", one.measured_at[:10]
         table.add_row(one.name, one.variant, value, one.unit, goal, holds, one.hardware, date)
