@@ -15,7 +15,8 @@ def import_without_compiler() -> None:
     """Import vLLM without torch's compiler. Later imports still get it."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
-    sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an import of it is an ImportError
+    # An import of it raises ImportError.
+    sys.modules["torch._inductor"] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
     finally:

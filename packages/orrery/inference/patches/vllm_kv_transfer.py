@@ -51,9 +51,7 @@ def pulls_that_end_with_their_engine() -> None:
         return
     original = MooncakeConnectorWorker.receive_kv_from_single_worker
 
-    async def receive_kv_from_single_worker(
-        self: Any, worker_addr: str, pull_metas: dict[str, Any]
-    ) -> None:
+    async def receive(self: Any, worker_addr: str, pull_metas: dict[str, Any]) -> None:
         engine_id = next(iter(pull_metas.values())).remote_engine_id
         receiving = asyncio.ensure_future(original(self, worker_addr, pull_metas))
         ended = asyncio.ensure_future(_end_of(self, engine_id).wait())
@@ -65,8 +63,8 @@ def pulls_that_end_with_their_engine() -> None:
             left = [name for name, pull in pull_metas.items() if pull.pull_tasks_count > 0]
             self._handle_failed_recv(pull_metas, left, f"engine {engine_id} has ended")
 
-    receive_kv_from_single_worker.orrery = True  # type: ignore[attr-defined]
-    MooncakeConnectorWorker.receive_kv_from_single_worker = receive_kv_from_single_worker  # type: ignore[method-assign]
+    receive.orrery = True  # type: ignore[attr-defined]
+    MooncakeConnectorWorker.receive_kv_from_single_worker = receive  # type: ignore[method-assign]
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:

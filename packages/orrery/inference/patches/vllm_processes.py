@@ -66,7 +66,8 @@ def name_shared_memory(name: str) -> None:
     """Put `name` into names of shared memory. Apply before any is made."""
     # The library's limit is for FreeBSD. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(name) + 1 + RANDOM_CHARACTERS  # type: ignore[attr-defined]
+    length = len(name) + 1 + RANDOM_CHARACTERS
+    shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -63,7 +63,8 @@ def keep() -> None:
 
     worker.AuxOutputWorkerConnector.process_output = and_tell  # type: ignore[method-assign]
     Scheduler.update_from_output = and_hear  # type: ignore[method-assign]
-    OffloadingConnectorScheduler.get_num_new_matched_tokens = with_routes  # type: ignore[method-assign]
+    scheduler = OffloadingConnectorScheduler
+    scheduler.get_num_new_matched_tokens = with_routes  # type: ignore[method-assign]
     if SHARED in os.environ:
         share(lambda keys: _stores[-1].num_known(keys))
 

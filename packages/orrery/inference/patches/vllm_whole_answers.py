@@ -30,7 +30,8 @@ def hold_outputs() -> None:
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
     # A data-parallel core calls it too.
-    EngineCoreProc._handle_client_request = _telling(EngineCoreProc._handle_client_request)  # type: ignore[method-assign]
+    handle = _telling(EngineCoreProc._handle_client_request)
+    EngineCoreProc._handle_client_request = handle  # type: ignore[method-assign]
 
 
 def _holding(step: Any) -> Any:
