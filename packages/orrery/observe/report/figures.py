@@ -119,8 +119,8 @@ def _since(start_s: float, end_s: float) -> tuple[float, str]:
 
 
 def reward(run: RunData) -> go.Figure | None:
-    """Mean reward of all judged for each batch, groups of equal rewards too, and held-out reward; \
-    failed rollouts count in neither.
+    """Mean reward of each batch's judged rollouts, and held-out reward. Failed rollouts count in \
+    neither.
     """
     if not run.batches and not run.evaluations:
         return None
@@ -141,9 +141,7 @@ def reward(run: RunData) -> go.Figure | None:
 
 
 def warm_start(run: RunData) -> go.Figure | None:
-    """Cross-entropy during SFT: of the examples as they are trained, and of those that never \
-    are.
-    """
+    """Cross-entropy during SFT on training and validation examples."""
     if not run.sft and not run.validation:
         return None
     figure = _figure("SFT step", "nats a token", yaxis_rangemode="tozero")
@@ -154,7 +152,7 @@ def warm_start(run: RunData) -> go.Figure | None:
 
 
 def staleness(run: RunData) -> go.Figure | None:
-    """Trained tokens by how many versions they were behind the policy that they trained."""
+    """Trained tokens by their age in policy versions."""
     counts: dict[int, int] = defaultdict(int)
     for each in run.batches.column("staleness_counts"):
         for behind, tokens in enumerate(each or ()):
@@ -169,15 +167,13 @@ def staleness(run: RunData) -> go.Figure | None:
         x=bound + 0.5,
         line={"color": "#d64545", "dash": "dash"},
         annotation_text=f"bound {bound}",
-        annotation_position="top left",
+        annotation_position="top",
     )
     return figure
 
 
 def versions(run: RunData) -> go.Figure | None:
-    """How many policy versions sampled the tokens of each batch, and how many rollouts mix \
-    versions.
-    """
+    """Number of policy versions in each batch, and of rollouts that mix versions."""
     if not run.batches:
         return None
     figure = _figure("step", "count", yaxis_rangemode="tozero")
@@ -188,8 +184,8 @@ def versions(run: RunData) -> go.Figure | None:
 
 
 def agreement(run: RunData) -> go.Figure | None:
-    """Trainer against engine: largest log-prob difference on rollouts of the very version that \
-    scores them; mismatch KL of all tokens.
+    """Largest log-prob difference of trainer and engine with equal weights, and mismatch KL of \
+    all tokens.
     """
     if not run.rl:
         return None
@@ -220,7 +216,7 @@ def entropy(run: RunData) -> go.Figure | None:
 
 
 def throughput(run: RunData) -> go.Figure | None:
-    """Tokens that were generated and trained a second."""
+    """Generated and trained tokens a second."""
     if not run.rl:
         return None
     figure = _figure("step", "tokens / s", yaxis_rangemode="tozero")
@@ -230,9 +226,7 @@ def throughput(run: RunData) -> go.Figure | None:
 
 
 def admission(run: RunData) -> go.Figure | None:
-    """Rollouts in flight, the limit that follows the engines' load, and how full the engines' \
-    caches are.
-    """
+    """Rollouts in flight, their limit, and the use of the engines' caches."""
     if not run.admission:
         return None
     times_s = run.admission.column("time_s")
@@ -266,8 +260,8 @@ def admission(run: RunData) -> go.Figure | None:
 
 
 def step_parts(run: RunData) -> go.Figure | None:
-    """Where each step of the trainer went. The axis is cut at twice the median: the first step \
-    also waits for the engines to start.
+    """Time of each trainer step by part. The axis ends at twice the median, as the first step \
+    waits for the engines.
     """
     if not run.rl:
         return None
@@ -287,7 +281,7 @@ def step_parts(run: RunData) -> go.Figure | None:
 
 
 def timeline(run: RunData) -> go.Figure | None:
-    """What every role did, second by second, in the newest attempt."""
+    """Activity of every role over time, in the newest attempt."""
     if not run.spans:
         return None
     start, since = min(span.start_s for span in run.spans), _newest_part(run.spans)
@@ -344,7 +338,7 @@ def _what_is_cut(drawn: Sequence[Span], after_s: float) -> str:
 
 
 def processors(run: RunData) -> go.Figure | None:
-    """CPU use of every process and of what it started, 100 % = one core."""
+    """CPU use of every process and its children. 100 % is one core."""
     if not run.processors:
         return None
     times_s = {role: rows.column("time_s") for role, rows in run.processors.items()}

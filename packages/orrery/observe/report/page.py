@@ -24,7 +24,7 @@ LEARNING = (
     ("Entropy", figures.entropy),
 )
 ASYNCHRONY = (
-    ("What each role did", figures.timeline),
+    ("Activity of each role", figures.timeline),
     ("Staleness of trained tokens", figures.staleness),
     ("Versions", figures.versions),
 )
