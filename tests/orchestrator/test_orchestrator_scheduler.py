@@ -150,7 +150,6 @@ class StateMachine(RuleBasedStateMachine):
         )  # request name -> request, engine version at its first token
         self.published, self.trained_rollouts = 0, []
         self.cut_step, self.now_s, self.num_begun = 0, 0.0, 0
-        self.describe_counts = Counter()
         self.failures = Counter()
         self.snapshot, self.trained_at_snapshot = None, 0
         self.dropped_before, self.dropped_at_snapshot = (

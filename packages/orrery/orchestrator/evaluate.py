@@ -23,7 +23,7 @@ from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.dispatch import TIMEOUT, Dispatch, TimeoutClassifier
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
-from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, describe_counts
+from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, record
 from orrery.orchestrator.requests import Failed, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.runner import RolloutRunner
@@ -80,13 +80,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
         )
         ctx.health.doing(f"evaluating the policy {policy} RL")
         results[policy] = await evaluation.run(version)
-        for row in results[policy].rows:
-            about = {"event": "evaluation", "policy": policy, "digest": published.digest}
-            ctx.metrics.write(version, **about, **row)
-            task, times = row["task"], (row["start_s"], row["end_s"])
-            ctx.metrics.add_span("evaluation", *times, version, task=task)
-            counts = describe_counts(row)
-            ctx.log.info("%s RL: %s %.3f (%s)", policy, task, row["reward_mean"], counts)
+        about = {"policy": policy, "digest": published.digest}
+        record(ctx, results[policy], f"{policy} RL", **about)
     return results
 
 
@@ -160,21 +155,15 @@ class EvaluationLoop:
             while self.result is None:
                 self.runner.check()
                 self.pool.check()
-                self._end_expired(time.monotonic())
+                now_s, is_serving = time.monotonic(), self.pool.is_serving
+                expired = self.dispatch.expired(now_s, self.timeouts.timeout_s, is_serving)
+                self.runner.end_expired(expired, self.timeouts, now_s)
                 if self.pool.is_serving:
                     self.runner.start(self.dispatch.start(version, time.monotonic()))
                 await self.changed.wait(TICK_S)
         finally:
             await self.runner.close()
         return self.result
-
-    def _end_expired(self, now_s: float) -> None:
-        expired = self.dispatch.expired(now_s, self.timeouts.timeout_s, self.pool.is_serving)
-        for request, reason, detail in self.timeouts.reasons(
-            expired, self.runner.is_generating, now_s
-        ):
-            self._failed(request, reason, detail)
-            self.runner.cancel([request])
 
     def _finished(self, request: Request, rollout: Rollout) -> None:
         self._leave(request, rollout)

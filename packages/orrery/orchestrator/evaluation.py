@@ -16,6 +16,7 @@ from orrery.manifest.schema import TaskUse
 from orrery.orchestrator.dispatch import TIMEOUT
 from orrery.orchestrator.requests import Failed, GroupRequest, Request
 from orrery.orchestrator.rollout import NO_VERSION, Rollout
+from orrery.runtime.role_context import RoleContext
 
 
 @dataclass
@@ -153,3 +154,13 @@ def describe_counts(row: dict) -> str:
         reasons = ", ".join(f"{num} {reason}" for reason, num in row["failures"].items())
         text += f", {row['num_failed']} failed: {reasons}"
     return text
+
+
+def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: str) -> None:
+    """Write a result's rows, with the fields `about`, and log them as being of `subject`."""
+    for row in result.rows:
+        ctx.metrics.write(result.version, event="evaluation", **about, **row)
+        times = row["start_s"], row["end_s"]
+        ctx.metrics.add_span("evaluation", *times, result.version, task=row["task"])
+        said = subject, row["task"], row["reward_mean"], describe_counts(row)
+        ctx.log.info("%s: %s %.3f (%s)", *said)

@@ -20,7 +20,7 @@ from orrery.orchestrator import batching, samples, snapshot
 from orrery.orchestrator.concurrency import Notifier
 from orrery.orchestrator.dispatch import TimeoutClassifier
 from orrery.orchestrator.engine_load import ENGINE_POLL_S, EngineActivity, poll_engines
-from orrery.orchestrator.evaluation import EvaluationResult, describe_counts
+from orrery.orchestrator.evaluation import EvaluationResult, record
 from orrery.orchestrator.preemption import PreemptionWatch, stop_trainer
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
@@ -89,7 +89,9 @@ class Loop:
         while not self.scheduler.done:
             self.runner.check()
             self.pool.check()
-            self._end_expired(time.monotonic())
+            now_s = time.monotonic()
+            expired = self.scheduler.expired(now_s, self.pool.is_serving)
+            self.runner.end_expired(expired, self.timeouts, now_s)
             # When preempted, rollouts in flight may still finish.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
@@ -151,15 +153,6 @@ class Loop:
         self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
         self._settle(self.scheduler.failed(request, reason, detail, time.time()))
 
-    def _end_expired(self, now_s: float) -> None:
-        expired = self.scheduler.expired(now_s, self.pool.is_serving)
-        for request, reason, detail in self.timeouts.reasons(
-            expired, self.runner.is_generating, now_s
-        ):
-            # Fail the request before its cancellation, so that a late result is void.
-            self._failed(request, reason, detail)
-            self.runner.cancel([request])
-
     def _settle(self, result: EvaluationResult | None) -> None:
         if result is not None:
             self._record(result)
@@ -180,14 +173,8 @@ class Loop:
             )
         if version == num_batches:
             self._evaluation = result  # only its rollouts are compared
-        for row in result.rows:
-            task, digest = row["task"], self.scheduler.digests[version]
-            self.ctx.metrics.write(version, event="evaluation", digest=digest, **row)
-            times = row["start_s"], row["end_s"]
-            self.ctx.metrics.add_span("evaluation", *times, version, task=task)
-            counts = describe_counts(row)
-            text = "evaluation of version %d: %s %.3f (%s)"
-            self.ctx.log.info(text, version, task, row["reward_mean"], counts)
+        digest = self.scheduler.digests[version]
+        record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 
     # Sending ------------------------------------------------------------------------------------
 

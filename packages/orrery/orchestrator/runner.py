@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.schema import Manifest, TaskUse
+from orrery.orchestrator.dispatch import TimeoutClassifier
 from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, run_episode
 from orrery.wire.engine_api import request_s
@@ -79,6 +80,14 @@ class RolloutRunner:
         """Cancel these rollouts. The returned future ends when they left the engines."""
         names = [request.name for request in requests]
         return self._cancel([self._running[name] for name in names if name in self._running])
+
+    def end_expired(
+        self, expired: Sequence[Request], timeouts: TimeoutClassifier, now_s: float
+    ) -> None:
+        """Fail expired requests by their reason, then cancel them. A late result is void."""
+        for request, reason, detail in timeouts.reasons(expired, self.is_generating, now_s):
+            self.on_failed(request, reason, detail)
+            self.cancel([request])
 
     async def close(self) -> None:
         await self._cancel(list(self._running.values()))
