@@ -23,8 +23,8 @@ demo: setup ## run the experiment reverse_text (RUN=... for another) and print i
 	@snakemake --profile local $(RUN)
 	@orrery report $(RUN) --summary
 
-test: setup ## all tests, end to end ones too
-	@pytest $(ARGS)
+test: setup ## all tests, two parts at a time; ARGS='tests/wire -k packing' runs one pytest
+	@$(if $(ARGS),pytest $(ARGS),ALSO='$(ALSO)' bash tests/all.sh)
 
 test-cluster: setup ## boot a Slurm cluster on this Debian 12 machine, build the images, run tests/cluster there; as root
 	@bash tests/cluster/test.sh $(ARGS)
