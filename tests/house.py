@@ -69,10 +69,10 @@ class House:
         return {name: 1000 * found[name] / max(self.num_words, 1) for name in MARKS}
 
 
-def measure(root: Path) -> House:
-    """Measure all Python files below `root`."""
+def measure(*roots: Path) -> House:
+    """Measure all Python files below `roots`."""
     house = House()
-    for path in sorted(root.rglob("*.py")):
+    for path in (path for root in roots for path in sorted(root.rglob("*.py"))):
         text = path.read_text()
         lines = text.splitlines()
         if path.name != "__init__.py":

@@ -65,7 +65,6 @@ def test_all_commands_are_there(capsys):
         "stop",
         "report",
         "export",
-        "deployment",
         "bench",
         "doctor",
     ]

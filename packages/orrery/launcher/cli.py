@@ -270,43 +270,6 @@ def export(
     raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
 
 
-IMAGE_HELP = "The engines' image: vLLM and this project; for Dynamo, Dynamo too."
-CLAIM_HELP = "The volume claim whose root is the folder of the weights."
-PROXY_HELP = "llm-d's routing proxy, if prefill is apart."
-
-
-@app.command()
-def deployment(
-    word: manifest_cli.Run,
-    kind: Annotated[str, typer.Argument(metavar="ROUTER", help="dynamo or llm_d.")],
-    image: Annotated[str, typer.Option("--image", help=IMAGE_HELP)],
-    claim: Annotated[str, typer.Option("--claim", help=CLAIM_HELP)],
-    proxy_image: Annotated[str, typer.Option("--proxy-image", help=PROXY_HELP)] = "",
-    to: Annotated[
-        Path | None, typer.Option("--to", help="The folder to write. Without it: RUN-ROUTER here.")
-    ] = None,
-) -> None:
-    """Write the Kubernetes files of Dynamo or llm-d for a run's engines. Apply nothing."""
-    import subprocess
-    import tempfile
-
-    from orrery.manifest.identity import canonical_json
-
-    manifest = manifest_cli.manifest_of(word)
-    if kind not in ("dynamo", "llm_d"):
-        raise OrreryError(f"deployment: there is no router {kind!r}; choose from dynamo, llm_d")
-    for option, value in (("--image", image), ("--claim", claim)):
-        if not value.strip():
-            raise OrreryError(f"deployment: {option} is empty; name what the cluster calls it")
-    with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
-        path = Path(folder) / "manifest.json"
-        path.write_bytes(canonical_json(manifest))
-        argv = [sys.executable, "-m", "orrery.inference.deployments", kind, str(path)]
-        argv += ["--image", image, "--claim", claim, "--proxy-image", proxy_image]
-        argv += ["--to", str(to or Path(f"{manifest.name}-{kind}"))]
-        raise typer.Exit(subprocess.run(argv).returncode)
-
-
 ANY_OPTIONS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,

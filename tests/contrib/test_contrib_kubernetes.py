@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 from command_lines import flags
-from deployment_schemas import (
+from kubernetes_schemas import (
     DEPLOYMENT,
     GRAPH,
     PROXY_CONNECTORS,
@@ -20,16 +20,18 @@ from deployment_schemas import (
     ROUTER_MODES,
     VALUES,
 )
-from inference_servers import REPOSITORY
 
+import dynamo
+import llm_d
+from dynamo import SERVER_FLAGS, without_server_flags
 from orrery.inference.assemble import server_arguments
-from orrery.inference.deployments import KINDS
-from orrery.inference.deployments.dynamo import SERVER_FLAGS, without_server_flags
-from orrery.inference.deployments.engine import Place
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from pods import Place
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = {"dynamo": dynamo.render, "llm_d": llm_d.render}
 STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 PLACE = Place("engine:1", "policy", "proxy:1")
 POLICIES = ["cache_aware", "power_of_two", "round_robin", "consistent_hash", "sticky_least_loaded"]
@@ -266,11 +268,9 @@ def test_what_a_cluster_cannot_serve_is_one_sentence(kind, manifest, place, sent
 def test_the_command_writes_yaml_and_prints_where(kind, files, tmp_path):
     command = [
         sys.executable,
-        "-m",
-        "orrery.launcher.cli",
-        "deployment",
-        str(REPOSITORY / "manifests/reverse_text_moe.json"),
+        str(REPOSITORY / "contrib/kubernetes"),
         kind,
+        str(REPOSITORY / "manifests/reverse_text_moe.json"),
     ]
     command += ["--image", "engine:1", "--claim", "policy", "--to", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -8,7 +8,9 @@
 import json
 from typing import Any
 
-from orrery.inference.deployments.engine import (
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+from pods import (
     WEIGHTS_MOUNT,
     Engine,
     Place,
@@ -17,8 +19,6 @@ from orrery.inference.deployments.engine import (
     name_of,
     weights_volume,
 )
-from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest
 
 MOST_COMPONENTS = 25  # in a graph
 # Flags of vLLM's API server → the number of their values.

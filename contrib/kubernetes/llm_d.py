@@ -7,7 +7,9 @@
 
 from typing import Any
 
-from orrery.inference.deployments.engine import (
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Manifest
+from pods import (
     BEHIND_PROXY_PORT,
     PORT,
     SIDE_PORT,
@@ -17,8 +19,6 @@ from orrery.inference.deployments.engine import (
     labels,
     name_of,
 )
-from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest
 
 ROLE = "llm-d.ai/role"
 CONNECTORS = {"nixl": "nixlv2", "mooncake": "mooncake"}  # the routing proxy's names
