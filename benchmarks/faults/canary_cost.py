@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     manifest = Manifest.model_validate(json.loads((args.run / "manifest.json").read_text()))
-    weights = (args.run / "weights" / ("init" if manifest.stages.sft is None else "sft")).resolve()
+    weights = (args.run / "weights" / manifest.stage_before_rl).resolve()
     orchestrator, trainer = (
         [row for row in read(args.run / "metrics" / f"{role}.0.jsonl") if row["stage"] == "rl"]
         for role in ("orchestrator", "trainer")

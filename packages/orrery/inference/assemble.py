@@ -35,7 +35,7 @@ KEEP_ALIVE_S = 600  # the server must never close first
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     """Return the folder of the weights before RL. Raise OrreryError if its stage has not run."""
-    stage = "init" if manifest.stages.sft is None else "sft"
+    stage = manifest.stage_before_rl
     path = run_dir / "weights" / stage
     if not (path / "config.json").is_file():
         raise OrreryError(

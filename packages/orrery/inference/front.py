@@ -50,7 +50,7 @@ class Front:
 
     def __init__(self, token: str, router_url: str) -> None:
         address = urlsplit(router_url)
-        self._host, self._port = address.hostname, address.port
+        self._host, self._port = address.hostname or "", address.port or 80
         onward = authorization(token, Purpose.GENERATE)
         lines = [f"Host: {address.netloc}", *(f"{name}: {key}" for name, key in onward.items())]
         self.onward_head = "".join(f"{line}\r\n" for line in lines).encode()

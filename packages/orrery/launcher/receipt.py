@@ -77,7 +77,7 @@ class CodeState:
 
 def record(
     run_dir: Path, stage: str, attempt: int, state: str, message: str, started_s: float,
-    ended_s: float, nodes: list[str], images: Mapping[str, Facts], slurm_job_id: str | None,
+    ended_s: float | None, nodes: list[str], images: Mapping[str, Facts], slurm_job_id: str | None,
     workspace_root: Path, *, code: CodeState | None = None, software: Software | None = None,
     secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None,
     endings: Mapping[str, str | None] | None = None,

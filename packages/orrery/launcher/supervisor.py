@@ -123,8 +123,12 @@ class Supervisor:
         finally:
             outcome = self._end(outcome, observer, view)
         if outcome.state == "done":
-            row = {"attempt": stage.attempt, "started_s": stage.status.started_s}
-            row |= {"ended_s": stage.status.ended_s, "wall_s": self.wall_s}
+            row: dict[str, float | None] = {"attempt": stage.attempt}
+            row |= {
+                "started_s": stage.status.started_s,
+                "ended_s": stage.status.ended_s,
+                "wall_s": self.wall_s,
+            }
             sync_folders(run_dir)  # DONE promises that the roles' files are on the disk
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome

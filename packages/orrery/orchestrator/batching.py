@@ -15,9 +15,10 @@ from orrery.wire.packing import micro_batches, pack_for
 from orrery.wire.rollout_wire import Batch
 from orrery.wire.routed_experts import COLUMN
 
+_NONE = np.float32(0.0)
+
 
 def document(rollout: Rollout, temperature: float) -> Columns:
-    assert rollout.advantage is not None
     routes = {} if rollout.routed_experts is None else {COLUMN: rollout.routed_experts}
     return Columns(
         np.array([0, rollout.num_tokens], dtype=np.int64),
@@ -26,7 +27,7 @@ def document(rollout: Rollout, temperature: float) -> Columns:
             "trained": rollout.trained,
             "logprob": rollout.logprob,
             "version": rollout.version,
-            "advantage": np.where(rollout.trained, np.float32(rollout.advantage), np.float32(0.0)),
+            "advantage": np.where(rollout.trained, np.float32(rollout.known_advantage), _NONE),
             **routes,
         },
         {

@@ -77,6 +77,13 @@ class Rollout:
         return len(self.token_id)
 
     @property
+    def known_advantage(self) -> float:
+        """Return the advantage. Raise ValueError before the group is complete."""
+        if self.advantage is None:
+            raise ValueError(f"group {self.group_id}: member {self.member} has no advantage yet")
+        return self.advantage
+
+    @property
     def sampled_versions(self) -> np.ndarray:
         """The sampled tokens' versions, not empty."""
         return self.version[self.trained]

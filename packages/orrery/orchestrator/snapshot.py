@@ -100,7 +100,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
         _QueuedRollout(
             group=number,
             member=rollout.member,
-            advantage=rollout.advantage,
+            advantage=rollout.known_advantage,
             reward=rollout.reward,
             truncated=rollout.truncated,
             messages=rollout.messages,

@@ -340,7 +340,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _runs(indices: list[int]) -> list[str]:
     first, found = indices[0], []
-    for index, following in zip(indices, [*indices[1:], None], strict=True):
+    for index, following in zip(indices, [*indices[1:], -1], strict=True):
         if following != index + 1:
             found.append(f"{first}" if first == index else f"{first}-{index}")
             first = following

@@ -325,7 +325,7 @@ class Renderer:
             )
         after = whole.rpartition(PLACEHOLDER)[2]
         tokens = [self.tokenizer.id_to_token(number) for number in self.stop_token_ids]
-        ends = [(after.index(token), token) for token in tokens if token in after]
+        ends = [(after.index(token), token) for token in tokens if token and token in after]
         if not ends:
             raise OrreryError(
                 "tokenizer: no stop token follows the assistant's turn in its chat template but "
@@ -344,10 +344,10 @@ class Renderer:
                     f"{path}: eos_token_id {odd[0]!r}: it is a token's number, or a list of them; "
                     "copy the model's folder again"
                 )
-        stops = list(dict.fromkeys(stop for stop in stops if stop is not None))
-        if not stops:
+        found = list(dict.fromkeys(stop for stop in stops if stop is not None))
+        if not found:
             raise OrreryError(f"tokenizer: {folder} names no eos_token, so no turn would ever end")
-        return stops
+        return found
 
     def _token_id(self, token: Any) -> int | None:
         return None if token is None else self.tokenizer.token_to_id(_content(token))

@@ -62,14 +62,13 @@ class DemonstratedChats:
     def __init__(self, data: Demonstrations, field: str):
         self._task, self._name = make(data.task), data.task.name
         self._num_problems = data.num_problems
-        self._demonstrate: Callable[[int], list[Message]] | None = getattr(
-            self._task, "demonstration", None
-        )
-        if self._demonstrate is None:
+        demonstrate = getattr(self._task, "demonstration", None)
+        if demonstrate is None:
             raise OrreryError(
                 f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, "
                 f"or set {field.removesuffix('.data')} to null"
             )
+        self._demonstrate: Callable[[int], list[Message]] = demonstrate
 
     def __len__(self) -> int:
         return self._num_problems
@@ -167,7 +166,7 @@ def _split_folder(data: ChatDataset, field: str) -> Path:
     folder = Path(data.path)
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json", field)["splits"]
-        if data.split not in splits:
+        if data.split is None or data.split not in splits:
             raise OrreryError(
                 f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}"
             )

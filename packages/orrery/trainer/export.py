@@ -83,7 +83,7 @@ def export_checkpoint(
         raise OrreryError(f"{to}: is there already; remove it, or name another folder with --to")
     folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
-    is_first_stage = stage == "sft" or manifest.stages.sft is None
+    is_first_stage = stage == "sft" or manifest.stage_before_rl == "init"
     start = run_dir / "weights" / ("init" if is_first_stage else "sft")
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -39,6 +39,10 @@ class StepResult:
     forward_backward: tuple[float, float]
     optimizer: tuple[float, float]
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.metrics["num_tokens"] or 0)
+
 
 class Learner:
     """Policy and optimizer. `step` is the weights' version."""

@@ -191,7 +191,7 @@ class RlLoop:
             optimizer_s=optimizer_s,
             publish_s=publish_s,
             checkpoint_blocked_s=checkpoint_blocked_s,
-            tokens_per_s=result.metrics["num_tokens"] / step_time_s,
+            tokens_per_s=result.num_tokens / step_time_s,
         )
         loss = result.metrics["loss"]
         ctx.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, loss, wait_s, step_time_s)
@@ -212,4 +212,4 @@ class RlLoop:
 
 
 def start_weights(ctx: RoleContext) -> Path:
-    return ctx.run_dir / "weights" / ("init" if ctx.manifest.stages.sft is None else "sft")
+    return ctx.run_dir / "weights" / ctx.manifest.stage_before_rl

@@ -37,7 +37,7 @@ def sft(
     learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
 ) -> None:
     """Train the remaining steps."""
-    manifest, spec, world = ctx.manifest, ctx.manifest.stages.sft, learner.world
+    manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
     first_step = learner.step + 1
     with (
         StageCheckpoints(ctx, learner, "sft") as checkpoints,
@@ -45,7 +45,7 @@ def sft(
     ):
         for step in range(first_step, spec.num_steps + 1):
             checkpoints.check()
-            if validation is not None and learner.step % spec.validation.interval_steps == 0:
+            if validation is not None and learner.step % validation.interval_steps == 0:
                 _validate(validation, learner, ctx, is_first=step == first_step)
             begin_s = time.monotonic()
             what, deadline_s = f"batch {step} to be tokenised", scaled(TOKENISE_DEADLINE_S)
@@ -89,10 +89,10 @@ def _record(
         **result.metrics,
         step_time_s=step_time_s,
         checkpoint_blocked_s=checkpoint_blocked_s,
-        tokens_per_s=result.metrics["num_tokens"] / step_time_s,
+        tokens_per_s=result.num_tokens / step_time_s,
         wait_s=wait_s,
     )
-    num_steps = ctx.manifest.stages.sft.num_steps
+    num_steps = ctx.manifest.sft.num_steps
     if step % 20 == 0 or step == num_steps:
         ctx.log.info("sft step %d of %d: loss %.4f", step, num_steps, result.metrics["loss"])
 
@@ -101,8 +101,11 @@ def _record(
 
 
 class ValidationSet:
-    def __init__(self, manifest: Manifest, examples: Columns, world: World):
+    def __init__(
+        self, manifest: Manifest, examples: Columns, world: World, interval_steps: int = 1
+    ):
         self.micro_batches = _share(examples, manifest, world)
+        self.interval_steps = interval_steps
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
@@ -132,7 +135,7 @@ def load_validation(
 
     Raise OrreryError if there are too few, or if `training` shares a chat.
     """
-    spec = manifest.stages.sft.validation
+    spec = manifest.sft.validation
     if spec is None:
         return None
     examples = open_examples(manifest, spec.data, f"{VALIDATION}.data", tokenizer)
@@ -142,7 +145,8 @@ def load_validation(
             f"and data has {len(examples)}"
         )
     refuse_shared([examples.chats[index] for index in range(spec.num_examples)], training, world)
-    return ValidationSet(manifest, examples.columns(range(spec.num_examples)), world)
+    columns = examples.columns(range(spec.num_examples))
+    return ValidationSet(manifest, columns, world, spec.interval_steps)
 
 
 def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:

@@ -93,7 +93,7 @@ class Examples:
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
     """Open `stages.sft.data`, and check the share (rank, ranks)."""
-    examples = open_examples(manifest, manifest.stages.sft.data, "stages.sft.data", tokenizer)
+    examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
 
@@ -101,12 +101,12 @@ def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = 
 def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path) -> Examples:
     renderer = Renderer(tokenizer, manifest.model.vocab_size)
     limits = manifest.trainer.memory.max_tokens_per_micro_batch, manifest.model.max_positions
-    return Examples(open_chats(data, field), renderer, manifest.stages.sft.trained_roles, *limits)
+    return Examples(open_chats(data, field), renderer, manifest.sft.trained_roles, *limits)
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
     """Yield batches, without the first `num_done`."""
-    spec = manifest.stages.sft
+    spec = manifest.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):
         yield examples.columns(islice(order, spec.examples_per_batch))

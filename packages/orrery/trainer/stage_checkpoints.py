@@ -30,8 +30,8 @@ class StageCheckpoints:
 
     def __enter__(self) -> Self:
         self._writer.__enter__()
-        stages = self._ctx.manifest.stages
-        num_steps = (stages.sft if self._stage == "sft" else stages.rl).num_steps
+        manifest = self._ctx.manifest
+        num_steps = (manifest.sft if self._stage == "sft" else manifest.stages.rl).num_steps
         steps_left = range(self._learner.step + 1, num_steps + 1)
         if any(self.is_due(step) for step in steps_left):
             self._writer.reserve(self._learner)

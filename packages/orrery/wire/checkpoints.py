@@ -63,7 +63,7 @@ def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
-        return at_interval and step < manifest.stages.sft.num_steps
+        return at_interval and step < manifest.sft.num_steps
     return at_interval or step == manifest.stages.rl.num_steps
 
 

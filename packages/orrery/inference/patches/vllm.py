@@ -26,7 +26,7 @@ def import_without_compiler() -> None:
 def forget_moe_kernels(model: torch.nn.Module) -> None:
     """Before each reload on CPU: make MoE layers pack the new weights."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -55,7 +55,7 @@ def _store(
         try:
             listener = socket.create_server((host_name, port))
         except OSError as error:  # vLLM reads the message, and tries another port
-            name = errno.errorcode.get(error.errno, "")
+            name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()

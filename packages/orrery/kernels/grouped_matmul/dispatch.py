@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Public since torch 2.10, private before.
-_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 # Private. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0

@@ -187,8 +187,10 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             if grad_weight_VD is not None:
                 multiply_weight(grad_weight_VD[words], grad_logits_CB.T, hidden_CD)
             del grad_logits_CB
-        grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype) if wants_hidden else None
-        grad_weight_VD = grad_weight_VD.to(weight_VD.dtype) if wants_weight else None
+        if grad_hidden_TD is not None:
+            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
 
 

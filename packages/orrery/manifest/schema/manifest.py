@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema.inference import (
     Inference,
     disk_block_bytes,
@@ -16,7 +17,7 @@ from orrery.manifest.schema.inference import (
     shard_widths,
 )
 from orrery.manifest.schema.model import Model, head_divisors
-from orrery.manifest.schema.orchestrator import Orchestrator, Stages, Tasks, Transport
+from orrery.manifest.schema.orchestrator import Orchestrator, Sft, Stages, Tasks, Transport
 from orrery.manifest.schema.record import Count, NonNegativeInt, Record, Sha256
 from orrery.manifest.schema.trainer import Trainer, fit_model, has_state
 
@@ -54,6 +55,18 @@ class Manifest(Record):
     tasks: Tasks
     transport: Transport
     stages: Stages
+
+    @property
+    def sft(self) -> Sft:
+        """Return the warm start. Raise OrreryError for a run without one."""
+        if self.stages.sft is None:
+            raise OrreryError(f"stages.sft: null, so run {self.name} has no warm start; set it")
+        return self.stages.sft
+
+    @property
+    def stage_before_rl(self) -> Literal["init", "sft"]:
+        """Return the stage whose weights RL starts from."""
+        return "init" if self.stages.sft is None else "sft"
 
     @property
     def group_devices(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema.record import Count, NonNegativeInt, PositiveInt, Record, Sha256, Size
 
 ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # choices of attention by family
@@ -159,6 +160,13 @@ class Model(Record):
     moe: MoE | None
     mla: MLA | None
     hf_config: dict[str, Any] | None
+
+    @property
+    def mixture(self) -> MoE:
+        """Return the experts. Raise OrreryError for a dense model."""
+        if self.moe is None:
+            raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts; set it")
+        return self.moe
 
     @model_validator(mode="after")
     def heads_divide_and_turn(self) -> "Model":

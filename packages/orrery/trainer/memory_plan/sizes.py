@@ -114,7 +114,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
     rest += c * hidden * (reads_input("feed_forward") or not dense)
     if is_sparse(model, layer):
-        moe = model.moe
+        moe = model.mixture
         top_k, inner = moe.num_experts_per_token, moe.expert_intermediate_size
         named["projections"] += 4 * moe.num_experts
         named["experts"] = c * top_k * 2 * inner + narrow("experts", 2 * top_k)
@@ -127,7 +127,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _dense_width(model: Model, layer: int) -> int:
     if not is_sparse(model, layer):
         return model.intermediate_size
-    return model.moe.num_shared_experts * model.moe.expert_intermediate_size
+    return model.mixture.num_shared_experts * model.mixture.expert_intermediate_size
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
     if not is_sparse(model, layer):
         return attention, feed_forward
-    moe, lora_spec = model.moe, trainer.lora
+    moe, lora_spec = model.mixture, trainer.lora
     rows = 1 if trainer.mesh.ep == 1 else 3  # exchanged rows have copies in both orders
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"

@@ -132,7 +132,7 @@ class ActivationOffload:
             for saved in activations.saved.values():
                 assert saved.device_tensor is not None
                 saved.buffer, read = self.pool.take(saved.num_bytes)
-                if read is not None:
+                if self._out is not None and read is not None:
                     self._out.wait_event(read)
                 saved.view_of(saved.buffer).copy_(saved.device_tensor, non_blocking=True)
         if self._out is not None:
