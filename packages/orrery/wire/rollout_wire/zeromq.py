@@ -239,9 +239,12 @@ class ZmqSender:
     def _read(self, parts: list[bytes]) -> ZmqAsk | Acknowledgement | None:
         with contextlib.suppress(*_NOT_OF_THE_PROTOCOL):
             message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
-            if message is not None and message.protocol == PROTOCOL:
-                if 0 <= message.rank < self.num_ranks:
-                    return message
+            if (
+                message is not None
+                and message.protocol == PROTOCOL
+                and 0 <= message.rank < self.num_ranks
+            ):
+                return message
         self._count_foreign("a message that is no ask of this protocol")
         return None
 
