@@ -261,7 +261,7 @@ def figure(line: Line, record: dict[str, Any], variant: str | None) -> Figure:
         value=row["value"],
         unit=row.get("unit") or record["unit"],
         goal=row.get("goal"),
-        better=row.get("better", record.get("better")),
+        better=row.get("better") or record["better"],
         hardware=hardware(record),
         measured_at=record["measured_at"][:10],
     )

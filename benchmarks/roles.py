@@ -67,8 +67,8 @@ def roles(
         yield processes
     except BaseException:
         for role in commands:
-            if (log := run_dir / f"{role}.log").exists():
-                print(f"{role}: {log.read_text(errors='replace')[-4000:]}", file=sys.stderr)
+            if (written := run_dir / f"{role}.log").exists():
+                print(f"{role}: {written.read_text(errors='replace')[-4000:]}", file=sys.stderr)
         raise
     finally:
         is_over.set()

@@ -142,7 +142,7 @@ def numbers(run: RunData) -> Numbers:
     numbered = {row["step"] for row in steps}
     warm = [row for row in run.batches if row["step"] in numbered]
     updates = [row for row in run.updates if row["version"] in numbered]
-    updates = updates or run.updates  # engines may have skipped all measured versions
+    updates = updates or list(run.updates)  # engines may have skipped all measured versions
     means = sorted(row["completion_tokens_mean"] for row in warm)
     return Numbers(
         tokens_per_s=sum(row["num_trained_tokens"] for row in steps) / (end_s - begin_s),

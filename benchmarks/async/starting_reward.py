@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from orrery.manifest.identity import load
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Manifest, PretrainedInit
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Judgement, Message, Problem, Task
@@ -120,6 +120,7 @@ def play(
                     else None
                 )
                 if reply:
+                    assert isinstance(reply, list), "the tasks measured here do not await"
                     prompts[i] = [*prompts[i], *ids, *renderer.next_turn(reply)]
                     chats[i] += reply
                     still.append(i)
@@ -173,9 +174,13 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rows: list[dict[str, Any]] = []
     policy: Policy | None = None
+    source: dict[str, str] = {}
     for name in options.manifests:
         manifest = load(name if name.endswith(".json") else ROOT / "manifests" / f"{name}.json")
-        folder = ROOT / manifest.model.init.path
+        init = manifest.model.init
+        assert isinstance(init, PretrainedInit), f"{name}: its weights are random"
+        source = {"policy": init.path, "revision": init.revision}
+        folder = ROOT / init.path
         renderer = Renderer(folder)
         if policy is None:
             policy = Policy(
@@ -194,7 +199,7 @@ def main() -> None:
         goal=0.05,
         better="higher",
         rows=rows,
-        details={"policy": manifest.model.init.path, "revision": manifest.model.init.revision},
+        details=source,
     )
 
 

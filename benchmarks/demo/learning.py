@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def learning(run: RunData) -> dict[str, Any]:
     }
 
 
-def generated_tokens_per_s(batches: list[Row]) -> float:
+def generated_tokens_per_s(batches: Sequence[Row]) -> float:
     """Return sampled tokens/s of all rollouts, dropped ones too, averaged over time."""
     spans_s = [after["time_s"] - before["time_s"] for before, after in pairwise(batches)]
     return sum(
@@ -99,7 +100,7 @@ def generated_tokens_per_s(batches: list[Row]) -> float:
     ) / sum(spans_s)
 
 
-def trained_tokens_per_s(steps: list[Row]) -> float:
+def trained_tokens_per_s(steps: Sequence[Row]) -> float:
     """Return trained tokens/s from the end of the first step to the end of the last."""
     return sum(row["num_trained_tokens"] for row in steps[1:]) / (
         steps[-1]["time_s"] - steps[0]["time_s"]
@@ -120,6 +121,7 @@ def times(run: RunData) -> list[dict[str, Any]]:
     }
     goals = {"rl": 180.0}
     spent = shares(run.spans)
+    assert spent is not None, "the run has no spans"
     pauses_s = [
         update["pause_s"] for update in run.updates if update["version"] > 0
     ]  # version 0 goes into engines that are idle

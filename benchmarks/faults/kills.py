@@ -147,8 +147,8 @@ class KilledRun:
         before = self.attempt()
         launcher = self.start("run", NAME, kill.stage)
         pid = self.wait(launcher, kill, lambda: self.pid(kill.victim, launcher, before))
-        if kill.after_steps is not None:
-            self.wait(launcher, kill, lambda: self.num_trained(before) >= kill.after_steps)
+        if (steps := kill.after_steps) is not None:
+            self.wait(launcher, kill, lambda: self.num_trained(before) >= steps)
         time.sleep(kill.after_s)
         if launcher.poll() is not None:
             raise SystemExit(f"{kill}: the stage ended before it:\n{self.said()}")
@@ -156,6 +156,7 @@ class KilledRun:
             self.num_trained(before),
             psutil.Process(launcher.pid).children(recursive=True),
         )
+        assert pid is not None
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         launcher.wait()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,7 +28,7 @@ ORDER = (
 )
 
 
-def timed(command: list[str | Path], environment: dict[str, str]) -> float:
+def timed(command: Sequence[str | Path], environment: dict[str, str]) -> float:
     start = time.perf_counter()
     subprocess.run(
         command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -44,7 +45,7 @@ def build_all(folder: Path, environment: dict[str, str]) -> dict[tuple[str, str]
 
 
 def start_s(image: Path | None) -> float:
-    inside = (
+    inside: list[str | Path] = (
         ["apptainer", "--silent", "exec", "--userns", "--contain", "--cleanenv", image]
         if image
         else []

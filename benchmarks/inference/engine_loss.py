@@ -152,7 +152,7 @@ def measure(run: Run, launcher: subprocess.Popen[bytes], kills: int) -> tuple[li
     begin_s = time.time()
     time.sleep(30.0)
     ordinary = run.tokens_per_s(begin_s, time.time())
-    losses = []
+    losses: list[dict] = []
     for number in range(kills):
         killed_s, index = time.time(), 1 - number % 2
         os.kill(run.pid(f"inference.{index}"), signal.SIGKILL)

@@ -34,7 +34,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
@@ -326,14 +326,12 @@ async def through_all(
     async def ask(index: int, tokens: int) -> int:
         rollout = await run_episode(
             task=task, problem_index=index, max_turns=1, renderer=task, engine=Published(fleet),
-            sampling=SimpleNamespace(max_tokens_per_turn=tokens, temperature=1.0),
+            sampling=cast(Any, SimpleNamespace(max_tokens_per_turn=tokens, temperature=1.0)),
             max_model_len_tokens=spec.inference.max_model_len_tokens,
             cache_salt=str(number), name=f"{number}-{index}", timeout_s=3600.0, routes=shape,
         )  # fmt: skip
-        assert (
-            rollout.routed_experts is None
-            or (rollout.routed_experts[:-1] < shape.num_experts).all()
-        )
+        if (routes := rollout.routed_experts) is not None and shape is not None:
+            assert (routes[:-1] < shape.num_experts).all()
         return int(rollout.trained.sum())
 
     return await steady(args, ask)

@@ -95,7 +95,8 @@ def main() -> None:
         ends = sort_by_expert(expert, experts).ends_E
         added, best = dict.fromkeys(BACKENDS, 0.0), 0.0
         for name, sides in projections.items():
-            leaves, weight = tensors(rows, experts, *sides, rank, device)
+            num_in, num_out = sides
+            leaves, weight = tensors(rows, experts, num_in, num_out, rank, device)
             expected = outcome(
                 summed(reference_grouped_matmul), [x.float() for x in leaves], weight.float(), ends
             )

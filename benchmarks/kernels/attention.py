@@ -86,7 +86,7 @@ class Contender(NamedTuple):
     calls: int = 5  # timed
 
 
-def differentiable(attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]) -> Contender:
+def differentiable(attend: Callable[..., Tensor]) -> Contender:
     """Return a contender whose backward is autograd."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Any]:
@@ -207,7 +207,7 @@ def errors(
 
 def reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    out = reference_varlen_attention(*leaves, layout.cu_seqlens_q)
+    out = reference_varlen_attention(leaves[0], leaves[1], leaves[2], layout.cu_seqlens_q)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.float())
 
 
@@ -285,9 +285,9 @@ def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
     layout = Layout(
         of_q.cu_seqlens_q, of_k.cu_seqlens_k, max(lengths_q), max(lengths_k), False, of_q.scale
     )
-    wide = [x.float() for x in (dout, q, k, v)]
-    out, lse = plain.forward(*wide[1:], layout)
-    expected = out, *plain.backward(*wide, out, lse, layout)
+    wide_dout, wide_q, wide_k, wide_v = (x.float() for x in (dout, q, k, v))
+    out, lse = plain.forward(wide_q, wide_k, wide_v, layout)
+    expected = out, *plain.backward(wide_dout, wide_q, wide_k, wide_v, out, lse, layout)
     for name in ("cudnn_packed", "flash"):
         contender = entrants[name]
         row: dict[str, Any] = {
@@ -384,7 +384,8 @@ def compiled() -> dict[str, Any]:
         results = []
         for call in (attend, varlen_attention):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = call(*leaves, Documents(layout.cu_seqlens_q, layout.max_q))
+            documents = Documents(layout.cu_seqlens_q, layout.max_q)
+            out = call(leaves[0], leaves[1], leaves[2], documents)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
         worst = max(
             (worst, *(error(a, e) for a, e in zip(*results, strict=True))),

@@ -108,12 +108,16 @@ def outcome(
 
 
 def check_numbers(
-    backends: dict[str, Callable[..., Tensor]], sizes: tuple[int, ...], tokens: int, device: str
+    backends: dict[str, Callable[..., Tensor]],
+    sizes: tuple[int, int, int, int],
+    tokens: int,
+    device: str,
 ) -> dict[str, Any]:
     found = {}
-    inputs = tensors(tokens, *sizes, device)
+    experts, slots, hidden, intermediate = sizes
+    inputs = tensors(tokens, experts, slots, hidden, intermediate, device)
     for routing in ("balanced", "skewed"):
-        expert = routes(tokens, *sizes[:2], routing == "skewed", device)
+        expert = routes(tokens, experts, slots, routing == "skewed", device)
         expected = outcome(reference_layer, [x.float() for x in inputs], expert)
         for name, op in backends.items():
             outcome(op, inputs, expert)  # compilation may sync

@@ -80,15 +80,16 @@ def measure(
 ) -> dict[str, Any]:
     """Return one row: times, bounds and peak memory above the inputs."""
     hidden, weight = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(trained)
+    target, temperature = inputs[2:]
     wanted = [x for x in (hidden, weight) if x.requires_grad]
 
     def forward() -> Any:
         with torch.no_grad():
-            return token_logprob(hidden, weight, *inputs[2:], chunk, backend=backend)
+            return token_logprob(hidden, weight, target, temperature, chunk, backend=backend)
 
     def both() -> Any:
         outputs = token_logprob(
-            hidden, weight, *inputs[2:], chunk, keep_logits=keep_logits, backend=backend
+            hidden, weight, target, temperature, chunk, keep_logits=keep_logits, backend=backend
         )
         return torch.autograd.grad(outputs, wanted, arriving)
 
@@ -99,7 +100,7 @@ def measure(
         both()
         peak_bytes = torch.cuda.max_memory_allocated() - before
     forward_ms, both_ms = milliseconds(forward, 5), milliseconds(both, 5)
-    num_tokens, width, vocab = *hidden.shape, weight.shape[0]
+    (num_tokens, width), vocab = hidden.shape, weight.shape[0]
     product_ms = 2e3 * num_tokens * width * vocab / GEMM_FLOPS
     forward_bound_ms = product_ms + 8e3 * num_tokens * vocab / BYTES
     products, logit_bytes = 4 - (not trained) - keep_logits, 14 if keep_logits else 18
@@ -121,7 +122,7 @@ def measure(
 def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[str, Any]:
     """Time each step over one tile of "auto": products in TFLOP/s, passes in TB/s."""
     hidden, weight, target, temperature = inputs
-    num_tokens, width, vocab = *hidden.shape, weight.shape[0]
+    (num_tokens, width), vocab = hidden.shape, weight.shape[0]
     chunk = chunked.auto_chunk_tokens(hidden.device, vocab)
     tokens, block = chunked.tiles(num_tokens, vocab, chunk, backend)[0]
     hidden, target, temperature = hidden[tokens], target[tokens], temperature[tokens]

@@ -49,7 +49,7 @@ MUON = Muon(
 def dense(num_weights: float, device: torch.device) -> nn.Module:
     """Return blocks with at least `num_weights` weights and random gradients."""
     policy, count = nn.Module(), 0
-    shapes = [VOCABULARY] if num_weights > 1e9 else []
+    shapes: list[tuple[int, ...]] = [VOCABULARY] if num_weights > 1e9 else []
     while count + sum(map(numel, shapes)) < num_weights:
         shapes += LAYER
     for index, shape in enumerate(shapes):
@@ -189,8 +189,11 @@ def transfers(hosts: list[torch.Tensor], device: torch.device) -> tuple[float, f
             for block in hosts:
                 block.view(-1).copy_(out_of[: block.numel()], non_blocking=True)
 
-    runs = (fetch, send, lambda: (fetch(), send()))
-    in_s, out_s, both_s = (timed(run, device, 2) for run in runs)
+    def both() -> None:
+        fetch()
+        send()
+
+    in_s, out_s, both_s = (timed(run, device, 2) for run in (fetch, send, both))
     return in_s, out_s, both_s
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from orrery.manifest.identity import run_id
 from orrery.manifest.render import render_all, write
@@ -68,7 +69,7 @@ def main() -> None:
             f"sweep_{n}.jsonnet": OWN_FILE % (n, n, n) for n in range(1, NUM_RUNS + 1)
         },
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape, specs in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
             workspace = checkout(Path(folder), specs)

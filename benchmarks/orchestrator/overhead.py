@@ -19,8 +19,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
@@ -34,6 +36,7 @@ from orrery.runtime.role_context import RoleContext, parse_role
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import write_tokenizer
+from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch
 from orrery.wire.weight_wire import (
     WeightPublisher,
@@ -95,7 +98,7 @@ class InstantTrainer:
         self.num_batches += 1
         for rank in batch.micro_batches:
             for micro_batch in rank:
-                for part in micro_batch:
+                for part in cast(Sequence[Columns], micro_batch):
                     self.num_bytes += sum(
                         column.nbytes for column in (*part.token.values(), *part.sample.values())
                     )

@@ -186,8 +186,8 @@ def pooled(manifest: Manifest, found: Found) -> dict[str, Any]:
         "num_sampled_tokens": int(sum(len(one.log_ratio) for one in found.scores["float32", True])),
         "ratio_of_each_run": found.ratios,
         "num_layers": manifest.model.num_layers,
-        "experts": f"{manifest.model.moe.num_experts_per_token} "
-        f"of {manifest.model.moe.num_experts}",
+        "experts": f"{manifest.model.mixture.num_experts_per_token} "
+        f"of {manifest.model.mixture.num_experts}",
         "engine": f"vLLM in {manifest.inference.dtype} on {manifest.hardware.accelerator}",
         "held_out_reward_by_version": found.held_out,
     }

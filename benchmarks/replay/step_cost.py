@@ -124,8 +124,10 @@ def main() -> None:
     plain = batch(model, args.tokens, args.document)
     routes = own_routes(model, trainer, plain, device)
     replayed = Columns(plain.offsets, {**plain.token, COLUMN: routes}, plain.sample)
+    shape = route_shape(model)
+    assert shape is not None, f"{args.model} has no experts"
     begin_s = time.perf_counter()
-    check_routes(routes, route_shape(model), "batch 1")
+    check_routes(routes, shape, "batch 1")
     check_s = time.perf_counter() - begin_s
     learner = learner_of(model, trainer, device)
     times: dict[str, list[float]] = {"without": [], "with": []}

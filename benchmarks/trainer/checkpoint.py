@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,12 +110,9 @@ def measure(rank: int, size: int, port: int, num_bytes: int, folder: Path) -> No
             world.barrier()
             begin_s = time.perf_counter()
             blocked_s = saver.copy(learner, target / "trainer")
-            saver.write(
-                lambda target=target: checkpoints.complete(
-                    target, [f"trainer/{checksum_file(other)}" for other in range(size)]
-                )
-            )
-            beside = []
+            files = [f"trainer/{checksum_file(other)}" for other in range(size)]
+            saver.write(partial(checkpoints.complete, target, files))
+            beside: list[float] = []
             while not saver.is_idle:
                 beside.append(steps.run())
             saver.finish()

@@ -46,7 +46,7 @@ class Shape:
     kinds: tuple[str, ...]  # of the CHANGES that apply to it
 
 
-MEASURED = {"steps": 3, "warmup": 2, "micro_batches": 2}
+MEASURED = Options(loss="sft", steps=3, warmup=2, micro_batches=2)
 TINY = Options(
     device="cpu",
     loss="sft",
@@ -59,10 +59,8 @@ TINY = Options(
 )
 MIXTURE = ("all", "mixture")
 SHAPES = {
-    "qwen3_30b_a3b_16k": Shape(
-        "qwen3_30b_a3b_16k", Options(loss="sft", routing="balanced", **MEASURED), MIXTURE
-    ),
-    "qwen3_8b_8k": Shape("qwen3_8b_8k", Options(loss="sft", **MEASURED), ("all",)),
+    "qwen3_30b_a3b_16k": Shape("qwen3_30b_a3b_16k", replace(MEASURED, routing="balanced"), MIXTURE),
+    "qwen3_8b_8k": Shape("qwen3_8b_8k", MEASURED, ("all",)),
     "tiny": Shape("reverse_text_moe", TINY, MIXTURE),
 }
 
@@ -170,7 +168,7 @@ def variants(shape: Shape, devices: int | None, layers: int | None) -> list[Vari
     for kind, name, changes in CHANGES:
         if kind not in shape.kinds:
             continue
-        given = {
+        given: dict[str, Any] = {
             section: change if section == "compile" else json.dumps(change)
             for section, change in changes.items()
         }

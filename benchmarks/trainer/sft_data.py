@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         renderer, held = write_tokenizer(at, text), list(chats_of(text))
-        data = [write_file(at / "chats.jsonl", held), write_dataset(at / "dataset", held)]
+        data: list[ChatFile | ChatDataset] = [
+            write_file(at / "chats.jsonl", held),
+            write_dataset(at / "dataset", held),
+        ]
         num_bytes = (at / "chats.jsonl").stat().st_size
-        rows, opened = [], {}
+        rows: list[dict[str, Any]] = []
+        opened: dict[str, Chats] = {}
         for one in data:
-            spent = seconds(lambda one=one: opened.__setitem__(one.kind, open_chats(one, "data")))
+            begin_s = time.perf_counter()
+            opened[one.kind] = open_chats(one, "data")
+            spent = time.perf_counter() - begin_s
             rows.append(
                 {"variant": f"open {one.kind}", "value": spent, "unit": "s", "bytes": num_bytes}
             )
@@ -206,9 +213,7 @@ def main() -> None:
             rows.append(tokenising(chats, renderer, ("assistant",)))
             alone = World(0, 1, torch.device("cpu"), None)
             other = [Chat("", chats[0].messages[:1])]
-            spent = seconds(
-                lambda chats=chats, alone=alone, other=other: refuse_shared(other, chats, alone)
-            )
+            spent = seconds(partial(refuse_shared, other, chats, alone))
             rows.append(
                 {
                     "variant": f"compare {type(chats).__name__}",

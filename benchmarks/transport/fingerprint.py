@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (shape, parts, dim) in VARIANTS.items():
         buffer, where, whole = bucket(
             shape, parts, dim, (options.mib or (1024 if is_gpu else 64)) << 20, device

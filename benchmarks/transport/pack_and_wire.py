@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ ROLLOUT_TOKENS = 131_072
 OPAQUE_SHAPE = (78, 8)  # layers, experts a token: uint8, 624 bytes
 
 
-class Rollouts:
+class Rollouts(Sequence[Columns]):
     """`num` documents of `tokens` tokens, made on access as windows into one random buffer."""
 
     def __init__(self, num: int, tokens: int) -> None:
@@ -45,7 +46,7 @@ class Rollouts:
     def __len__(self) -> int:
         return self.num
 
-    def __getitem__(self, index: int) -> Columns:
+    def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self.num:
             raise IndexError(index)
         start = index % 256

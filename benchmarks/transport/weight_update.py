@@ -24,6 +24,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,7 +81,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     initialize_on_device(policy.network, 0.02, 0)
     dtype = getattr(torch, manifest.inference.dtype)
     parts: list[dict[str, float]] = []
-    ctx = SimpleNamespace(
+    ctx: Any = SimpleNamespace(
         health=SimpleNamespace(waiting=lambda *_, **__: nullcontext()),
         metrics=SimpleNamespace(write=lambda *_, **row: parts.append(row)),
         log=logging.getLogger("trainer"),
