@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,12 +53,12 @@ SHARED = {
 }
 
 
-def manifest(inference: dict, mesh: dict, **fields) -> Manifest:
+def manifest(inference: dict, mesh: dict, routed_experts: bool = True, **fields) -> Manifest:
     content = json.loads((ROOT / "manifests" / "reverse_text_moe.json").read_text()) | fields
     content["inference"] |= inference
     content["trainer"]["mesh"] |= mesh
     content["hardware"]["devices_per_node"] = 4
-    content["transport"]["routed_experts"] = True
+    content["transport"]["routed_experts"] = routed_experts
     content["orchestrator"] |= {
         "rollouts_per_batch": 64,
         "max_off_policy_steps": 0,
@@ -133,8 +132,8 @@ def trained(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("inference", "mesh"),
-    [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2}), (SHARED, {})],
-    ids=["cache on disk, ep", "prefill apart, cp", "a store that engines share"],
+    [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2})],
+    ids=["cache on disk, ep", "prefill apart, cp"],
 )
 def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, inference, mesh):
     spec = manifest(inference, mesh, name="routed")
@@ -147,25 +146,15 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
             for file in blocks(kept)
         )
 
-    with (
-        alone_in_a_network("Mooncake listens on every interface")
-        if inference is SHARED
-        else nullcontext()
-    ):
-        folder = play(tmp_path, spec, look)
-    assert (folder / "logs" / "kv_store.0.log").exists() == (inference is SHARED), (
-        "the launcher starts the store"
-    )
+    folder = play(tmp_path, spec, look)
+    assert not (folder / "logs" / "kv_store.0.log").exists()
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
-    # Prefill engines use no outside cache. Of two engines with one store, either may find blocks.
+    # Prefill engines use no outside cache.
     hits = found_outside(folder, spec)
-    if inference is SHARED:
-        assert sum(hits) > 0
-    else:
-        assert [tokens > 0 for tokens in hits] == [
-            index >= spec.inference.prefill_replicas for index in range(len(hits))
-        ], hits
+    assert [tokens > 0 for tokens in hits] == [
+        index >= spec.inference.prefill_replicas for index in range(len(hits))
+    ], hits
     steps = trained(folder)
     assert [row["step"] for row in steps] == [1, 2, 3]
     shape = route_shape(spec.model)
@@ -178,6 +167,17 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
         ends = batch.offsets[1:] - 1  # the last token of a rollout was never computed
         assert (routes[ends] == shape.no_route).all() and routes.sum() > 0
         assert row["logprob_max_abs_diff_same_weights"] <= 1e-4
+
+
+def test_the_launcher_starts_a_store_in_which_engines_find_blocks(tmp_path):
+    spec = manifest(SHARED, {}, routed_experts=False, name="shared")
+    with alone_in_a_network("Mooncake listens on every interface"):
+        folder = play(tmp_path, spec)
+    assert (folder / "logs" / "kv_store.0.log").exists()
+    assert sum(found_outside(folder, spec)) > 0  # either engine may find them
+    steps = trained(folder)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["logprob_max_abs_diff_same_weights"] <= 1e-4 for row in steps)
 
 
 def small(name: str) -> Manifest:

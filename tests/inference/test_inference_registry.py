@@ -116,7 +116,7 @@ CORRECTED = {
         ("model_executor/layers/fused_moe/layer.py", "FusedMoEConfig"),
         ("model_executor/layers/fused_moe/config.py", "FusedMoEConfig.is_lora_enabled"),
     ],
-    "vllm_routes_offloaded.py": [
+    "vllm_routes.py (tiers)": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "BlockObjectStore"),
         ("distributed/aux_output_connector/worker.py", "routed_experts_keys"),
@@ -133,24 +133,6 @@ CORRECTED = {
         (
             "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
             "OffloadingConnectorScheduler.get_num_new_matched_tokens",
-        ),
-    ],
-    "vllm_routes_shared.py": [
-        (
-            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
-            "MooncakeStoreWorker.lookup",
-        ),
-        (
-            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
-            "MooncakeStoreWorker.store",
-        ),
-        (
-            "distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py",
-            "MooncakeStoreWorker.hash_block_size",
-        ),
-        (
-            "distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py",
-            "MooncakeLookupResult.hit_length",
         ),
     ],
     "vllm_routes.py": [

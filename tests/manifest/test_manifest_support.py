@@ -61,6 +61,11 @@ REFUSED = [
         "yet; set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0",
     ),
     (
+        changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE),
+        "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
+        "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false",
+    ),
+    (
         changed(
             "reverse_text",
             hardware=H200,
@@ -322,15 +327,8 @@ def test_one_h200_node_of_a_built_network_is_built():
 
 
 @pytest.mark.parametrize("hardware", [{}, {"hardware": H200}], ids=["cpu", "h200"])
-def test_routes_in_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_hardware(hardware):
-    check_supported(
-        changed(
-            "reverse_text_moe",
-            transport__routed_experts=True,
-            inference__kv_offload=STORE,
-            **hardware,
-        )
-    )
+def test_a_shared_store_and_restarts_beside_mooncake_are_built_on_all_hardware(hardware):
+    check_supported(changed("reverse_text_moe", inference__kv_offload=STORE, **hardware))
     mooncake = {
         **APART,
         "inference__kv_transfer": {"kind": "mooncake", "protocol": "tcp"},

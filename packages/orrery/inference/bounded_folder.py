@@ -99,8 +99,6 @@ def _path(folder: Path, key: str) -> Path:
 class RoutesOnDisk:
     """One file a block. One thread writes, any thread reads."""
 
-    far = False  # cheap to read again
-
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
@@ -120,21 +118,18 @@ class RoutesOnDisk:
                 with suppress(OSError):
                     aside.unlink()
 
-    def read(self, keys: list[str], num_bytes: int) -> list[bytes | None]:
-        """Return each block's routes of `num_bytes`, or None."""
-        paths = [_path(self._folder, key) for key in keys]
-        self._files.used(map(str, paths))
-        found = [self._read(path) for path in paths]
-        return [
-            payload if payload is not None and len(payload) == num_bytes else None
-            for payload in found
-        ]
+    def read(self, keys: list[str], num_bytes: int) -> dict[str, bytes]:
+        """Return the routes on disk, of `num_bytes` each, by block."""
+        paths = {key: _path(self._folder, key) for key in keys}
+        self._files.used(map(str, paths.values()))
+        found = {key: self._read(path) for key, path in paths.items()}
+        return {key: payload for key, payload in found.items() if len(payload) == num_bytes}
 
-    def _read(self, path: Path) -> bytes | None:
+    def _read(self, path: Path) -> bytes:
         try:
             return path.read_bytes()
         except FileNotFoundError:
-            return None
+            return b""
         except OSError as error:
             log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
-            return None
+            return b""

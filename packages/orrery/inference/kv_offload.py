@@ -18,8 +18,7 @@ from typing import Any
 
 from orrery.inference.bounded_folder import FOLDER, FOLDER_BYTES
 from orrery.inference.kv_transfer import refuse_missing_rdma, refuse_open_interfaces
-from orrery.inference.patches.vllm_routes_offloaded import KEPT
-from orrery.inference.patches.vllm_routes_shared import SHARED
+from orrery.inference.patches.registry import KEPT
 from orrery.manifest.schema import Manifest, disk_block_bytes
 from orrery.runtime import scratch
 from orrery.runtime.role_context import RoleContext
@@ -90,10 +89,8 @@ def offload(ctx: RoleContext) -> list[str]:
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     """Return the variables that keep routes as long as their blocks."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
-    if not manifest.transport.routed_experts or offload.kind == "none":
-        return {}
-    if offload.kind == "mooncake":
-        return {KEPT: "2", SHARED: "1"}
+    if not manifest.transport.routed_experts or offload.kind != "tiers":
+        return {}  # `manifest.support` refuses routes with a Mooncake Store
     # Twice the room, because caches and routes are evicted in different orders.
     # `host_bytes` is for all devices of an engine, `kv_cache_bytes` for one.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)

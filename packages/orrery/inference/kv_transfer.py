@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from orrery.inference.patches.vllm_routes_offloaded import KEPT
+from orrery.inference.patches.registry import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 from orrery.runtime import network

@@ -37,6 +37,11 @@ def check_supported(manifest: Manifest) -> None:
             "over keep none elsewhere yet; set inference.kv_offload.kind to 'none', or "
             "inference.prefill_replicas to 0"
         )
+    if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
+            "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
+        )
     if inference.prefill_replicas and inference.data_parallel > 1:
         raise OrreryError(
             f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are "

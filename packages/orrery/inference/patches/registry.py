@@ -10,12 +10,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from orrery.inference.patches.vllm_routes_offloaded import KEPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 VERSIONS = "0.32"
 TESTS = "tests/inference"
+# The size of the store of routes, as a multiple of the device's blocks. Without it none is patched.
+KEPT = "ORRERY_ROUTES_KEPT"
 
 
 class Patch(NamedTuple):
@@ -179,25 +180,18 @@ PATCHES = (
         "test_inference_routes.py",
     ),
     Patch(
-        "vllm_routes_offloaded.keep",
+        "vllm_routes.keep",
         "aux_output_connector.BlockObjectStore",
         "routes are lost with a block that leaves the device, and the engine ends when it returns",
         "vLLM's store of routes follows the tiers",
         "test_inference_kv_offload.py",
     ),
     Patch(
-        "vllm_routes_offloaded.beside_transfer",
+        "vllm_routes.beside_transfer",
         "RoutedExpertsBuffer.capture",
         "prefill and decode engines do not start with routes",
         "vLLM returns routes with P/D",
         "test_inference_prefill_decode.py",
-    ),
-    Patch(
-        "vllm_routes_shared.share",
-        "MooncakeStoreWorker.lookup",
-        "a Mooncake Store shares cache blocks without their routes",
-        "vLLM's connector shares routes",
-        "test_inference_kv_offload.py",
     ),
 )
 
@@ -243,8 +237,8 @@ def correct_engine(shared_memory_name: str | None) -> None:
         _apply("vllm_processes.name_shared_memory", shared_memory_name)
     _apply("vllm_processes.meet_at_one_address")
     if KEPT in os.environ:
-        _apply("vllm_routes_offloaded.keep")
-        _apply("vllm_routes_offloaded.beside_transfer")
+        _apply("vllm_routes.keep")
+        _apply("vllm_routes.beside_transfer")
     _apply("vllm_whole_answers.hold_outputs")
     _apply("vllm_kv_transfer.pause_beside_unread_blocks")
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_transfer`
