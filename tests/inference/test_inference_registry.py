@@ -5,6 +5,8 @@ installed release. Nothing imports it.
 import ast
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -244,6 +246,20 @@ def test_the_registry_lists_every_patch_and_each_has_a_function_and_a_test():
         assert (REPOSITORY / registry.TESTS / patch.test).is_file()
     modules = {file.stem for file in (INFERENCE / "patches").glob("vllm*.py")}
     assert modules == {name.partition(".")[0] for name in listed}
+
+
+def test_the_registry_prints_a_line_of_json_a_patch_without_vllm_or_torch():
+    code = (
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('vllm', 'torch'))\n"  # their imports raise
+        "runpy.run_module('orrery.inference.patches.registry', run_name='__main__')\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    patches = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert [patch["name"] for patch in patches] == [patch.name for patch in registry.PATCHES]
+    for patch in patches:
+        assert patch["target"] and patch["why"] and patch["until"] and patch["versions"]
+        assert (REPOSITORY / patch["test"]).is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """The registry of vLLM patches: their targets, reasons and processes.
 
-- `python -m orrery.inference.patches.registry` lists them. No patch touches vLLM's files.
+- `python -m orrery.inference.patches.registry` prints each as a line of JSON, without vLLM. `orrery
+  doctor` lists them. No patch touches vLLM's files.
 - vLLM reads its environment at import, so `import_vllm` imports it first.
 - `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
 
+import json
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +15,6 @@ from typing import NamedTuple
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-VERSIONS = "0.32"
 TESTS = "tests/inference"
 # The size of the store of routes, as a multiple of the device's blocks. Without it none is patched.
 KEPT = "ORRERY_ROUTES_KEPT"
@@ -27,6 +28,8 @@ class Patch(NamedTuple):
     why: str
     until: str  # remove the patch when this holds …
     test: str  # … and this test passes without it
+    upstream: str = ""  # vLLM's issue or pull request, if one is known
+    versions: str = "0.32"
 
 
 PATCHES = (
@@ -54,10 +57,10 @@ PATCHES = (
     Patch(
         "vllm.forget_moe_kernels",
         "UnquantizedFusedMoEMethod._setup_kernel",
-        "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs without an error"
-        " (the skip came with vllm-project/vllm#40390)",
+        "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs, no error",
         "weight updates prepack too",
         "test_inference_router.py",
+        "vllm-project/vllm#40390",  # brought the skip
     ),
     Patch(
         "vllm.repack_tied_heads",
@@ -256,5 +259,4 @@ def _apply(name: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     for patch in PATCHES:
-        print(f"{patch.name} (vLLM {VERSIONS}: {patch.target})\n  why: {patch.why}")
-        print(f"  until: {patch.until}; {TESTS}/{patch.test} passes without it")
+        print(json.dumps(patch._asdict() | {"test": f"{TESTS}/{patch.test}"}))
