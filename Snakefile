@@ -4,7 +4,7 @@
 # No rule has a `log`: Snakemake would remove what the launcher has written to it in earlier stages and attempts.
 import sys
 
-from orrery.launcher.pipeline import checked_in, targets_of
+from orrery.launcher.pipeline import STAGES, checked_in, targets_of
 from orrery.manifest.errors import OrreryError
 
 try:
@@ -33,79 +33,21 @@ for target, folders in PIPELINE.folders.items():
             expand("runs/{run}/stages/report/DONE", run=folders),
 
 
-rule init:
-    output:
-        "runs/{run}/stages/init/DONE",
-    resources:
-        machine=1,
-        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "init"),
-    params:
-        job=lambda wildcards: PIPELINE.describe(wildcards.run, "init"),
-    message:
-        "{params.job}"
-    shell:
-        "orrery run {wildcards.run} init"
+for stage in STAGES:
 
-
-rule sft:
-    input:
-        lambda wildcards: PIPELINE.before(wildcards.run, "sft"),
-    output:
-        "runs/{run}/stages/sft/DONE",
-    resources:
-        machine=1,
-        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "sft"),
-    params:
-        job=lambda wildcards: PIPELINE.describe(wildcards.run, "sft"),
-    message:
-        "{params.job}"
-    shell:
-        "orrery run {wildcards.run} sft"
-
-
-rule rl:
-    input:
-        lambda wildcards: PIPELINE.before(wildcards.run, "rl"),
-    output:
-        "runs/{run}/stages/rl/DONE",
-    resources:
-        machine=1,
-        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "rl"),
-    params:
-        job=lambda wildcards: PIPELINE.describe(wildcards.run, "rl"),
-    message:
-        "{params.job}"
-    shell:
-        "orrery run {wildcards.run} rl"
-
-
-rule evaluate:
-    input:
-        lambda wildcards: PIPELINE.before(wildcards.run, "evaluate"),
-    output:
-        "runs/{run}/stages/evaluate/DONE",
-    resources:
-        machine=1,
-        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "evaluate"),
-    params:
-        job=lambda wildcards: PIPELINE.describe(wildcards.run, "evaluate"),
-    message:
-        "{params.job}"
-    shell:
-        "orrery run {wildcards.run} evaluate"
-
-
-rule report:
-    input:
-        lambda wildcards: PIPELINE.before(wildcards.run, "report"),
-    output:
-        "runs/{run}/stages/report/DONE",
-    resources:
-        machine=1,
-        sbatch=lambda wildcards: PIPELINE.sbatch(wildcards.run, "report"),
-    params:
-        job=lambda wildcards: PIPELINE.describe(wildcards.run, "report"),
-    message:
-        "{params.job}"
-    shell:
-        "orrery run {wildcards.run} report"
+    rule:
+        name:
+            stage
+        input:
+            lambda wildcards, stage=stage: PIPELINE.before(wildcards.run, stage),
+        output:
+            f"runs/{{run}}/stages/{stage}/DONE",
+        resources:
+            machine=1,
+            sbatch=lambda wildcards, stage=stage: PIPELINE.sbatch(wildcards.run, stage),
+        params:
+            job=lambda wildcards, stage=stage: PIPELINE.describe(wildcards.run, stage),
+        message:
+            "{params.job}"
+        shell:
+            "orrery run {wildcards.run} {rule}"

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from orrery.launcher.describe_plan import describe_stage
 from orrery.launcher.site import Site, cluster, load_site
@@ -19,6 +20,7 @@ from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
 
+STAGES = get_args(plans.StageName)
 MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
 
 
