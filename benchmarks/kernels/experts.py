@@ -23,11 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
 
 from orrery.kernels.expert_rows import (
+    HAS_TRITON,
     combine_rows,
     gather_rows,
-    operators,
     order_slots,
-    reference,
+    reference_combine_rows,
+    reference_gather_rows,
+    reference_order_slots,
+    reference_swiglu_rows,
     sort_by_expert,
     swiglu_rows,
 )
@@ -89,9 +92,9 @@ def reference_layer(
     x: Tensor, score: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor
 ) -> Tensor:
     rows = sort_by_expert(expert, gate_up.shape[0])
-    gathered = reference_grouped_matmul(reference.gather_rows(x, rows), gate_up, rows.ends_E)
-    act = reference.swiglu_rows(gathered, reference.order_slots(score, rows))
-    return reference.combine_rows(reference_grouped_matmul(act, down, rows.ends_E), rows)
+    gathered = reference_grouped_matmul(reference_gather_rows(x, rows), gate_up, rows.ends_E)
+    act = reference_swiglu_rows(gathered, reference_order_slots(score, rows))
+    return reference_combine_rows(reference_grouped_matmul(act, down, rows.ends_E), rows)
 
 
 def outcome(
@@ -211,7 +214,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
     all_tokens = (32,) if smoke else TOKENS
-    triton = device == "cuda" and operators.available
+    triton = device == "cuda" and HAS_TRITON
     backends: dict[str, Callable[..., Tensor]] = {"aten": layer("aten")}
     if triton:
         backends["triton"] = layer("triton")

@@ -23,7 +23,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
 
-from orrery.kernels.token_logprob import chunked, reference_token_logprob, token_logprob
+from orrery.kernels import token_logprob as lm_head
+from orrery.kernels.token_logprob import reference_token_logprob, token_logprob
 from record import record
 
 VOCAB = 151_936
@@ -123,12 +124,12 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[st
     """Time each step over one tile of "auto": products in TFLOP/s, passes in TB/s."""
     hidden, weight, target, temperature = inputs
     (num_tokens, width), vocab = hidden.shape, weight.shape[0]
-    chunk = chunked.auto_chunk_tokens(hidden.device, vocab)
-    tokens, block = chunked.tiles(num_tokens, vocab, chunk, backend)[0]
+    chunk = lm_head.auto_chunk_tokens(hidden.device, vocab)
+    tokens, block = lm_head.tiles(num_tokens, vocab, chunk, backend)[0]
     hidden, target, temperature = hidden[tokens], target[tokens], temperature[tokens]
     arriving = [x[tokens] for x in arriving]
     num_tokens = tokens.stop
-    passes = chunked._passes(backend)
+    update_state, gradient_pass = lm_head._passes(backend)
     found: dict[str, Any] = {"tokens": num_tokens, "words": block.stop}
 
     def product(name: str, flops: float, call: Any) -> None:
@@ -140,17 +141,17 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[st
         found[name] = {"ms": ms, "tbytes_per_s": num_bytes / ms / 1e9}
 
     flops = 2 * num_tokens * width * block.stop
-    product("logits", flops, lambda: chunked.wide_matmul(hidden, weight[block].T))
-    logits = chunked.wide_matmul(hidden, weight[block].T)
-    state = chunked.plain.initial_state(num_tokens, torch.float32, hidden.device)
+    product("logits", flops, lambda: lm_head.wide_matmul(hidden, weight[block].T))
+    logits = lm_head.wide_matmul(hidden, weight[block].T)
+    state = lm_head.initial_state(num_tokens, torch.float32, hidden.device)
     zeros, given = torch.zeros_like(temperature), (logits, target, temperature, 0)
-    one_pass("softmax", 4 * logits.numel(), lambda: passes.update_state(state, *given))
+    one_pass("softmax", 4 * logits.numel(), lambda: update_state(state, *given))
     rows = (target, temperature, zeros, zeros, *arriving, 0, hidden.dtype)
-    one_pass("gradient", 6 * logits.numel(), lambda: passes.gradient(logits, *rows))
-    gradient = passes.gradient(logits.normal_(), *rows)  # the plain backend overwrote the logits
+    one_pass("gradient", 6 * logits.numel(), lambda: gradient_pass(logits, *rows))
+    gradient = gradient_pass(logits.normal_(), *rows)  # the plain backend overwrote the logits
     total, out = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight[block])
-    product("hidden_gradient", flops, lambda: chunked._add_matmul(total, gradient, weight[block]))
-    product("weight_gradient", flops, lambda: chunked._write_matmul(out, gradient.T, hidden))
+    product("hidden_gradient", flops, lambda: lm_head._add_matmul(total, gradient, weight[block]))
+    product("weight_gradient", flops, lambda: lm_head._write_matmul(out, gradient.T, hidden))
     return found
 
 
@@ -166,7 +167,7 @@ def main() -> None:
     vocab, tokens, reference_tokens, sizes = (
         (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFERENCE_TOKENS, HIDDEN)
     )
-    backends = ["triton", "plain"] if device == "cuda" and chunked._HAS_TRITON else ["plain"]
+    backends = ["triton", "plain"] if device == "cuda" and lm_head._HAS_TRITON else ["plain"]
     rows: list[dict[str, Any]] = []
     details: dict[str, Any] = {
         "tokens": tokens,
@@ -174,7 +175,7 @@ def main() -> None:
         "errors_against_float32": {},
         "parts": {},
     }
-    details["triton"] = version("triton") if chunked._HAS_TRITON else None
+    details["triton"] = version("triton") if lm_head._HAS_TRITON else None
     for hidden in sizes:
         inputs, arriving = example(reference_tokens, hidden, vocab, device)
         expected = reference(inputs, arriving)

@@ -9,7 +9,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from orrery.kernels.token_logprob import chunked, plain, reference_token_logprob, token_logprob
+from orrery.kernels import token_logprob as lm_head
+from orrery.kernels.token_logprob import (
+    gradient,
+    reference_token_logprob,
+    token_logprob,
+    update_state,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
@@ -144,7 +150,7 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, backend):
 def test_blocks_cover_everything_once_in_as_few_as_can_be_or_one_more_for_alignment(
     length, longest
 ):
-    found = chunked.blocks(length, longest)
+    found = lm_head.blocks(length, longest)
     assert [i for block in found for i in range(length)[block]] == list(range(length))
     assert all(block.stop - block.start <= max(1, longest) for block in found)
     assert len(found) == -(-length // max(1, longest))
@@ -155,9 +161,9 @@ def test_auto_takes_a_share_of_all_memory_and_not_of_what_is_free(monkeypatch):
         total_memory = 150 * 10**9
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    tokens = chunked.auto_chunk_tokens(torch.device("cuda:0"), 151936)
+    tokens = lm_head.auto_chunk_tokens(torch.device("cuda:0"), 151936)
     assert tokens % 128 == 0 and 0.9 < tokens * 151936 * 6 / (H200.total_memory / 16) <= 1
-    assert chunked.auto_chunk_tokens(torch.device("cpu"), 151936) == 256
+    assert lm_head.auto_chunk_tokens(torch.device("cpu"), 151936) == 256
     expected = outcome(reference_token_logprob, *example(num_tokens=300))
     assert_close(outcome(token_logprob, *example(num_tokens=300), "auto"), expected, 1e-12)
 
@@ -185,10 +191,10 @@ def test_frozen_operands_and_kept_logits_cost_no_product():
 
 def softmax_of(update_state, block, target, temperature, edges=()):
     """Log-prob, entropy and log-normalizer of whole rows, absorbed in parts that end at `edges`."""
-    state = plain.initial_state(block.shape[0], block.dtype, block.device)
+    state = lm_head.initial_state(block.shape[0], block.dtype, block.device)
     for first, last in zip((0, *edges), (*edges, block.shape[1]), strict=True):
         update_state(state, block[:, first:last].contiguous(), target, temperature, first)
-    return plain.finish_state(state)
+    return lm_head.finish_state(state)
 
 
 def rows_of(num_rows, vocab, seed=3):
@@ -200,7 +206,7 @@ def rows_of(num_rows, vocab, seed=3):
     block = 4 * torch.randn(num_rows, vocab, generator=generator)
     target = torch.randint(0, vocab, (num_rows,), generator=generator)
     temperature = 0.5 + torch.rand(num_rows, generator=generator)
-    _, entropy, log_normalizer = softmax_of(plain.update_state, block.double(), target, temperature)
+    _, entropy, log_normalizer = softmax_of(update_state, block.double(), target, temperature)
     gradients = torch.randn(2, num_rows, generator=generator).unbind()
     return block.to(DEVICE), tuple(
         x.to(DEVICE)
@@ -214,7 +220,7 @@ def test_a_softmax_may_be_absorbed_in_any_parts(edges):
     block = block.double()
     block[0, 10], block[1, 8990] = 60, 60  # the maximum comes first in one row and late in another
     expected = torch.log_softmax(block / temperature[:, None], dim=1)
-    logprob, entropy, _ = softmax_of(plain.update_state, block.clone(), target, temperature, edges)
+    logprob, entropy, _ = softmax_of(update_state, block.clone(), target, temperature, edges)
     torch.testing.assert_close(
         logprob, expected.gather(1, target[:, None]).squeeze(1), rtol=1e-12, atol=1e-12
     )
@@ -226,13 +232,13 @@ def test_a_softmax_may_be_absorbed_in_any_parts(edges):
     ("vocab", "edges"), [(7, ()), (4096, ()), (9000, ()), (9000, (3000,)), (9000, (1, 4098))]
 )
 def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
-    from orrery.kernels.token_logprob import triton
+    from orrery.kernels import token_logprob_triton as triton
 
     block, (target, temperature, *_) = rows_of(5, vocab)
     block[1] += (
         1000  # a common offset cancels: what is left is the rounding of logits of 1000, 3e-5 each
     )
-    expected = softmax_of(plain.update_state, block.double(), target, temperature)
+    expected = softmax_of(update_state, block.double(), target, temperature)
     actual = softmax_of(triton.update_state, block, target, temperature, edges)
     rest = torch.tensor([0, 2, 3, 4], device=DEVICE)
     for a, e in zip(actual, expected, strict=True):
@@ -247,7 +253,7 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
 def test_the_one_pass_gradient_of_triton_equals_the_plain_backend_in_any_block(
     vocab, first_column, width
 ):
-    from orrery.kernels.token_logprob import triton
+    from orrery.kernels import token_logprob_triton as triton
 
     block, rows = rows_of(5, vocab)
     part = block[:, first_column : first_column + width].contiguous()
@@ -256,7 +262,7 @@ def test_the_one_pass_gradient_of_triton_equals_the_plain_backend_in_any_block(
         (torch.float32, 2e-6),
         (torch.bfloat16, 2**-9 if DEVICE == "cuda" else 2**-7),
     ):
-        expected = plain.gradient(part.double(), *rows, first_column, torch.float64)
+        expected = gradient(part.double(), *rows, first_column, torch.float64)
         actual = triton.gradient(part.clone(), *rows, first_column, dtype)
         assert actual.dtype == dtype
         assert (actual.double() - expected).norm() <= tolerance * expected.norm()
@@ -264,7 +270,7 @@ def test_the_one_pass_gradient_of_triton_equals_the_plain_backend_in_any_block(
 
 @needs_triton
 def test_a_logit_that_is_no_number_comes_out_as_none():
-    from orrery.kernels.token_logprob import triton
+    from orrery.kernels import token_logprob_triton as triton
 
     for bad in (float("nan"), float("inf")):
         for edges in ((), (3000,), (6000,)):
@@ -292,7 +298,7 @@ def test_the_whole_op_with_triton_equals_the_reference(chunk_tokens):
     [(37, 50, 8), (37, 50, 1), (5, 300, 64), (1000, 50, 1), (16384, 151936, 10240)],
 )
 def test_tiles_cover_every_logit_once(num_tokens, vocab, chunk, backend):
-    found = chunked.tiles(num_tokens, vocab, chunk, backend)
+    found = lm_head.tiles(num_tokens, vocab, chunk, backend)
     sizes = [(tokens.stop - tokens.start) * (words.stop - words.start) for tokens, words in found]
     assert sum(sizes) == num_tokens * vocab and max(sizes) <= max(chunk * vocab, num_tokens)
     assert len({(tokens.start, words.start) for tokens, words in found}) == len(found)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer_cases import MEMORY, manifest
 
 import orrery.models.mixture as mixture
+from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
-from orrery.kernels.expert_rows import dispatch as expert_rows
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents
-from orrery.kernels.token_logprob import token_logprob
-from orrery.kernels.token_logprob.chunked import ChunkTokens
+from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
 from orrery.models.layers import Attention, FeedForward, RmsNorm, rotary_angles
 from orrery.models.mixture import MixtureOfExperts

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from orrery.kernels.token_logprob import token_logprob
-from orrery.kernels.token_logprob.chunked import ChunkTokens, auto_chunk_tokens, wide_matmul
+from orrery.kernels.token_logprob import ChunkTokens, auto_chunk_tokens, token_logprob, wide_matmul
 
 
 class _BodyOutput:

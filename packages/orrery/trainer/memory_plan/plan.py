@@ -7,7 +7,7 @@ M scored tokens · V vocabulary · D hidden · bytes of a value: p weights, c co
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orrery.kernels.token_logprob.chunked import ALIGNMENT, AUTO_SHARE, blocks
+from orrery.kernels.token_logprob import ALIGNMENT, AUTO_SHARE, blocks
 from orrery.manifest.schema import Model, Optimizer, Trainer
 from orrery.trainer.memory_plan.sizes import (
     ParameterCounts,

@@ -1,20 +1,23 @@
-"""Chunked LM head: at most `chunk_tokens` × V logits at a time, or one a token if larger.
+"""Log-probability and entropy of given tokens, from hidden states and the LM head.
 
+    z_tv = (hidden_t · weight_v) / temperature_t        in float32 (float64 for float64 inputs)
+    logprob_t = z_t[target_t] − log Σ_v exp z_tv
+    entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
+
+- Holds at most `chunk_tokens` × V logits at a time, or one a token if larger.
 - The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
 - Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed. Plain
   tiles span `chunk_tokens` tokens and all words: the weight's gradient is summed. Both in float32.
-- Logits are float32 (float64 for float64), their gradients have the inputs' dtype.
 - Not twice differentiable. No gradients of target and temperature. No host syncs.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from orrery.kernels.token_logprob import plain
 
 ChunkTokens = int | Literal["auto"]
 Backend = Literal["plain", "triton"]
@@ -63,6 +66,18 @@ def token_logprob(
         chunk_tokens = auto_chunk_tokens(hidden_TD.device, weight_VD.shape[0])
     tensors = (hidden_TD, weight_VD, target_T, temperature_T)
     return _ChunkedTokenLogprob.apply(*tensors, chunk_tokens, backend, keep_logits)
+
+
+def reference_token_logprob(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `token_logprob`'s result by `log_softmax` of all logits, with plain autograd."""
+    dtype = _wide(hidden_TD)
+    logits_TV = hidden_TD.to(dtype) @ weight_VD.to(dtype).T / temperature_T.to(dtype)[:, None]
+    log_softmax_TV = torch.log_softmax(logits_TV, dim=-1)
+    logprob_T = log_softmax_TV.gather(1, target_T[:, None]).squeeze(1)
+    entropy_T = -(log_softmax_TV.exp() * log_softmax_TV).sum(dim=-1)
+    return logprob_T, entropy_T
 
 
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -139,18 +154,18 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         backend: Backend,
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        update_state = _passes(backend).update_state
+        update, _ = _passes(backend)
         ctx.logits = []
         ctx.tiles = tiles(hidden_TD.shape[0], weight_VD.shape[0], chunk_tokens, backend)
-        state_4T = plain.initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
+        state_4T = initial_state(hidden_TD.shape[0], _wide(hidden_TD), hidden_TD.device)
         for tokens, words in ctx.tiles:
             logits_CB = wide_matmul(hidden_TD[tokens], weight_VD[words].T)
             if keep_logits:  # a copy, because the plain pass overwrites the logits
                 ctx.logits.append(logits_CB.clone() if backend == "plain" else logits_CB)
             rows = (target_T[tokens], temperature_T[tokens])
-            update_state(state_4T[:, tokens], logits_CB, *rows, words.start)
+            update(state_4T[:, tokens], logits_CB, *rows, words.start)
             del logits_CB  # frees this tile before the next is allocated
-        logprob_T, entropy_T, log_normalizer_T = plain.finish_state(state_4T)
+        logprob_T, entropy_T, log_normalizer_T = finish_state(state_4T)
         inputs = (hidden_TD, weight_VD, target_T, temperature_T)
         ctx.save_for_backward(*inputs, log_normalizer_T, entropy_T)
         ctx.backend = backend
@@ -163,7 +178,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, *rows = ctx.saved_tensors
         rows += [grad_logprob_T, grad_entropy_T]
-        gradient = _passes(ctx.backend).gradient
+        _, gradient_pass = _passes(ctx.backend)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dtype = _wide(hidden_TD)
         # Plain tiles share the weight's rows, so their gradients are summed.
@@ -180,7 +195,7 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
             hidden_CD, weight_BD = hidden_TD[tokens], weight_VD[words]
             rows_C = (row[tokens] for row in rows)
             logits_CB = ctx.logits.pop(0) if ctx.logits else wide_matmul(hidden_CD, weight_BD.T)
-            grad_logits_CB = gradient(logits_CB, *rows_C, words.start, hidden_TD.dtype)
+            grad_logits_CB = gradient_pass(logits_CB, *rows_C, words.start, hidden_TD.dtype)
             del logits_CB
             if grad_hidden_TD is not None:
                 _add_matmul(grad_hidden_TD[tokens], grad_logits_CB, weight_BD)
@@ -194,9 +209,81 @@ class _ChunkedTokenLogprob(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
 
 
-def _passes(backend: Backend) -> Any:
+def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor]]:
     if backend == "plain":
-        return plain
-    from orrery.kernels.token_logprob import triton
+        return update_state, gradient
+    from orrery.kernels import token_logprob_triton
 
-    return triton
+    return token_logprob_triton.update_state, token_logprob_triton.gradient
+
+
+def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the state [4, T] before the first block: rows m, s, w and the target's z."""
+    state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
+    state_4T[0] = -1e38  # finite: the first rise must not compute 0 · ∞
+    return state_4T
+
+
+def update_state(
+    state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
+) -> None:
+    """Add a block of logits, columns from `first_column` on of all, to the state. Overwrites them.
+
+    Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m, and the target's z. When m
+    rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.
+    """
+    m_T, s_T, w_T, target_logit_T = state_4T
+    z_TB = logits_TB.div_(temperature_T.to(logits_TB.dtype)[:, None])
+    column_T, inside_T = _target_columns(target_T, first_column, z_TB.shape[1])
+    target_logit_T.copy_(torch.where(inside_T, z_TB.gather(1, column_T).squeeze(1), target_logit_T))
+    risen_T = torch.maximum(m_T, z_TB.amax(1))
+    fall_T = m_T - risen_T
+    d_TB = z_TB.sub_(risen_T[:, None])
+    e_TB = d_TB.exp()
+    w_T.copy_(fall_T.exp() * (w_T + fall_T * s_T) + torch.linalg.vecdot(d_TB, e_TB))
+    s_T.copy_(fall_T.exp() * s_T + e_TB.sum(1))
+    m_T.copy_(risen_T)
+
+
+def finish_state(state_4T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the target's log-prob, the entropy log s − w / s and the log-normalizer m + log s.
+
+    No large terms cancel.
+    """
+    m_T, s_T, w_T, target_logit_T = state_4T
+    log_s_T = s_T.log()
+    log_normalizer_T = m_T + log_s_T
+    return target_logit_T - log_normalizer_T, log_s_T - w_T / s_T, log_normalizer_T
+
+
+def gradient(
+    logits_TB: Tensor,
+    target_T: Tensor,
+    temperature_T: Tensor,
+    log_normalizer_T: Tensor,
+    entropy_T: Tensor,
+    grad_logprob_T: Tensor,
+    grad_entropy_T: Tensor,
+    first_column: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Return the logits' gradient [T, B], rounded once to `out_dtype`. Overwrites the logits.
+
+    With softmax p, entropy H, gradients g of the log-prob and h of the entropy, it is
+    (g_t (1[v = target_t] − p_tv) − h_t p_tv (log p_tv + H_t)) / temperature_t.
+    """
+    dtype = logits_TB.dtype
+    g_T, h_T, temperature_T = (x.to(dtype) for x in (grad_logprob_T, grad_entropy_T, temperature_T))
+    log_softmax_TB = logits_TB.div_(temperature_T[:, None]).sub_(log_normalizer_T[:, None])
+    softmax_TB = log_softmax_TB.exp()
+    # −p (g + h (log p + H)) in place, then g added at a target inside this block.
+    grad_TB = log_softmax_TB.add_(entropy_T[:, None]).mul_(h_T[:, None]).add_(g_T[:, None])
+    grad_TB = grad_TB.mul_(softmax_TB).neg_()
+    column_T, inside_T = _target_columns(target_T, first_column, grad_TB.shape[1])
+    grad_TB.scatter_add_(1, column_T, torch.where(inside_T, g_T, 0)[:, None])
+    return grad_TB.div_(temperature_T[:, None]).to(out_dtype)
+
+
+def _target_columns(target_T: Tensor, first_column: int, width: int) -> tuple[Tensor, Tensor]:
+    column_T = target_T - first_column
+    return column_T.clamp(0, width - 1)[:, None], (column_T >= 0) & (column_T < width)

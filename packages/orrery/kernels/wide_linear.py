@@ -1,13 +1,15 @@
-"""`orrery::wide_linear`: half-precision operands on tensor cores, float32 out.
+"""A router's logits: half-precision operands on tensor cores, float32 result and gradient.
+
+y_TN = x_TD · w_NDᵀ, accumulated in float32 and not rounded (float64 for float64 operands)
 
 The backward pass splits the float32 gradient into its half-precision rounding and the rest, for one
 product of twice the width. This keeps 16 bits in bfloat16.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from orrery.kernels.wide_linear import reference
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -19,7 +21,13 @@ def wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     """
     if x_TD.is_cuda and x_TD.dtype in HALF and x_TD.dtype == weight_ND.dtype:
         return torch.ops.orrery.wide_linear(x_TD, weight_ND)
-    return reference.wide_linear(x_TD, weight_ND)
+    return reference_wide_linear(x_TD, weight_ND)
+
+
+def reference_wide_linear(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """Return `wide_linear`'s result on any device and dtype: wide operands, plain autograd."""
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    return F.linear(x_TD.to(dtype), weight_ND.to(dtype))
 
 
 @torch.library.custom_op("orrery::wide_linear", mutates_args=())
@@ -28,7 +36,7 @@ def _forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(x, weight):  # type: ignore[no-untyped-def]
+def _(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
@@ -42,7 +50,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_backward.register_fake
-def _(grad, x, weight):  # type: ignore[no-untyped-def]
+def _(grad, x, weight):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -50,11 +58,11 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx, grad):  # type: ignore[no-untyped-def]
+def _gradients(ctx, grad):
     return torch.ops.orrery.wide_linear_backward(grad, *ctx.saved_tensors)
 
 

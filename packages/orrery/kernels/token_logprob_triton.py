@@ -1,6 +1,6 @@
 """The Triton backend: `update_state` and `gradient` in one pass each over a block of logits.
 
-- Formulas: `plain.py`. Logits are float32, gradients rounded at the store.
+- Formulas: `token_logprob.py`. Logits are float32, gradients rounded at the store.
 - NaN and infinite logits give NaN. Offsets are 64-bit: T·V exceeds 2³¹ at 15 thousand tokens.
 """
 

@@ -1,0 +1,277 @@
+"""Tokens to expert order and back, and the activation between an expert's two products.
+
+T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
+
+    rows = sort_by_expert(expert_TK, E)
+    x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
+    act_MI = swiglu_rows(grouped_matmul(x_MD, gate_up_E2ID, rows.ends_E), score_M)
+    out_TD = combine_rows(grouped_matmul(act_MI, down_EDI, rows.ends_E), rows)
+
+Backends: `aten` operations for Inductor to fuse, or `triton` operators on a GPU. No host syncs, and
+no atomics: each gradient is a gather or a sum in fixed order, in float32, rounded once.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Backend = Literal["aten", "triton"]
+HAS_TRITON = find_spec("triton") is not None
+
+
+class RowOrder(NamedTuple):
+    """Slot t·K + k is the k-th choice of token t. A row is a position in expert order."""
+
+    row_M: Tensor  # i64: the slot at each row
+    place_TK: Tensor  # i64: the row of each slot, the inverse of row_M
+    ends_E: Tensor  # i32: the end of each expert's rows, rising
+
+
+def sort_by_expert(expert_TK: Tensor, num_experts: int) -> RowOrder:
+    """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]. T may be 0.
+
+    The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`.
+    """
+    # Narrow keys, because a radix sort passes once over each byte.
+    key_dtype = torch.int16 if num_experts < 32768 else torch.int32
+    if num_experts < 256:
+        key_dtype = torch.uint8
+    expert_M, row_M = expert_TK.flatten().to(key_dtype).sort(stable=True)
+    index_M = torch.arange(row_M.shape[0], device=row_M.device)
+    place_M = torch.empty_like(row_M).scatter_(0, row_M, index_M)
+    experts_E = torch.arange(num_experts, dtype=key_dtype, device=row_M.device)
+    ends_E = torch.searchsorted(expert_M, experts_E, right=True, out_int32=True)
+    return RowOrder(row_M, place_M.view_as(expert_TK), ends_E)
+
+
+def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
+    """Return x_MD: each row's token. A token's gradient is the sum over its K rows."""
+    return _Gather.apply(x_TD, order.row_M, order.place_TK, backend or _choose_backend(x_TD))
+
+
+def combine_rows(y_MD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:
+    """Return out_TD: each token's sum over its K rows, in slot order."""
+    return _Combine.apply(y_MD, order.row_M, order.place_TK, backend or _choose_backend(y_MD))
+
+
+def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
+    """Return value_M: one number a slot, such as its score, in row order."""
+    return _OrderSlots.apply(value_TK, order.row_M, order.place_TK)
+
+
+def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
+    """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
+
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Scored here, the
+    backward pass does not need the down projection's output. Raise ValueError on other shapes.
+    """
+    if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
+        raise ValueError(
+            f"gate_up {list(gate_up_M2I.shape)} and score {list(score_M.shape)} "
+            "must be [M, 2·I] and [M]"
+        )
+    return _Swiglu.apply(gate_up_M2I, score_M, backend or _choose_backend(gate_up_M2I))
+
+
+def _choose_backend(rows: Tensor) -> Backend:
+    return "triton" if HAS_TRITON and rows.is_cuda else "aten"
+
+
+def _spread(x_TD: Tensor, row_M: Tensor, place_TK: Tensor, backend: Backend) -> Tensor:
+    if backend == "triton":
+        return _spread_rows(x_TD.contiguous(), place_TK, row_M.shape[0])
+    return x_TD[row_M // place_TK.shape[1]]
+
+
+def _sum(y_MD: Tensor, place_TK: Tensor, backend: Backend) -> Tensor:
+    if backend == "triton":
+        return _sum_rows(y_MD.contiguous(), place_TK)
+    return _aten_sum_rows(y_MD, place_TK)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, row_M: Tensor, place_TK: Tensor, backend: Backend
+    ) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        ctx.backend = backend
+        return _spread(x_TD, row_M, place_TK, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        (place_TK,) = ctx.saved_tensors
+        return _sum(grad_MD, place_TK, ctx.backend), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y_MD: Tensor, row_M: Tensor, place_TK: Tensor, backend: Backend
+    ) -> Tensor:
+        ctx.save_for_backward(row_M, place_TK)
+        ctx.backend = backend
+        return _sum(y_MD, place_TK, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        row_M, place_TK = ctx.saved_tensors
+        return _spread(grad_TD, row_M, place_TK, ctx.backend), None, None, None
+
+
+class _OrderSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value_TK: Tensor, row_M: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return value_TK.flatten()[row_M]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
+        (place_TK,) = ctx.saved_tensors
+        return grad_M[place_TK], None, None
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend) -> Tensor:
+        ctx.save_for_backward(gate_up_M2I, score_M)
+        ctx.backend = backend
+        if backend == "triton":
+            return _swiglu_rows(gate_up_M2I.contiguous(), score_M.contiguous())
+        return _aten_swiglu_rows(gate_up_M2I, score_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MI: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = (grad_MI, *ctx.saved_tensors)
+        if ctx.backend == "triton":
+            contiguous = (x.contiguous() for x in tensors)
+            return *_swiglu_rows_backward(*contiguous), None
+        return *_aten_swiglu_rows_backward(*tensors), None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x itself in its own dtype, never `x.to(x.dtype)`.
+
+    torch 2.11's compiler returns intermediates of an `autograd.Function` as outputs, and silently
+    zeroes the gradient of an alias (fixed in torch 2.13).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _aten_sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    return _cast(y_MD[place_TK].sum(1, dtype=_wide(y_MD.dtype)), y_MD.dtype)
+
+
+def _aten_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    gate_MI, up_MI = _cast(gate_up_M2I, _wide(gate_up_M2I.dtype)).chunk(2, dim=1)
+    return _cast(gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None], gate_up_M2I.dtype)
+
+
+def _aten_swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return both gradients. silu'(g) = σ(g) (1 + g (1 − σ(g)))."""
+    dtype = _wide(gate_up_M2I.dtype)
+    gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
+    grad_MI = grad_MI.to(dtype)
+    sigmoid_MI = gate_MI.sigmoid()
+    silu_MI = gate_MI * sigmoid_MI
+    grad_score_M = (grad_MI * silu_MI * up_MI).sum(1).to(score_M.dtype)
+    grad_MI = grad_MI * score_M[:, None]
+    grad_gate_MI = grad_MI * up_MI * sigmoid_MI * (1 + gate_MI * (1 - sigmoid_MI))
+    return torch.cat([grad_gate_MI, grad_MI * silu_MI], dim=1).to(gate_up_M2I.dtype), grad_score_M
+
+
+def _triton(rows: Tensor) -> Any:
+    """Return the module of Triton kernels, or None on a CPU, where operators run aten's passes."""
+    if not rows.is_cuda and not (HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    from orrery.kernels import expert_rows_triton
+
+    return expert_rows_triton
+
+
+@torch.library.custom_op("orrery::spread_rows", mutates_args=())
+def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+    """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any of them."""
+    if kernels := _triton(x_TD):
+        return kernels.spread_rows(x_TD, place_TK, num_rows)
+    out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    out_MD[place_TK] = x_TD[:, None]
+    return out_MD
+
+
+@_spread_rows.register_fake
+def _(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+    return x_TD.new_empty(num_rows, x_TD.shape[1])
+
+
+@torch.library.custom_op("orrery::sum_rows", mutates_args=())
+def _sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    if kernels := _triton(y_MD):
+        return kernels.sum_rows(y_MD, place_TK)
+    return _aten_sum_rows(y_MD, place_TK)
+
+
+@_sum_rows.register_fake
+def _(y_MD: Tensor, place_TK: Tensor) -> Tensor:
+    return y_MD.new_empty(place_TK.shape[0], y_MD.shape[1])
+
+
+@torch.library.custom_op("orrery::swiglu_rows", mutates_args=())
+def _swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    if kernels := _triton(gate_up_M2I):
+        return kernels.swiglu_rows(gate_up_M2I, score_M)
+    return _aten_swiglu_rows(gate_up_M2I, score_M)
+
+
+@_swiglu_rows.register_fake
+def _(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    return gate_up_M2I.new_empty(gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2)
+
+
+@torch.library.custom_op("orrery::swiglu_rows_backward", mutates_args=())
+def _swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    if kernels := _triton(gate_up_M2I):
+        return kernels.swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
+    return _aten_swiglu_rows_backward(grad_MI, gate_up_M2I, score_M)
+
+
+@_swiglu_rows_backward.register_fake
+def _(grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate_up_M2I), torch.empty_like(score_M)
+
+
+def reference_gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    return x_TD[order.row_M // order.place_TK.shape[1]]
+
+
+def reference_order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
+    return value_TK.flatten()[order.row_M]
+
+
+def reference_combine_rows(y_MD: Tensor, order: RowOrder) -> Tensor:
+    dtype = _wide(y_MD.dtype)
+    return y_MD[order.place_TK].to(dtype).sum(1).to(y_MD.dtype)
+
+
+def reference_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
+    dtype = _wide(gate_up_M2I.dtype)
+    gate_MI, up_MI = gate_up_M2I.to(dtype).chunk(2, dim=1)
+    return (F.silu(gate_MI) * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
