@@ -31,11 +31,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.kernels.attention import (
     Documents,
     backends,
-    plain,
+    cudnn,
+    flash,
     reference_varlen_attention,
     varlen_attention,
 )
-from orrery.kernels.attention.layout import Layout
+from orrery.kernels.attention.layout import Backend, Layout
 from record import record
 
 HEADS = [(32, 4, 128), (32, 8, 128), (16, 8, 128)]
@@ -72,6 +73,9 @@ PACKS = [
 
 Forward = Callable[[Tensor, Tensor, Tensor, Layout], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+PLAIN = backends.BACKENDS["plain"]
 
 
 class Contender(NamedTuple):
@@ -121,17 +125,21 @@ def torch_packed_cudnn() -> Contender:
     return Contender(forward, backward, lambda q, k, layout: layout.num_documents > 1, calls=2)
 
 
+def backward_of(backend: Backend) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda dout, *rest: backend.backward(dout, rest[:-1], rest[-1])
+
+
 def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the contenders, and the reasons why others are absent."""
     found, absent = {}, {}
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
         backend = backends.BACKENDS[name]
-        found[name] = Contender(backend.forward, backend.backward, backend.supports)
-    for name, backend, package in (
-        ("cudnn_packed", backends.cudnn_packed, "nvidia-cudnn-frontend"),
-        ("flash4", backends.flash4, "flash-attn-4"),
+        found[name] = Contender(backend.forward, backward_of(backend), backend.supports)
+    for name, library, package in (
+        ("cudnn_packed", cudnn.load_library(), "nvidia-cudnn-frontend"),
+        ("flash4", flash.load_flash4(), "flash-attn-4"),
     ):
-        if backend.load_library() is None:
+        if library is None:
             absent[name] = f"the package {package} is not installed"
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
@@ -218,8 +226,8 @@ def reference_of_a_group(
     per_group = q.shape[1] // k.shape[1]
     q, dout = (x[:, :per_group].float() for x in (q, dout))
     k, v = (x[:, :1].float() for x in (k, v))
-    out, lse = plain.forward(q, k, v, layout)
-    return out, *plain.backward(dout, q, k, v, out, lse, layout)
+    out, lse = PLAIN.forward(q, k, v, layout)
+    return out, *PLAIN.backward(dout, (q, k, v, out, lse), layout)
 
 
 def passes(found: list[float]) -> bool:
@@ -286,8 +294,8 @@ def cross(entrants: dict[str, Contender]) -> list[dict[str, Any]]:
         of_q.cu_seqlens_q, of_k.cu_seqlens_k, max(lengths_q), max(lengths_k), False, of_q.scale
     )
     wide_dout, wide_q, wide_k, wide_v = (x.float() for x in (dout, q, k, v))
-    out, lse = plain.forward(wide_q, wide_k, wide_v, layout)
-    expected = out, *plain.backward(wide_dout, wide_q, wide_k, wide_v, out, lse, layout)
+    out, lse = PLAIN.forward(wide_q, wide_k, wide_v, layout)
+    expected = out, *PLAIN.backward(wide_dout, (wide_q, wide_k, wide_v, out, lse), layout)
     for name in ("cudnn_packed", "flash"):
         contender = entrants[name]
         row: dict[str, Any] = {
@@ -397,10 +405,10 @@ def compiled() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"cudnn": str(torch.backends.cudnn.version()), "cuda": str(torch.version.cuda)}
-    library = backends.cudnn_packed.load_library()
+    library = cudnn.load_library()
     if library is not None:
         found["cudnn_frontend"] = library.__version__
-    if backends.flash4.load_library() is not None:
+    if flash.load_flash4() is not None:
         found["flash_attn_4"] = importlib.metadata.version("flash-attn-4")
     return found
 

@@ -22,13 +22,9 @@ from orrery.kernels.attention import (
     attention_backward,
     attention_forward,
     backends,
-    batched,
-    cudnn_dense,
-    cudnn_packed,
+    cudnn,
     flash,
-    flash4,
-    padded,
-    plain,
+    portable,
     reference_varlen_attention,
     varlen_attention,
 )
@@ -36,7 +32,11 @@ from orrery.kernels.attention import (
     layout as layout_module,
 )
 from orrery.kernels.attention.layout import Layout
-from orrery.kernels.attention.padded import Grids
+from orrery.kernels.attention.portable import Grids
+
+padded, batched, plain, cudnn_packed = (
+    backends.BACKENDS[name] for name in ("padded", "batched", "plain", "cudnn_packed")
+)
 
 PACKS = {
     "many of like lengths": [5, 7, 6, 7, 5, 6],
@@ -196,12 +196,12 @@ def test_blocks_of_queries_do_not_show(monkeypatch):
     layout = Layout(cu, cu, 23, 23, True, 0.3)
     dout = torch.ones_like(q)
     whole = plain.forward(q, k, v, layout)
-    gradients = plain.backward(dout, q, k, v, *whole, layout)
-    monkeypatch.setattr(plain, "_BLOCK_QUERIES", 4)
+    gradients = plain.backward(dout, (q, k, v, *whole), layout)
+    monkeypatch.setattr(portable, "_BLOCK_QUERIES", 4)
     for actual, expected in zip(plain.forward(q, k, v, layout), whole, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for actual, expected in zip(
-        plain.backward(dout, q, k, v, *whole, layout), gradients, strict=True
+        plain.backward(dout, (q, k, v, *whole), layout), gradients, strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -219,7 +219,7 @@ def test_backends_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     dout = torch.linspace(-1, 1, q.numel()).view_as(q).to(dtype)
-    given = dout, q, k, v, out, lse, layout
+    given = dout, (q, k, v, out, lse), layout
     for actual, expected in zip(padded.backward(*given), plain.backward(*given), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -229,14 +229,14 @@ def test_backends_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
 def test_batches_in_plain_products_agree_with_documents_one_by_one_however_many_go_at_a_time(
     lengths, rows, monkeypatch
 ):
-    monkeypatch.setattr(batched, "_rows", lambda *_: rows)
+    monkeypatch.setattr(portable, "_rows", lambda *_: rows)
     q, k, v, cu = pack(lengths)
     layout = Layout(cu, cu, max(lengths), max(lengths), True, 8**-0.5)
     out, lse = batched.forward(q, k, v, layout)
     for actual, expected in zip((out, lse), plain.forward(q, k, v, layout), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     dout = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).view_as(q)
-    given = dout, q, k, v, out, lse, layout
+    given = dout, (q, k, v, out, lse), layout
     for actual, expected in zip(batched.backward(*given), plain.backward(*given), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -273,7 +273,7 @@ def test_a_backend_that_fails_is_left_out_and_the_next_one_answers(module, monke
 def test_what_flash_attention_4_refuses_another_backend_computes(kind):
     with (
         pytest.raises(RuntimeError, match=f"{kind.__name__}: no") as caught,
-        flash4._as_runtime_error(),
+        flash._as_runtime_error(),
     ):
         raise kind("no")
     assert type(caught.value) is RuntimeError  # `backends` then runs the next one
@@ -292,7 +292,7 @@ def test_running_out_of_memory_is_not_taken_for_a_backend_that_cannot(monkeypatc
 
 def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tmp_path):
     names = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-    monkeypatch.setattr(flash4.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(flash.tempfile, "gettempdir", lambda: str(tmp_path))
     for name in names:
         monkeypatch.setenv(name, "")  # so that what is set below goes with the test
         monkeypatch.delenv(name)
@@ -300,14 +300,14 @@ def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tm
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    flash4._set_compile_cache()
+    flash._set_compile_cache()
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    flash4._set_compile_cache()
+    flash._set_compile_cache()
     assert not set(names) & os.environ.keys()
     folder.rmdir()
-    flash4._set_compile_cache()
+    flash._set_compile_cache()
     assert [os.environ[name] for name in names] == [
         "1",
         str(folder),
@@ -324,9 +324,13 @@ def test_a_private_operator_of_another_signature_is_left_alone_and_named(caplog)
     assert "queries_per_key" in caplog.text and "_no_such_attention" in caplog.text
 
 
-@pytest.mark.parametrize("backend", [padded, flash, cudnn_dense])
-def test_private_operators_of_this_torch_are_those_that_the_backends_were_written_for(backend):
-    assert layout_module.has_signatures(backend._SIGNATURES)
+@pytest.mark.parametrize(
+    "signatures",
+    [portable._SIGNATURES, flash._FLASH2_SIGNATURES, cudnn._DENSE_SIGNATURES],
+    ids=["padded", "flash", "cudnn_dense"],
+)
+def test_private_operators_of_this_torch_are_those_that_the_backends_were_written_for(signatures):
+    assert layout_module.has_signatures(signatures)
 
 
 def operator_arguments(dtype=torch.float32, lengths=(5, 8)):
@@ -546,14 +550,14 @@ FAKE_CUDNN = types.SimpleNamespace(
 @pytest.fixture
 def fake_cudnn(monkeypatch):
     """Run the packed backend on a CPU with `FakeGraph`. Unwritten memory is NaN."""
-    monkeypatch.setattr(cudnn_packed, "load_library", lambda: FAKE_CUDNN)
-    monkeypatch.setattr(cudnn_packed, "_ready", contextlib.nullcontext)
+    monkeypatch.setattr(cudnn, "load_library", lambda: FAKE_CUDNN)
+    monkeypatch.setattr(cudnn, "_ready", contextlib.nullcontext)
     monkeypatch.setattr(FakeGraph, "built", 0)
-    cudnn_packed._plan.cache_clear()
+    cudnn._plan.cache_clear()
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     yield
     torch.use_deterministic_algorithms(False)
-    cudnn_packed._plan.cache_clear()
+    cudnn._plan.cache_clear()
 
 
 PACKED = {
@@ -585,9 +589,9 @@ def test_cudnn_is_told_of_packed_documents_what_makes_it_right(lengths, fake_cud
     )  # two roundings to bfloat16's 8 bits
     close(out, expected)
     close(lse, expected_lse)
-    gradients = cudnn_packed.backward(dout, q, k, v, expected, expected_lse, layout)
+    gradients = cudnn_packed.backward(dout, (q, k, v, expected, expected_lse), layout)
     for actual, wanted in zip(
-        gradients, plain.backward(dout, q, k, v, expected, expected_lse, layout), strict=True
+        gradients, plain.backward(dout, (q, k, v, expected, expected_lse), layout), strict=True
     ):
         close(actual, wanted)
 
@@ -601,10 +605,10 @@ def test_packs_of_like_sizes_share_a_plan(fake_cudnn):
 
 
 def test_counts_are_rounded_up_by_less_than_a_half():
-    assert [
-        cudnn_packed.round_up(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)
-    ] == [*(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)]
-    assert all(x <= cudnn_packed.round_up(x) < 1.5 * x for x in range(128, 5000))
+    assert [cudnn.round_up(x) for x in (0, 1, 128, 129, 192, 193, 256, 257, 65536, 65537)] == [
+        *(128, 128, 128, 192, 192, 256, 256, 384, 65536, 98304)
+    ]
+    assert all(x <= cudnn.round_up(x) < 1.5 * x for x in range(128, 5000))
 
 
 @pytest.mark.skipif(
@@ -659,9 +663,9 @@ def test_backends_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, mo
     dout = torch.linspace(-1, 1, q.numel(), device="cuda").view_as(q).bfloat16()
     wide = [x.double() for x in (dout, q, k, v)]
     out, lse = plain.forward(*wide[1:], layout)
-    expected = out, lse, *plain.backward(*wide, out, lse, layout)
+    expected = out, lse, *plain.backward(wide[0], (*wide[1:], out, lse), layout)
     given = backends.BACKENDS[backend].forward(q, k, v, layout)
-    actual = *given, *backends.BACKENDS[backend].backward(dout, q, k, v, *given, layout)
+    actual = *given, *backends.BACKENDS[backend].backward(dout, (q, k, v, *given), layout)
     for a, e in zip(actual, expected, strict=True):
         seen = e > -torch.inf
         assert (a[~seen] == -torch.inf).all()

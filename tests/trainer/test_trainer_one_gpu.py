@@ -13,7 +13,7 @@ import rank_threads
 import torch
 from trainer_cases import MOE, manifest
 
-from orrery.kernels.attention import Documents, backends, reference_varlen_attention
+from orrery.kernels.attention import Documents, backends, flash, reference_varlen_attention
 from orrery.models.layers import Attention, rotary_angles
 from orrery.models.mixture import Experts, MixtureOfExperts
 from orrery.trainer.parallel.context_parallel.ring import RingCore
@@ -60,7 +60,7 @@ def calls(monkeypatch):
         with lock:
             return first_that_runs(*args)
 
-    if is_hopper() and flash4.load_library() is None:
+    if is_hopper() and flash.load_flash4() is None:
         pytest.skip("NOT TESTED: FlashAttention 4 is not installed")
     passes = {name: noted(name) for name in ("forward", "backward")}
     monkeypatch.setitem(

@@ -1,38 +1,28 @@
 """Choose the attention backend, and fall back to the next if it fails.
 
-- A backend is a module with `supports`, `forward` and `backward`. `BACKENDS` has the fastest first.
-- All use out [T, H, D] and natural log-sum-exp [H, T], so both passes may run on different
-  backends.
-- A failed backend is not tried again in this process.
+`BACKENDS` has the fastest first. A failed backend is not tried again in this process.
 """
 
 import logging
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import (
-    batched,
-    cudnn_dense,
-    cudnn_packed,
-    flash,
-    flash4,
-    padded,
-    plain,
-)
-from orrery.kernels.attention.layout import Layout, lse_dtype
+from orrery.kernels.attention.cudnn import CudnnDense, CudnnPacked
+from orrery.kernels.attention.flash import Flash2, Flash4
+from orrery.kernels.attention.layout import Backend, Gradients, Layout, Output, Saved, lse_dtype
+from orrery.kernels.attention.portable import Batched, Padded, Plain
 
 log = logging.getLogger("orrery.kernels.attention")
 
-BACKENDS: dict[str, ModuleType] = {
-    "flash4": flash4,
-    "cudnn_dense": cudnn_dense,
-    "cudnn_packed": cudnn_packed,
-    "flash": flash,
-    "padded": padded,
-    "batched": batched,
-    "plain": plain,
+BACKENDS: dict[str, Backend] = {
+    "flash4": Flash4(),
+    "cudnn_dense": CudnnDense(),
+    "cudnn_packed": CudnnPacked(),
+    "flash": Flash2(),
+    "padded": Padded(),
+    "batched": Batched(),
+    "plain": Plain(),
 }
 
 _failed: set[str] = set()
@@ -44,34 +34,26 @@ def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 
 
-def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
     """Return out [T, H, D] and log-sum-exp [H, T], both contiguous."""
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
         lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
         return q_THD.new_zeros(q_THD.shape), lse_HT
-    q_THD, k_SGD, v_SGD = (x.contiguous() for x in (q_THD, k_SGD, v_SGD))
-    return _run_first_that_succeeds("forward", q_THD, k_SGD, layout, q_THD, k_SGD, v_SGD)
+    inputs = _contiguous((q_THD, k_SGD, v_SGD))
+    return _run_first_that_succeeds("forward", q_THD, k_SGD, layout, *inputs)
 
 
-def backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_SGD: Tensor,
-    v_SGD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
     """Return dq, dk, dv, contiguous, in their inputs' dtypes."""
+    q_THD, k_SGD, *_ = saved
     if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
-        dq_THD, dk_SGD, dv_SGD = (x.new_zeros(x.shape) for x in (q_THD, k_SGD, v_SGD))
-        return dq_THD, dk_SGD, dv_SGD
-    tensors = tuple(x.contiguous() for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT))
-    return _run_first_that_succeeds("backward", q_THD, k_SGD, layout, *tensors)
+        return tuple(x.new_zeros(x.shape) for x in saved[:3])
+    saved = _contiguous(saved)
+    return _run_first_that_succeeds("backward", q_THD, k_SGD, layout, dout_THD.contiguous(), saved)
 
 
 def _run_first_that_succeeds(
-    pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor
+    pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor | Saved
 ) -> tuple[Tensor, ...]:
     *optional, last = candidates(q, k, layout)
     for name in optional:

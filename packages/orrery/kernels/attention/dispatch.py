@@ -7,6 +7,8 @@
 """
 
 # mypy: disable-error-code="no-untyped-def"
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,24 @@ def varlen_attention(
     offsets, longest = cu_seqlens.cu_seqlens, cu_seqlens.max_seqlen
     sides = (offsets, offsets, longest, longest, True)
     return varlen_attention_with_lse(q_THD, k_TGD, v_TGD, *sides)[0]
+
+
+def reference_varlen_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
+) -> Tensor:
+    """Return `varlen_attention`'s result by all scores of one document at a time."""
+    dtype = lse_dtype(q_THD)
+    heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
+    outputs = [q_THD[:0]]
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        q_HLD = q_THD[start:end].transpose(0, 1).to(dtype)
+        k_HLD = k_TGD[start:end].repeat_interleave(heads_per_group, dim=1).transpose(0, 1).to(dtype)
+        v_HLD = v_TGD[start:end].repeat_interleave(heads_per_group, dim=1).transpose(0, 1).to(dtype)
+        scores_HLL = q_HLD @ k_HLD.transpose(1, 2) * q_THD.shape[-1] ** -0.5
+        future_LL = torch.ones_like(scores_HLL[0], dtype=torch.bool).triu(1)
+        weights_HLL = scores_HLL.masked_fill(future_LL, -torch.inf).softmax(dim=-1)
+        outputs.append((weights_HLL @ v_HLD).transpose(0, 1).to(q_THD.dtype))
+    return torch.cat(outputs)
 
 
 def varlen_attention_with_lse(
@@ -123,7 +143,7 @@ def varlen_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
-    return backends.backward(dout, q, k, v, out, lse, layout)
+    return backends.backward(dout, (q, k, v, out, lse), layout)
 
 
 @varlen_attention_backward.register_fake

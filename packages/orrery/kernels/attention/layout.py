@@ -1,9 +1,9 @@
-"""The packing, the dtype of log-sum-exps, and a check of torch's private operators."""
+"""The packing, the interface of backends, and a check of torch's private operators."""
 
 import itertools
 import logging
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,21 @@ class Layout(NamedTuple):
         pairs_q = itertools.pairwise(self.cu_seqlens_q.tolist())
         pairs_k = itertools.pairwise(self.cu_seqlens_k.tolist())
         return [(*q, *k) for q, k in zip(pairs_q, pairs_k, strict=True)]
+
+
+Output = tuple[Tensor, Tensor]  # out [T, H, D] and the natural log-sum-exp [H, T]
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G, D], out, lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, in their dtypes
+
+
+class Backend(Protocol):
+    """An implementation of both passes over contiguous tensors. Each may run on another backend."""
+
+    def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
+
+    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output: ...
+
+    def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients: ...
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

@@ -1,8 +1,4 @@
-"""cuDNN attention on packed documents of any lengths, through NVIDIA's `cudnn` package.
-
-Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend caches
-plans, and rounds up sizes to need few. Optional: `pip install nvidia-cudnn-frontend`.
-"""
+"""cuDNN attention in half precision on Hopper and later GPUs."""
 
 import logging
 import threading
@@ -14,13 +10,93 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import cudnn_dense
-from orrery.kernels.attention.layout import Layout
+from orrery.kernels.attention.layout import (
+    Backend,
+    Gradients,
+    Layout,
+    Output,
+    Saved,
+    has_signatures,
+)
 
 log = logging.getLogger("orrery.kernels.attention")
 
+_DENSE_SIGNATURES = {
+    "_scaled_dot_product_cudnn_attention": "query key value attn_bias compute_log_sumexp "
+    "dropout_p is_causal return_debug_mask scale",
+    "_scaled_dot_product_cudnn_attention_backward": "grad_out query key value out logsumexp "
+    "philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal scale",
+}
+
+_LENGTH_MULTIPLE = 256
+
+
 # Plans and handles are not thread-safe, and backward passes run in other threads.
 _lock = threading.Lock()
+
+
+def runs_on(q: Tensor) -> bool:
+    """Return whether cuDNN is fast on this device and dtype, and its backward has the head size.
+
+    Its gradients vary in their last bits, so deterministic runs use FlashAttention.
+    """
+    return (
+        q.is_cuda
+        and not torch.are_deterministic_algorithms_enabled()
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and torch.backends.cudnn.is_available()
+    )
+
+
+class CudnnDense(Backend):
+    """Equally long documents, commonly one, through torch's operator.
+
+    Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only
+    multiples of 256 are supported: configured lengths recur in every step.
+    """
+
+    def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
+        num_q, num_k = q.shape[0], k.shape[0]
+        # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree for equal lengths.
+        agrees = not layout.causal or num_q == num_k
+        recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
+        fits = agrees and recurs and layout.is_dense(num_q, num_k)
+        return runs_on(q) and fits and has_signatures(_DENSE_SIGNATURES)
+
+    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
+        q_NHLD, k_NGMD, v_NGMD = (_batch(x, layout.num_documents) for x in (q_THD, k_SGD, v_SGD))
+        out_NHLD, lse_NHL1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_NHLD, k_NGMD, v_NGMD, None, True, 0.0, layout.causal, False, scale=layout.scale
+        )
+        lse_NHL = lse_NHL1.reshape(out_NHLD.shape[:3])
+        return _packed(out_NHLD), lse_NHL.transpose(0, 1).reshape(q_THD.shape[1], q_THD.shape[0])
+
+    def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
+        q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
+        dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD = (
+            _batch(x, layout.num_documents) for x in (dout_THD, q_THD, k_SGD, v_SGD, out_THD)
+        )
+        lse_NHL = lse_HT.unflatten(1, (layout.num_documents, -1)).transpose(0, 1).contiguous()
+        tensors = (dout_NHLD, q_NHLD, k_NGMD, v_NGMD, out_NHLD, lse_NHL[..., None])
+        rng_state = torch.zeros((), dtype=torch.int64, device=q_THD.device)  # for dropout only
+        lengths = (q_NHLD.shape[2], k_NGMD.shape[2])
+        options = (rng_state, rng_state, None, None, None, *lengths, 0.0, layout.causal)
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *tensors, *options, scale=layout.scale
+        )
+        dq_THD, dk_SGD, dv_SGD = (_packed(x) for x in gradients)
+        return dq_THD, dk_SGD, dv_SGD
+
+
+def _batch(x_THD: Tensor, num_documents: int) -> Tensor:
+    return x_THD.unflatten(0, (num_documents, -1)).transpose(1, 2)
+
+
+def _packed(x_NHLD: Tensor) -> Tensor:
+    return x_NHLD.transpose(1, 2).flatten(0, 1)
 
 
 @cache
@@ -39,10 +115,45 @@ def load_library() -> Any:
     return cudnn
 
 
-def supports(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree in self-attention.
-    agrees = layout.is_self_attention or not layout.causal
-    return cudnn_dense.runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
+class CudnnPacked(Backend):
+    """Packed documents of any lengths, through NVIDIA's `cudnn` package.
+
+    Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend
+    caches plans, and rounds up sizes to need few. Optional: `pip install nvidia-cudnn-frontend`.
+    """
+
+    def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
+        # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree in self-attention.
+        agrees = layout.is_self_attention or not layout.causal
+        return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
+
+    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
+        shape = PlanShape.of(q_THD, k_SGD, layout)
+        out_THD = torch.empty_like(q_THD)
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH}
+        _run(_plan(shape, False), shape, layout, data)
+        lse_HT = lse_TH.t().contiguous()
+        if not layout.is_self_attention:
+            alone_T = _without_keys(layout.cu_seqlens_q, layout.cu_seqlens_k, q_THD.shape[0])
+            out_THD.masked_fill_(alone_T[:, None, None], 0.0)
+            lse_HT.masked_fill_(alone_T, -torch.inf)
+        return out_THD, lse_HT
+
+    def backward(self, dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
+        q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
+        shape = PlanShape.of(q_THD, k_SGD, layout)
+        dq_THD, dk_SGD, dv_SGD = (torch.empty_like(x) for x in (q_THD, k_SGD, v_SGD))
+        data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "do": dout_THD}
+        data |= {"stats": lse_HT.t().contiguous(), "dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
+        _run(_plan(shape, True), shape, layout, data)
+        if not layout.is_self_attention:
+            cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
+            dq_THD.masked_fill_(_without_keys(cu_q, cu_k, q_THD.shape[0])[:, None, None], 0.0)
+            unread_S = _without_keys(cu_k, cu_q, k_SGD.shape[0])
+            for gradient_SGD in (dk_SGD, dv_SGD):
+                gradient_SGD.masked_fill_(unread_S[:, None, None], 0.0)
+        return dq_THD, dk_SGD, dv_SGD
 
 
 class PlanShape(NamedTuple):
@@ -81,43 +192,6 @@ def round_up(count: int) -> int:
     """Return the least of 128, 192, 256, 384, 512, 768, … not below `count`."""
     power = max(128, 1 << max(count - 1, 0).bit_length())
     return power * 3 // 4 if power > 128 and count <= power * 3 // 4 else power
-
-
-def forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    shape = PlanShape.of(q_THD, k_SGD, layout)
-    out_THD = torch.empty_like(q_THD)
-    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-    data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "stats": lse_TH}
-    _run(_plan(shape, False), shape, layout, data)
-    lse_HT = lse_TH.t().contiguous()
-    if not layout.is_self_attention:
-        alone_T = _without_keys(layout.cu_seqlens_q, layout.cu_seqlens_k, q_THD.shape[0])
-        out_THD.masked_fill_(alone_T[:, None, None], 0.0)
-        lse_HT.masked_fill_(alone_T, -torch.inf)
-    return out_THD, lse_HT
-
-
-def backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_SGD: Tensor,
-    v_SGD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = PlanShape.of(q_THD, k_SGD, layout)
-    dq_THD, dk_SGD, dv_SGD = (torch.empty_like(x) for x in (q_THD, k_SGD, v_SGD))
-    data = {"q": q_THD, "k": k_SGD, "v": v_SGD, "o": out_THD, "do": dout_THD}
-    data |= {"stats": lse_HT.t().contiguous(), "dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
-    _run(_plan(shape, True), shape, layout, data)
-    if not layout.is_self_attention:
-        cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
-        dq_THD.masked_fill_(_without_keys(cu_q, cu_k, q_THD.shape[0])[:, None, None], 0.0)
-        unread_S = _without_keys(cu_k, cu_q, k_SGD.shape[0])
-        for gradient_SGD in (dk_SGD, dv_SGD):
-            gradient_SGD.masked_fill_(unread_S[:, None, None], 0.0)
-    return dq_THD, dk_SGD, dv_SGD
 
 
 def _without_keys(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_q: int) -> Tensor:
