@@ -36,7 +36,7 @@ from orrery.kernels.attention import (
     reference_varlen_attention,
     varlen_attention,
 )
-from orrery.kernels.attention.layout import Backend, Layout
+from orrery.kernels.attention.layout import AttentionBackend, Layout
 from record import record
 
 HEADS = [(32, 4, 128), (32, 8, 128), (16, 8, 128)]
@@ -125,7 +125,7 @@ def torch_packed_cudnn() -> Contender:
     return Contender(forward, backward, lambda q, k, layout: layout.num_documents > 1, calls=2)
 
 
-def backward_of(backend: Backend) -> Callable[..., tuple[Tensor, ...]]:
+def backward_of(backend: AttentionBackend) -> Callable[..., tuple[Tensor, ...]]:
     return lambda dout, *rest: backend.backward(dout, rest[:-1], rest[-1])
 
 

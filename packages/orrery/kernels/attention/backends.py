@@ -10,12 +10,19 @@ from torch import Tensor
 
 from orrery.kernels.attention.cudnn import CudnnDense, CudnnPacked
 from orrery.kernels.attention.flash import Flash2, Flash4
-from orrery.kernels.attention.layout import Backend, Gradients, Layout, Output, Saved, lse_dtype
+from orrery.kernels.attention.layout import (
+    AttentionBackend,
+    Gradients,
+    Layout,
+    Output,
+    Saved,
+    lse_dtype,
+)
 from orrery.kernels.attention.portable import Batched, Padded, Plain
 
 log = logging.getLogger("orrery.kernels.attention")
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, AttentionBackend] = {
     "flash4": Flash4(),
     "cudnn_dense": CudnnDense(),
     "cudnn_packed": CudnnPacked(),

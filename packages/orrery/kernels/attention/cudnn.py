@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from orrery.kernels.attention.layout import (
-    Backend,
+    AttentionBackend,
     Gradients,
     Layout,
     Output,
@@ -51,7 +51,7 @@ def runs_on(q: Tensor) -> bool:
     )
 
 
-class CudnnDense(Backend):
+class CudnnDense(AttentionBackend):
     """Equally long documents, commonly one, through torch's operator.
 
     Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only
@@ -115,7 +115,7 @@ def load_library() -> Any:
     return cudnn
 
 
-class CudnnPacked(Backend):
+class CudnnPacked(AttentionBackend):
     """Packed documents of any lengths, through NVIDIA's `cudnn` package.
 
     Torch's own operator builds a plan in every call up to torch 2.13, some 40 ms. This backend

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from orrery.kernels.attention.layout import (
-    Backend,
+    AttentionBackend,
     Gradients,
     Layout,
     Output,
@@ -33,7 +33,7 @@ _FLASH2_SIGNATURES = {
 }
 
 
-class Flash2(Backend):
+class Flash2(AttentionBackend):
     """Torch's own FlashAttention 2: half precision on a GPU, any layout."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -128,7 +128,7 @@ def _documents(layout: Layout) -> dict[str, Any]:
     }
 
 
-class Flash4(Backend):
+class Flash4(AttentionBackend):
     """FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
     - Compiles a kernel per pass and head shape, for seconds, and caches it on disk.

@@ -71,7 +71,7 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q [T, H, D], k, v [S, G
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, in their dtypes
 
 
-class Backend(Protocol):
+class AttentionBackend(Protocol):
     """An implementation of both passes over contiguous tensors. Each may run on another backend."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...

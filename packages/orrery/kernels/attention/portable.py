@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orrery.kernels.attention.layout import (
-    Backend,
+    AttentionBackend,
     Gradients,
     Layout,
     Output,
@@ -35,7 +35,7 @@ _SIGNATURES = {
 }
 
 
-class Plain(Backend):
+class Plain(AttentionBackend):
     """Plain matrix products, one document and one block of queries at a time: any inputs.
 
     The backward pass takes the log-sum-exp over *all* keys, so it may run on a part of them (ring
@@ -176,7 +176,7 @@ def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
     return Grids(on_device, None if in_order else torch.from_numpy(place).to(device))
 
 
-class Padded(Backend):
+class Padded(AttentionBackend):
     """Causal attention on a CPU: padded batches of documents in torch's CPU kernel."""
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
@@ -227,7 +227,7 @@ def _batch(x: Tensor, grids: Grids, grid: int, num_heads: int) -> Tensor:
     return x_NLHD.transpose(1, 2)
 
 
-class Batched(Backend):
+class Batched(AttentionBackend):
     """Causal attention of short documents on a GPU in float32: padded batches in matrix products.
 
     No fused backend supports float32.
