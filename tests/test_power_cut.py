@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "trainer"))  # trainer_cases
 from trainer_cases import make_learner, manifest, write_start_weights  # noqa: E402
 
-from orrery.inference.adapter_start import blank_adapter  # noqa: E402
+from orrery.inference.assemble import blank_adapter  # noqa: E402
 from orrery.launcher import containers  # noqa: E402
 from orrery.launcher.adopt import adopt  # noqa: E402
 from orrery.launcher.runs import Run, find  # noqa: E402

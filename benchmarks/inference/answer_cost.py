@@ -1,7 +1,7 @@
 """Measure the processor time of an answer a sampled token, in vLLM's way and in ours.
 
 - The network is tiny, so computing a token costs little.
-- `theirs` is vLLM's way. `ours` is `patches/vllm_whole_answers.py` and `patches/vllm_answers.py`.
+- `theirs` is vLLM's way. `ours` is `patches/vllm_answers.py`.
   Both get the same requests with log-probs. Rounds alternate.
 - The figure is the API server's processor time. Other programs lengthen it only a little.
 
@@ -31,9 +31,9 @@ THEIRS, OURS = "theirs", "ours"
 def serve(way: str) -> None:
     """Run this process as an engine of dummies that answers in this way."""
     if way == THEIRS:
-        from orrery.inference.patches import vllm_answers, vllm_whole_answers
+        from orrery.inference.patches import vllm_answers
 
-        vllm_answers.write_answers = vllm_whole_answers.hold_outputs = lambda: None
+        vllm_answers.write_answers = vllm_answers.hold_outputs = lambda: None
     throughput.serve_dummies()
 
 

@@ -120,8 +120,7 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
 
 def inference(run_dir: Path) -> None:
     """As `python -m orrery.inference`, but with weights that nobody has written."""
-    from orrery.inference.adapter_start import blank_adapter
-    from orrery.inference.assemble import engine_environment, server_arguments
+    from orrery.inference.assemble import blank_adapter, engine_environment, server_arguments
     from orrery.runtime.role_context import role_process
 
     with role_process("inference", ["--run-dir", str(run_dir), "--stage", "rl"]) as ctx:

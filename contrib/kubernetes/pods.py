@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from orrery.inference.assemble import engine_variables, server_arguments
-from orrery.inference.kv_offload import HASH_SEED, offload_config, routes_environment
-from orrery.inference.kv_transfer import transfer_environment
+from orrery.inference.kv_connectors import (
+    HASH_SEED,
+    offload_config,
+    routes_environment,
+    transfer_environment,
+)
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
 from orrery.manifest.schema import Manifest

@@ -25,8 +25,13 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
-from orrery.inference.kv_offload import offload, store_environment
-from orrery.inference.kv_transfer import lease_s, refuse_missing_rdma, refuse_open_interfaces
+from orrery.inference.kv_connectors import (
+    lease_s,
+    offload,
+    refuse_missing_rdma,
+    refuse_open_interfaces,
+    store_environment,
+)
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
 from orrery.manifest.check import check
@@ -152,7 +157,7 @@ def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
 
 def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
     manifest = make_manifest()
-    with pytest.raises(OrreryError, match=r"weights/sft.*the sft stage makes these weights"):
+    with pytest.raises(OrreryError, match=r"weights/sft.*The sft stage makes these weights"):
         weights_dir(tmp_path, manifest)
     (tmp_path / "weights/sft").mkdir(parents=True)
     (tmp_path / "weights/sft/config.json").write_text("{}")
@@ -261,7 +266,7 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
         refuse_open_interfaces("the store")
     assert str(caught.value) == (
         "the store: Mooncake's transfer engine listens on every interface, and this machine has "
-        f"{refused} beside the run's own; choose 'nixl' or 'tiers', run in a network namespace, or "
+        f"{refused} beside the run's own. Choose 'nixl' or 'tiers', run in a network namespace, or "
         "set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file where a "
         "firewall keeps others out"
     )
@@ -275,8 +280,8 @@ def test_rdma_is_refused_where_no_device_has_it(monkeypatch, tmp_path):
         refuse_missing_rdma("here", "tcp")
         with pytest.raises(
             OrreryError,
-            match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*; "
-            r"set here\.protocol to 'tcp'",
+            match=r"^here\.protocol 'rdma': .* has no device in .*/infiniband, .*\. "
+            r"Set here\.protocol to 'tcp'",
         ):
             refuse_missing_rdma("here", "rdma")
     (folder / "mlx5_0").mkdir()
@@ -316,8 +321,8 @@ def test_a_store_names_the_library_that_its_master_lacks_and_what_brings_it(
     monkeypatch.setattr(kv_store, "_loads", lambda library: library != missing)
     with pytest.raises(
         OrreryError,
-        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}; "
-        r"in an image, ",
+        match=rf"{missing} is missing, .* apt-get install -y {kv_store.LIBRARIES[missing]}\. "
+        r"Build an image ",
     ):
         kv_store.master_program()
 

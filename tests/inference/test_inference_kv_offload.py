@@ -15,8 +15,7 @@ import pytest
 from inference_servers import MIXTURE, await_published, engine, family, make_run, start_role, stop
 from network_alone import alone_in_a_network
 
-from orrery.inference.kv_offload import disk_folder, prepare_disk
-from orrery.inference.kv_offload import forget as forget_disk
+from orrery.inference.kv_connectors import disk_folder, prepare_disk, remove_disk
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.client import EngineClient
@@ -319,9 +318,9 @@ def test_folders_of_a_run_go_with_its_last_engines(tmp_path):
     disks = [tmp_path / "orrery-kv-run" / "attempt_1" / index for index in "01"]
     for disk in disks:
         prepare_disk(disk)
-    forget_disk(disks[0])
+    remove_disk(disks[0])
     assert not disks[0].exists() and disks[1].is_dir()
-    forget_disk(disks[1])
+    remove_disk(disks[1])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -46,7 +46,7 @@ CORRECTED = {
         ),
         ("entrypoints/scale_out/token_in_token_out/api_router.py", "JSONResponse"),
     ],
-    "vllm_whole_answers.py": [
+    "vllm_answers.py (whole)": [
         ("v1/engine/core.py", "EngineCore.step"),
         ("v1/engine/core.py", "EngineCore.step_with_batch_queue"),
         ("v1/engine/core.py", "EngineCoreProc._handle_client_request"),
@@ -313,7 +313,7 @@ def test_an_engine_where_vllm_is_not_installed_says_so_in_one_sentence(monkeypat
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(
         OrreryError,
-        match=r"^inference: vLLM is not installed here; install locks/inference\.cuda\.txt",
+        match=r"^inference: vLLM is not installed here\. Install locks/inference\.cuda\.txt",
     ):
         registry.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
 

@@ -75,14 +75,14 @@ def test_a_server_that_ends_though_nobody_asked_it_to_has_lost_its_engine(monkey
     async def ended():
         return None
 
-    with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
+    with pytest.raises(RunFailed, match=r"the engine core died\. Read logs/inference\.0\.log"):
         serve(monkeypatch, tmp_path, for_ever, ended)
 
 
 def test_an_engine_whose_core_dies_before_it_serves_does_not_wait_for_its_answer(
     monkeypatch, tmp_path
 ):
-    with pytest.raises(RunFailed, match=r"the engine core died; read logs/inference\.0\.log"):
+    with pytest.raises(RunFailed, match=r"the engine core died\. Read logs/inference\.0\.log"):
         serve(monkeypatch, tmp_path, for_ever, for_ever, initialize=for_ever, errored=True)
 
 
@@ -268,7 +268,7 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     with pytest.raises(
         RunFailed,
         match=(
-            r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\); read "
+            r"^inference 0: vLLM did not start \(RuntimeError: Insufficient space .*\)\. Read "
             r"logs"
         ),
     ):

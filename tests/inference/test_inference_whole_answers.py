@@ -10,8 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from orrery.inference.patches.vllm_answers import written
-from orrery.inference.patches.vllm_whole_answers import CHUNK, Held, _telling
+from orrery.inference.patches.vllm_answers import CHUNK, Held, _telling, written
 
 
 def output(name, token, finish_reason=None, **fields):

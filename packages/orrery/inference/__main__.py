@@ -3,9 +3,13 @@
 import gc
 import os
 
-from orrery.inference.adapter_start import blank_adapter
-from orrery.inference.assemble import engine_environment, server_arguments, weights_dir
-from orrery.inference.kv_offload import offload
+from orrery.inference.assemble import (
+    blank_adapter,
+    engine_environment,
+    server_arguments,
+    weights_dir,
+)
+from orrery.inference.kv_connectors import offload
 from orrery.inference.patches.registry import import_vllm
 from orrery.inference.token import INDEX
 from orrery.runtime.role_context import role_process

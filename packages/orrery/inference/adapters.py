@@ -1,8 +1,8 @@
 """Receive adapters: copy the published low-rank factors into the running engine.
 
 - In: the path of a version on the wire `adapters`. Out: `held`, as in `receiver`.
-- The engine has one adapter (`adapter_start`). An update overwrites its factors in a pause. vLLM's
-  `load_inplace` would read old files again at each step of an old request.
+- The engine has one adapter (`assemble.blank_adapter`). An update overwrites its factors in a
+  pause. vLLM's `load_inplace` would read old files again at each step of an old request.
 - A factor is "resident" (fingerprinted in its buffer), or "as_consumed" if ranks hold slices.
 - Every projection must get its factors. A damaged version fails by name.
 """

@@ -5,11 +5,13 @@ Flags that shape results come from `manifest.inference`. The rest is fixed here.
 
 import json
 import os
+import shutil
 from pathlib import Path
 
-from orrery.inference.adapter_start import adapter_arguments
-from orrery.inference.kv_transfer import (
-    name_devices,
+import numpy as np
+from safetensors.numpy import save_file
+
+from orrery.inference.kv_connectors import (
     refuse_missing_rdma,
     refuse_open_interfaces,
     transfer_config,
@@ -17,11 +19,12 @@ from orrery.inference.kv_transfer import (
 )
 from orrery.inference.patches import registry
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Inference, Manifest
-from orrery.runtime.network import free_ports, name_interface
+from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
 from orrery.runtime.role_context import log_level
 from orrery.runtime.timing import scaled
-from orrery.wire.weight_wire import check_library
+from orrery.wire.weight_wire import check_library, served_model
 
 PLUGIN = "orrery"  # in `vllm.general_plugins`
 BACKEND = "orrery"  # vLLM's name for `receiver`
@@ -31,6 +34,12 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
 MAX_GRAPH_TOKENS = 4096  # a larger step hides kernel launches
 KEEP_ALIVE_S = 600  # the server must never close first
+# Only `trainer.lora.targets` take adapters, never experts: vLLM's kernels for them need a GPU.
+PROJECTIONS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "feed_forward": ("gate_proj", "up_proj", "down_proj"),
+}
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-rank
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
@@ -39,7 +48,7 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     path = run_dir / "weights" / stage
     if not (path / "config.json").is_file():
         raise OrreryError(
-            f"{path}: no config.json; the {stage} stage makes these weights, run it first"
+            f"{path}: no config.json. The {stage} stage makes these weights: run it first"
         )
     return path
 
@@ -84,7 +93,7 @@ def server_arguments(
         if inference.devices_per_replica != 1:
             raise OrreryError(
                 f"inference.data_parallel·tensor_parallel = {inference.devices_per_replica}: "
-                "one CPU engine is one process; set both to 1"
+                "one CPU engine is one process. Set both to 1"
             )
         arguments["--distributed-executor-backend"] = UNIPROC
     else:
@@ -94,13 +103,25 @@ def server_arguments(
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:
-        flags += adapter_arguments(manifest, adapter)
+        flags += _adapter_arguments(manifest, adapter)
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
         # The cache's size is given. vLLM only checks that this share is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
+
+
+def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
+    lora = manifest.trainer.lora
+    assert lora is not None, "manifest.support"
+    room = next(rank for rank in RANKS if rank >= lora.rank)
+    targets = [name for target in lora.targets for name in PROJECTIONS[target]]
+    return [
+        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)),
+        *("--lora-target-modules", *targets),
+        *("--lora-modules", f"{served_model(manifest, 'rl')}={folder}"),
+    ]
 
 
 def graph_sizes(inference: Inference) -> list[int]:
@@ -132,6 +153,43 @@ def _spread(inference: Inference) -> dict[str, str]:
     return arguments
 
 
+def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
+    """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
+
+    All engines of a stage share its path, a part of a cached block's key.
+    """
+    model, lora = manifest.model, manifest.trainer.lora
+    if served_model(manifest, stage) is None or lora is None:
+        return None
+    folder = run_dir / "stages" / stage / "blank_adapter"
+    if folder.is_dir():
+        return folder
+    aside = folder.with_name(f".{folder.name}.{index}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    # The published factors contain the scale, so alpha is the rank.
+    config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
+    config |= {"target_modules": [], "bias": "none"}
+    (aside / "adapter_config.json").write_text(json.dumps(config))
+    # vLLM requires one projection, and fills the others with zeros.
+    name = "base_model.model.model.layers.0.self_attn.o_proj"
+    shapes = {
+        "A": (lora.rank, model.num_heads * model.head_dim),
+        "B": (model.hidden_size, lora.rank),
+    }
+    factors = {
+        f"{name}.lora_{factor}.weight": np.zeros(shape, np.float32)
+        for factor, shape in shapes.items()
+    }
+    save_file(factors, aside / "adapter_model.safetensors")
+    sync_tree(aside)  # a later start trusts an existing folder
+    try:
+        aside.rename(folder)
+    except OSError:  # another engine made it
+        shutil.rmtree(aside)
+    return folder
+
+
 def engine_variables(manifest: Manifest) -> dict[str, str]:
     """Return the variables that vLLM and torch read at import."""
     variables = {
@@ -161,7 +219,8 @@ def engine_environment(manifest: Manifest, host: str) -> None:
         refuse_missing_rdma("inference.kv_transfer", manifest.inference.kv_transfer.protocol)
     if manifest.inference.prefill_replicas:
         os.environ.update(transfer_environment(manifest, host, *free_ports(1, host)))
-        name_devices(manifest)
+        if manifest.inference.kv_transfer.kind == "nixl":
+            name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
         # The default pins every server to the same first core.

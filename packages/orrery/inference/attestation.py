@@ -4,7 +4,7 @@
 - `untaken` and `give_up_update` run between loading and finishing. An engine has a version only if
   all its workers have taken it.
 - Without `keep_no_longer` and `read_no_more` blocks stay until their lease ends
-  (`kv_transfer.lease_s`). NIXL's reader notices a lost producer, Mooncake's only after the lease.
+  (`kv_connectors.lease_s`). NIXL's reader notices a lost producer, Mooncake's only after the lease.
 """
 
 import asyncio

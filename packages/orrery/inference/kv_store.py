@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from orrery.inference.kv_transfer import refuse_open_interfaces
+from orrery.inference.kv_connectors import refuse_open_interfaces
 from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.runtime.network import free_ports
@@ -28,15 +28,15 @@ def master_program() -> Path:
     program = Path(sysconfig.get_path("platlib")) / "mooncake" / "mooncake_master"
     if not program.is_file():
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here; "
-            "type `make setup`, or choose 'tiers'"
+            "inference.kv_offload.kind 'mooncake': Mooncake is not installed here. "
+            "Type `make setup`, or choose 'tiers'"
         )
     for library, package in LIBRARIES.items():
         if not _loads(library):
             raise OrreryError(
                 f"inference.kv_offload.kind 'mooncake': {library} is missing, and Mooncake needs "
-                f"it also for TCP; on a host run: apt-get install -y {package}; in an image, "
-                "build that anew from containers/"
+                f"it also for TCP. On a host run: apt-get install -y {package}. Build an image "
+                "anew from containers/"
             )
     return program
 
@@ -63,8 +63,8 @@ def main() -> None:
             rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
             ctx.health.doing("serving")
             raise RunFailed(
-                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}); "
-                f"read logs/{ctx.name}.log"
+                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}). "
+                f"Read logs/{ctx.name}.log"
             )
         finally:
             process.kill()  # its state ends with the stage

@@ -28,14 +28,14 @@ def await_start(
         while True:
             if process.poll() is not None:
                 raise RunFailed(
-                    f"{ctx.role}: {program} did not start (exit code {process.returncode}); "
-                    f"read logs/{ctx.name}.log"
+                    f"{ctx.role}: {program} did not start (exit code {process.returncode}). "
+                    f"Read logs/{ctx.name}.log"
                 )
             if answers():
                 return
             if time.monotonic() > end:
                 raise RunFailed(
-                    f"{ctx.role}: {program} did not {what} within {deadline_s:g} s; "
-                    f"read logs/{ctx.name}.log"
+                    f"{ctx.role}: {program} did not {what} within {deadline_s:g} s. "
+                    f"Read logs/{ctx.name}.log"
                 )
             time.sleep(POLL_S)

@@ -112,7 +112,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
             while (code := process.poll()) is None:
                 await asyncio.sleep(WATCH_S)
             raise RunFailed(
-                f"router: vllm-router ended by itself (exit code {code}); read logs/{ctx.name}.log"
+                f"router: vllm-router ended by itself (exit code {code}). Read logs/{ctx.name}.log"
             )
         finally:
             _stop(process)

@@ -31,8 +31,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from orrery.inference import plugin
-from orrery.inference.kv_offload import disk_folder, forget
-from orrery.inference.kv_transfer import handover
+from orrery.inference.kv_connectors import disk_folder, handover, remove_disk
 from orrery.inference.patches import registry, vllm_processes
 from orrery.manifest.errors import RunFailed
 from orrery.runtime import scratch
@@ -80,12 +79,12 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     except RuntimeError as error:  # an engine core died
         cause = root_cause(error, log, log_begin)
         raise RunFailed(
-            f"inference {ctx.index}: vLLM did not start ({cause}); read logs/{ctx.name}.log"
+            f"inference {ctx.index}: vLLM did not start ({cause}). Read logs/{ctx.name}.log"
         ) from error
     finally:
         _kill_children()
         left.remove()
-    forget(left.disk)
+    remove_disk(left.disk)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Left:
         scratch.remove_folders(self.start, self.scratch)
         scratch.remove_memory(self.shared)
         if ended:
-            forget(self.disk)
+            remove_disk(self.disk)
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
@@ -171,7 +170,7 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
 
 def _died(ctx: RoleContext) -> RunFailed:
     """Report the engine core's death before callers see failures."""
-    died = RunFailed(f"inference {ctx.index}: the engine core died; read logs/{ctx.name}.log")
+    died = RunFailed(f"inference {ctx.index}: the engine core died. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
     return died
 

@@ -106,7 +106,7 @@ PATCHES = (
         "test_inference_whole_answers.py",
     ),
     Patch(
-        "vllm_whole_answers.hold_outputs",
+        "vllm_answers.hold_outputs",
         "EngineCore.step",
         "the engine core sends every token of every request, which takes longer than a GPU step",
         "vLLM has an interval for the engine core (--stream-interval is the API server's)",
@@ -212,7 +212,7 @@ def import_vllm(manifest: Manifest) -> None:
     """
     if find_spec("vllm") is None:
         raise OrreryError(
-            "inference: vLLM is not installed here; install locks/inference.cuda.txt (GPU) or "
+            "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "
             "locks/inference.cpu.txt"
         )
     if manifest.inference.enforce_eager:
@@ -242,9 +242,9 @@ def correct_engine(shared_memory_name: str | None) -> None:
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")
-    _apply("vllm_whole_answers.hold_outputs")
+    _apply("vllm_answers.hold_outputs")
     _apply("vllm_kv_transfer.pause_beside_unread_blocks")
-    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_transfer`
+    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_connectors`
         _apply("vllm_kv_transfer.bootstrap_on_one_address")
         _apply("vllm_kv_transfer.device_index_on_cpu")
         _apply("vllm_kv_transfer.pulls_that_end_with_their_engine")

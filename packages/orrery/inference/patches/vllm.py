@@ -97,7 +97,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
     """Raise RuntimeError if vLLM has moved the attribute."""
     if not hasattr(module, name):
         raise RuntimeError(
-            f"vLLM has no {module.__name__}.{name} any more; see orrery/inference/patches/vllm.py"
+            f"vLLM has no {module.__name__}.{name} any more. See orrery/inference/patches/vllm.py"
         )
     setattr(module, name, by)
 
@@ -141,8 +141,8 @@ def keep_adapters(manager: Any) -> None:
     """After warm-up: keep `manager` from removing all adapters."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
-            "vLLM's LoRAModelManager has no remove_all_adapters any more; "
-            "see orrery/inference/patches/vllm.py"
+            "vLLM's LoRAModelManager has no remove_all_adapters any more. "
+            "See orrery/inference/patches/vllm.py"
         )
     manager.remove_all_adapters = _nothing
 

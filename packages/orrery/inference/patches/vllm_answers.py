@@ -1,19 +1,33 @@
-"""Patch vLLM: encode an answer of /inference/v1/generate once, without a model for each token.
+"""Patches of vLLM's answers: fewer messages from the engine core, each answer encoded once.
 
-Otherwise requests that end together wait for one another. The answer omits a token's own entry
-among its top log-probs. Requests for more log-probs go vLLM's way.
+- `write_answers`: /inference/v1/generate needs no model for each token. Otherwise requests that end
+  together wait for one another. The answer omits a token's own entry among its top log-probs.
+  Requests for more log-probs go vLLM's way.
+- `hold_outputs`: the engine core reports a FINAL_ONLY request every CHUNK tokens. Its first and
+  last outputs go at once. All held outputs go out before any other call (pause, weights, abort), so
+  versions are exact. Outputs with other fields pass unchanged and in order.
+- An aborted answer may lack its last tokens: the API server writes it before the abort.
 """
 
 import asyncio
 import io
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
 LEAST = -9999.0  # vLLM's value for -inf
+CHUNK = 32
+MERGED = ("new_token_ids", "new_logprobs", "events", "routed_experts")
+LAST = (
+    "request_id", "finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params",
+    "trace_headers", "num_nans_in_logits", "spec_decode_metrics",
+)  # fmt: skip
 
 
 def write_answers() -> None:
@@ -105,7 +119,7 @@ def _choice(output: Any) -> dict[str, Any]:
     if output.logprobs is not None:
         values = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
         if any(math.isnan(value) for value in values):
-            raise ValueError("a sampled token's log-prob is not a number; look at the weights")
+            raise ValueError("a sampled token's log-prob is not a number. Look at the weights")
         content = [
             {"token_id": token, "logprob": value if value > LEAST else LEAST}
             for token, value in zip(tokens, values, strict=True)
@@ -129,3 +143,136 @@ def _file_in_base64(array: np.ndarray) -> bytes:
     np.save(file, array)
     encoded: bytes = pybase64.b64encode(file.getbuffer())
     return encoded
+
+
+def hold_outputs() -> None:
+    """Apply in an engine core's process, before the core is made."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    for name in ("step", "step_with_batch_queue"):
+        setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
+    # A data-parallel core calls it too.
+    handle = _telling(EngineCoreProc._handle_client_request)
+    EngineCoreProc._handle_client_request = handle  # type: ignore[method-assign]
+
+
+def _holding(step: Any) -> Any:
+    def step_and_hold(self: Any) -> Any:
+        outputs, executed = step(self)
+        if outputs:
+            held = self.__dict__.setdefault("orrery_held", Held())
+            for client, each in outputs.items():
+                each.outputs = held.pass_on(client, each.outputs, self.scheduler.requests)
+        return outputs, executed
+
+    return step_and_hold
+
+
+def _telling(handle: Any) -> Any:
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+
+    requests = (EngineCoreRequestType.ADD, EngineCoreRequestType.WAKEUP)
+
+    def tell_and_handle(self: Any, request_type: Any, request: Any) -> None:
+        held = self.__dict__.get("orrery_held")
+        if held is not None and request_type not in requests:
+            for client, outputs in held.all().items():
+                found = EngineCoreOutputs(outputs=outputs, weight_version=self._weight_version)
+                self.output_queue.put_nowait((client, found))
+        handle(self, request_type, request)
+
+    return tell_and_handle
+
+
+@dataclass
+class Held:
+    """Held outputs by request id, each with its client."""
+
+    parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
+
+    def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
+        """Return the outputs to send now, given the running requests by id."""
+        found: list[Any] = []
+        if not outputs:
+            return found
+        others, none = _others(outputs[0].__struct_fields__)
+        for output in outputs:  # hundreds a step
+            name, is_last = output.request_id, output.finish_reason is not None
+            before = self.parts.get(name)
+            if others(output) != none:
+                parts = [] if before is None else before[1]
+                found += [*([merged(parts)] if parts else ()), output]
+                parts.clear()
+            elif before is not None:
+                parts = before[1]
+                if output.routed_experts is not None:
+                    # The view would keep the whole step's array.
+                    output.routed_experts = output.routed_experts.copy()
+                parts.append(output)
+                if is_last or len(parts) >= CHUNK:
+                    found.append(merged(parts))
+                    parts.clear()
+            else:
+                found.append(output)
+                if not is_last and _is_whole(requests.get(name)):
+                    self.parts[name] = (client, [])
+            if is_last:
+                self.parts.pop(name, None)
+        return found
+
+    def all(self) -> dict[int, list[Any]]:
+        """Return and clear all held outputs, by client."""
+        found: dict[int, list[Any]] = {}
+        for client, parts in self.parts.values():
+            if parts:
+                found.setdefault(client, []).append(merged(parts))
+        self.parts.clear()
+        return found
+
+
+def merged(parts: list[Any]) -> Any:
+    """Merge a request's consecutive outputs."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    logprobs: list[Any] = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+    routes = [part.routed_experts for part in parts if part.routed_experts is not None]
+    events = [event for part in parts for event in part.events or ()]
+    return msgspec.structs.replace(
+        last,
+        new_token_ids=[token for part in parts for token in part.new_token_ids],
+        new_logprobs=_one_after_the_other(logprobs) if logprobs else None,
+        events=events or None,
+        routed_experts=np.concatenate(routes) if routes else None,
+    )
+
+
+def _one_after_the_other(logprobs: list[Any]) -> Any:
+    """Concatenate tokens and log-probs [positions, columns], and ranks. A step's widest request
+    sets the columns. A request's own come first.
+    """
+    width = min(one.logprobs.shape[1] for one in logprobs)
+    rows = (
+        (one.logprob_token_ids[:, :width], one.logprobs[:, :width], one.sampled_token_ranks)
+        for one in logprobs
+    )
+    return type(logprobs[0])(*(np.concatenate(each) for each in zip(*rows, strict=True)))
+
+
+@cache
+def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
+    """Return a getter of an output's rarer fields, and its result if all are None."""
+    names = [name for name in fields if name not in (*MERGED, *LAST)]
+    return attrgetter(*names), (None,) * len(names)
+
+
+def _is_whole(request: Any) -> bool:
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = None if request is None else request.sampling_params
+    # The API server would find stop strings too late.
+    return (
+        sampling is not None
+        and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        and not sampling.stop
+    )
