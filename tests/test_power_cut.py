@@ -42,8 +42,8 @@ from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402
 from orrery.runtime import run_directory  # noqa: E402
 from orrery.runtime.role_context import parse_role  # noqa: E402
 from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # noqa: E402
+from orrery.trainer.__main__ import initialize  # noqa: E402
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
-from orrery.trainer.initialize import initialize  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
 from orrery.wire import checkpoints, column_files  # noqa: E402
 from orrery.wire.columns import Columns  # noqa: E402

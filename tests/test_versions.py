@@ -113,7 +113,7 @@ def test_a_lock_holds_what_the_extras_of_its_roles_ask_for(lock):
 # lock of an image → modules that a role imports there
 IMPORTED = {
     "trainer.cpu": (
-        "orrery.trainer.initialize",
+        "orrery.trainer.assemble",
         "orrery.trainer.loop",
         "orrery.trainer.sft",
         "orrery.trainer.export",

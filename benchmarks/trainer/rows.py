@@ -1,6 +1,6 @@
 """Measure the trainer's speed on Qwen3 shapes, optionally beside torchtitan. A row is a shape.
 
-- A row is `orrery bench trainer` of its run without options (`orrery.trainer.bench.request`).
+- A row is `orrery bench trainer` of its run without options (`orrery.trainer.bench`).
 - Its value is tokens/s a GPU with the router's own choices. Balanced routing is a second variant.
 - `--peer` runs torchtitan 0.2.2 first, on the same GPUs and depth. The ratio is a third variant.
 - `--layers` makes both models shallower, for small hosts. Then only the ratio has a goal.

@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import ChatDataset, ChatFile
 from orrery.tasks.chat import Renderer
 from orrery.trainer import sft_data
-from orrery.trainer.chats import Chat, Chats, open_chats
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft import refuse_shared
-from orrery.trainer.sft_data import Examples, prefetch
+from orrery.trainer.sft_data import Chat, Chats, Examples, open_chats, prefetch
 from record import record
 
 VOCABULARY, CHAT_CHARACTERS, NUM_CHATS, BATCH = 32_000, 7_000, 1_500, 64

@@ -573,6 +573,16 @@ def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder
             job(word, "rl")
 
 
+def test_a_run_that_cannot_start_is_refused_before_its_processes(checkout):
+    path = checkout / "manifests" / "reverse_text.json"
+    manifest = json.loads(path.read_text())
+    manifest["inference"]["tensor_parallel"] = 2
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(OrreryError, match=r"an engine on cpu is one process.*; set both to 1"):
+        job("reverse_text", "sft")
+    assert not (checkout / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "locks"),
     [

@@ -25,7 +25,7 @@ from orrery.runtime.health import Health, read_health
 from orrery.runtime.role_context import parse_role
 
 torch = pytest.importorskip("torch")
-initialize = pytest.importorskip("orrery.trainer.initialize").initialize
+initialize = pytest.importorskip("orrery.trainer.__main__").initialize
 HERE = Path(__file__).parent
 SCALE = 0.2  # of every deadline of the code; on a busy machine a step may take some seconds
 END_S = (

@@ -19,9 +19,17 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
 from orrery.models.flops import model_flops
 from orrery.trainer import host_memory
+from orrery.trainer.bench import (
+    ROWS,
+    Options,
+    balanced_experts,
+    given_options,
+    make_request,
+    micro_batches,
+    report,
+)
 from orrery.trainer.bench import __main__ as bench_main
 from orrery.trainer.bench import rank as bench_rank
-from orrery.trainer.bench import report
 from orrery.trainer.bench.__main__ import (
     as_arguments,
     check_devices,
@@ -33,14 +41,6 @@ from orrery.trainer.bench.__main__ import (
 )
 from orrery.trainer.bench.rank import KINDS, divide_step, host_copies, kind_of
 from orrery.trainer.bench.report import RATES, expected
-from orrery.trainer.bench.request import (
-    ROWS,
-    Options,
-    balanced_experts,
-    given_options,
-    make_request,
-    micro_batches,
-)
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
 

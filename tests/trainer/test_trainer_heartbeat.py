@@ -16,8 +16,8 @@ from trainer_cases import make_learner, manifest, write_start_weights
 from orrery.models.hf_tensors import hf_tensors
 from orrery.observe.hang_detector import STILL_S
 from orrery.trainer import assemble, checkpoint, checkpoint_writer, heartbeat
+from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.loop import RlLoop
-from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.wire import checkpoints
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.errors import OrreryError
 from orrery.models import causal_lm
 from orrery.trainer.learner import count_totals
-from orrery.trainer.parallel import activation_checkpointing, activation_offload, compiled
+from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
 
 GEMMA = {
@@ -160,7 +160,7 @@ def test_what_the_compiler_raises_of_a_network_of_transformers_is_told_and_nothi
 ):
     with (
         pytest.raises(becomes) as caught,
-        compiled.explain_compile_error(SimpleNamespace(hf_config={"model_type": "granitemoe"})),
+        blocks.explain_compile_error(SimpleNamespace(hf_config={"model_type": "granitemoe"})),
     ):
         raise error
     assert type(caught.value) is OrreryError if becomes is OrreryError else caught.value is error
@@ -261,20 +261,19 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
     trainer = manifest(
         mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True, "memory": memory}
     ).trainer
-    blocks, device = [torch.nn.Linear(8, 8) for _ in range(2)], torch.device("cpu")
+    layers, device = [torch.nn.Linear(8, 8) for _ in range(2)], torch.device("cpu")
     policy = SimpleNamespace(
-        network=SimpleNamespace(layers=blocks, config=SimpleNamespace(family="qwen3"))
+        network=SimpleNamespace(layers=layers, config=SimpleNamespace(family="qwen3"))
     )
     world = SimpleNamespace(device=device)
-    for step in (compiled, activation_checkpointing):
-        step.apply(policy, world, trainer)
+    blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer, min_bytes=8)
     for num_tokens in (4, 6, 9):
         x = torch.randn(num_tokens, 8, requires_grad=True)
         view = x.view_as(x)
         assert view._base is x
-        blocks[1](blocks[0](view)).sum().backward()
-        assert torch.equal(x.grad, torch.ones(num_tokens, 8) @ blocks[1].weight @ blocks[0].weight)
+        layers[1](layers[0](view)).sum().backward()
+        assert torch.equal(x.grad, torch.ones(num_tokens, 8) @ layers[1].weight @ layers[0].weight)
     assert counter.frame_count == 2  # of the first length, and of every other
 
 
@@ -302,10 +301,8 @@ def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_the
             trainer={"compile": True, "memory": memory},
         )
         assert spec.trainer.kept == keep
-        run = partial(
-            activation_checkpointing._call_without_views, torch.compile(block, backend="aot_eager")
-        )
-        context = activation_checkpointing.contexts(spec.trainer, spec.model)
+        run = partial(blocks._call_without_views, torch.compile(block, backend="aot_eager"))
+        context = blocks.checkpoint_options(spec.trainer, spec.model)
         y = checkpoint(run, torch.randn(16, 8, requires_grad=True), use_reentrant=False, **context)
         with torch.profiler.profile() as profiled:
             y.sum().backward()

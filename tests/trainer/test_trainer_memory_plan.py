@@ -31,19 +31,18 @@ from orrery.models import lora
 from orrery.models.causal_lm import TransformerBlock
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
-from orrery.trainer.bench.request import Options, make_request
-from orrery.trainer.initialize import initialize
-from orrery.trainer.memory_plan import out_of_memory
-from orrery.trainer.memory_plan.options import choose_options, format_value, memory_options
-from orrery.trainer.memory_plan.out_of_memory import (
+from orrery.trainer import out_of_memory
+from orrery.trainer.__main__ import initialize
+from orrery.trainer.bench import Options, make_request
+from orrery.trainer.memory_options import choose_options, format_value, memory_options
+from orrery.trainer.memory_plan import Workload, activation_bytes, count_parameters, plan_memory
+from orrery.trainer.out_of_memory import (
     describe_device_error,
     explain_out_of_memory,
     predict_out_of_memory,
     stage_workload,
 )
-from orrery.trainer.memory_plan.plan import Workload, plan_memory
-from orrery.trainer.memory_plan.sizes import activation_bytes, count_parameters
-from orrery.trainer.parallel import activation_checkpointing
+from orrery.trainer.parallel import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 H200_BYTES = 150_109_880_320
@@ -250,7 +249,7 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
             checkpoint,
             forward,
             use_reentrant=False,
-            **activation_checkpointing.contexts(spec.trainer, spec.model),
+            **blocks.checkpoint_options(spec.trainer, spec.model),
         )
     torch._dynamo.reset()
     forward = torch.compile(forward, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -451,8 +450,8 @@ def test_a_direct_wire_keeps_weights_under_adapters_merged_too():
         ]["weights"]
         rest["shards"] = trainer.mesh.dp_shard * trainer.mesh.cp
     adapted = sum(layer.adapted for layer in counted.layers)
-    blocks = sum(layer.frozen for layer in counted.layers)
-    assert 0.99 * blocks < adapted < blocks, "all but norms and routers"
+    in_blocks = sum(layer.frozen for layer in counted.layers)
+    assert 0.99 * in_blocks < adapted < in_blocks, "all but norms and routers"
     assert rest["nccl"] - rest["files"] == pytest.approx(2 * adapted / rest["shards"], abs=1)
     assert stage_workload(by_wire["nccl"], "sft")[1].merged_width == 0
 

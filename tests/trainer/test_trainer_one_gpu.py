@@ -16,9 +16,9 @@ from trainer_cases import MOE, manifest
 from orrery.kernels.attention import Documents, backends, flash, reference_varlen_attention
 from orrery.models.layers import Attention, rotary_angles
 from orrery.models.mixture import Experts, MixtureOfExperts
-from orrery.trainer.parallel.context_parallel.ring import RingCore
-from orrery.trainer.parallel.context_parallel.sharding import zigzag
+from orrery.trainer.parallel.context_parallel import zigzag
 from orrery.trainer.parallel.expert_parallel import make_exchange
+from orrery.trainer.parallel.ring_attention import RingCore
 
 HEAD_DIM = 128
 LENGTHS = {"cpu": [70, 1, 9, 150], "cuda": [700, 1, 96, 1500]}

@@ -14,7 +14,7 @@ from trainer_cases import MEMORY, make_learner, manifest, run_script, write_star
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.metrics import read
-from orrery.trainer.parallel import recomputation
+from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
@@ -287,19 +287,19 @@ def test_a_recomputation_recalls_what_the_forward_pass_kept():
     asked = []
 
     def answer(number):
-        if (known := recomputation.recall()) is not None:
+        if (known := blocks.recall()) is not None:
             return known
         asked.append(number)
-        return recomputation.keep(number)
+        return blocks.keep(number)
 
     def block(x):
         return (x * answer(2.0)).sin() * answer(3.0)
 
     x, again = (torch.tensor([0.5, 0.7], requires_grad=True) for _ in range(2))
     block(x).sum().backward()
-    assert asked == [2.0, 3.0] and recomputation.recall() is None
+    assert asked == [2.0, 3.0] and blocks.recall() is None
     first, second = (
-        checkpoint(block, again, use_reentrant=False, context_fn=recomputation.contexts)
+        checkpoint(block, again, use_reentrant=False, context_fn=blocks.recomputation_contexts)
         for _ in range(2)
     )
     (first.sum() + second.sum()).backward()
@@ -323,7 +323,7 @@ def test_of_a_result_that_compiled_code_writes_over_a_copy_is_kept():
             return out
 
         x = torch.tensor([[0.5, 0.7]], requires_grad=True)
-        contexts = lambda: recomputation.contexts(product, compiled)  # noqa: E731
+        contexts = lambda: blocks.recomputation_contexts(product, compiled)  # noqa: E731
         checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
         return x.grad
 

@@ -31,11 +31,10 @@ from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import CHARACTER_TEMPLATE, write_tokenizer
 from orrery.trainer import __main__ as trainer_main
 from orrery.trainer import sft, sft_data
-from orrery.trainer.chats import open_chats
-from orrery.trainer.initialize import initialize
+from orrery.trainer.__main__ import initialize
 from orrery.trainer.parallel.world import World
 from orrery.trainer.sft import ValidationSet, load_validation
-from orrery.trainer.sft_data import Examples, batches, load_examples, prefetch
+from orrery.trainer.sft_data import Examples, batches, load_examples, open_chats, prefetch
 from orrery.wire import checkpoints
 from orrery.wire.columns import Columns
 

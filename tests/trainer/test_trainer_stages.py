@@ -29,9 +29,9 @@ from orrery.runtime.metrics import rows as rows_of
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import parse_role
 from orrery.tasks.chat import Renderer
+from orrery.trainer.__main__ import initialize
 from orrery.trainer.assemble import assemble_rl, assemble_world
 from orrery.trainer.export import export_checkpoint
-from orrery.trainer.initialize import initialize
 from orrery.trainer.learner import count_totals
 from orrery.trainer.loop import RlLoop
 from orrery.trainer.micro_batch import micro_batch
@@ -792,25 +792,6 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
         load_examples(chat_spec(tmp_path / "good.jsonl", chat, "0" * 64), tokenizer)
     with pytest.raises(OrreryError, match="there is not one chat"):
         load_examples(chat_spec(tmp_path / "empty.jsonl", "\n"), tokenizer)
-
-
-def test_an_unknown_stage_and_a_run_that_is_not_built_are_one_sentence(tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    text = canonical_json(manifest()).decode()
-    assert '"tensor_parallel":1' in text
-    (run_dir / "manifest.json").write_text(
-        text.replace('"tensor_parallel":1', '"tensor_parallel":2')
-    )
-    [(code, error)] = Stage(run_dir, "sft").end()
-    assert code == 2 and "an engine on cpu is one process" in error and "set both to 1" in error
-    assert "Traceback" not in error
-    (run_dir / "manifest.json").write_text(text)
-    [(code, error)] = Stage(run_dir, "evaluate").end()
-    assert (code, error.strip()) == (
-        2,
-        "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl",
-    )
 
 
 def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():

@@ -3,8 +3,10 @@
 Torch is imported late, so that the health file and the parent watch exist while it loads.
 """
 
+import shutil
+
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.support import check_supported
+from orrery.manifest.publish import make_folder, publish_folder
 from orrery.runtime.role_context import RoleContext, role_process
 from orrery.trainer import grow_segments
 
@@ -13,30 +15,44 @@ def main() -> None:
     with role_process("trainer") as ctx:
         ctx.health.doing("loading torch")
         grow_segments()
-        check_supported(ctx.manifest)
-        match ctx.stage:
-            case "init":
-                from orrery.trainer.initialize import initialize
+        STAGES[ctx.stage](ctx)
 
-                initialize(ctx)
-            case "sft":
-                run_sft(ctx)
-            case "rl":
-                run_rl(ctx)
-            case _:
-                raise OrreryError(
-                    f"--stage: the trainer has no stage {ctx.stage!r}; choose from init, sft, rl"
-                )
+
+def initialize(ctx: RoleContext) -> None:
+    """Write start weights and tokenizer as the Hugging Face folder `weights/init`.
+
+    Weights are drawn from the seed or taken from a pretrained folder, one file at a time. The same
+    manifest gives the same bytes.
+    """
+    import torch
+
+    from orrery.models import weights
+    from orrery.tasks.check import check
+    from orrery.tasks.tokenizer import write_tokenizer
+
+    ctx.health.doing("checking tasks")
+    check(ctx.manifest)
+    ctx.health.doing("initializing weights")
+    model = ctx.manifest.model
+    folder = ctx.run_dir / "weights" / "init"
+    partial = folder.with_name("init.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    write_tokenizer(model, partial)
+    dtype = getattr(torch, ctx.manifest.trainer.param_dtype)
+    num_parameters = weights.write_initial(model, partial, dtype)
+    publish_folder(partial, folder)
+    ctx.log.info("weights/init: %.2f M parameters, %s", num_parameters / 1e6, model.init.kind)
 
 
 def run_sft(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_learner, assemble_world
+    from orrery.trainer.checkpoint_writer import resume
     from orrery.trainer.export import export_policy
     from orrery.trainer.heartbeat import io_stall_s
-    from orrery.trainer.memory_plan.out_of_memory import explain_out_of_memory
+    from orrery.trainer.out_of_memory import explain_out_of_memory
     from orrery.trainer.sft import load_validation, sft
     from orrery.trainer.sft_data import load_examples
-    from orrery.trainer.stage_checkpoints import resume
 
     manifest, spec = ctx.manifest, ctx.manifest.stages.sft
     if spec is None:
@@ -57,7 +73,7 @@ def run_sft(ctx: RoleContext) -> None:
 
 def run_rl(ctx: RoleContext) -> None:
     from orrery.trainer.assemble import assemble_rl, assemble_world
-    from orrery.trainer.memory_plan.out_of_memory import explain_out_of_memory
+    from orrery.trainer.out_of_memory import explain_out_of_memory
 
     with (
         assemble_world(ctx) as world,
@@ -67,6 +83,8 @@ def run_rl(ctx: RoleContext) -> None:
         progress.learner = loop.learner
         loop.run()
 
+
+STAGES = {"init": initialize, "sft": run_sft, "rl": run_rl}
 
 if __name__ == "__main__":
     main()

@@ -14,6 +14,7 @@ from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import base_sha256
+from orrery.trainer.checkpoint_writer import StageCheckpoints, resume
 from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stall_s
 from orrery.trainer.learner import Learner
 from orrery.trainer.loop import RlLoop, start_weights
@@ -29,7 +30,6 @@ from orrery.trainer.parallel.world import (
 )
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
-from orrery.trainer.stage_checkpoints import StageCheckpoints, resume
 from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.rollout_wire import make_receiver
 from orrery.wire.weight_wire import (

@@ -22,7 +22,7 @@ from orrery.trainer.loss import COMPONENTS, StepSums, loss
 from orrery.trainer.micro_batch import MicroBatch, count_members, micro_batch
 from orrery.trainer.mismatch import MismatchGuard
 from orrery.trainer.optim import clip, gradient_norm, last_not_finite, make_optimizer
-from orrery.trainer.parallel import compiled, context_parallel
+from orrery.trainer.parallel import blocks, context_parallel
 from orrery.trainer.parallel.fsdp import reshard_all, set_gradient_sync
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
@@ -86,7 +86,7 @@ class Learner:
         """
         step = self.step + 1
         begin_s = time.time()
-        with compiled.explain_compile_error(self.policy.network.config):
+        with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
         # Queued early, so that the device need not wait.
         norm = gradient_norm(self.weights.values(), self.world)
@@ -118,7 +118,7 @@ class Learner:
         totals = dict.fromkeys(COMPONENTS, 1)
         for columns in micro_batches:
             batch = self._micro_batch(columns)
-            with compiled.explain_compile_error(self.policy.network.config):
+            with blocks.explain_compile_error(self.policy.network.config):
                 logprob, entropy = self.policy(batch)
             sums.add(loss(logprob, entropy, batch.loss, totals, self.loss)[1])
         reshard_all(self.policy)

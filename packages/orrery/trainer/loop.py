@@ -14,13 +14,13 @@ from pathlib import Path
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
+from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
 from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.parallel.world import World
 from orrery.trainer.publish import Publisher
-from orrery.trainer.stage_checkpoints import StageCheckpoints
 from orrery.wire.engine_api import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 

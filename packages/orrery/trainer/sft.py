@@ -18,14 +18,13 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
-from orrery.trainer.chats import Chat, Chats
+from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s, warms_up
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import reshard_all
 from orrery.trainer.parallel.world import World
-from orrery.trainer.sft_data import Examples, batches, open_examples, prefetch
-from orrery.trainer.stage_checkpoints import StageCheckpoints
+from orrery.trainer.sft_data import Chat, Chats, Examples, batches, open_examples, prefetch
 from orrery.wire.columns import Columns
 from orrery.wire.packing import pack_for
 

@@ -1,29 +1,313 @@
-"""Tokenise SFT chats shortly before a step trains them.
+"""Read SFT chats by index, and tokenise them shortly before a step trains them.
 
-- Batches follow one permutation an epoch, drawn from (manifest.seed, epoch).
-- A thread tokenises the next batch during training. The first KEPT_TOKENS are kept, so a small set
-  is tokenised once.
+- Chats come from a task's demonstrations, a mapped JSONL file or a dataset. A sha256 or fingerprint
+  unlike the manifest's is refused.
+- A malformed chat is refused when read, by its place: `data.jsonl:7`, `folder: row 6`. Every field
+  of a message, call or tool is read or refused. Beside messages and tools only REFUSED are refused.
+- Batches follow one permutation an epoch, drawn from (manifest.seed, epoch). A thread tokenises the
+  next batch during training, and the first KEPT_TOKENS are kept.
 - At start each rank checks about CHECKED_TOKENS of its share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import json
+import mmap
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol, get_args
 
+import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest, SftData
+from orrery.manifest.schema import ChatDataset, ChatFile, Demonstrations, Manifest, SftData
+from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.chat import Example, Renderer
 from orrery.tasks.task import Role
-from orrery.trainer.chats import Chats, open_chats
 from orrery.wire.columns import Columns
 
 CHECKED_TOKENS = 2_000_000
 CHECKED_AT_ONCE = 64
 KEPT_TOKENS = 32_000_000  # of 5 bytes
+FORM = '{"messages": [{"role", "content"}]}'
+REFUSED = ("functions", "chat_template_kwargs")  # they change the chat
+MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
+    "system": ("role", "content", "name"),
+    "user": ("role", "content", "name"),
+    "assistant": ("role", "content", "name", "tool_calls"),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    where: str  # for error messages
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+
+
+class Chats(Protocol):
+    """A sequence of chats. Raise OrreryError for a malformed chat."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Chat: ...
+
+
+def open_chats(data: SftData, field: str) -> Chats:
+    """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
+    chats = KINDS[data.kind](data, field)
+    if not len(chats):
+        raise OrreryError(f"{field}: there is not one chat in it")
+    return chats
+
+
+class DemonstratedChats:
+    """A task's solutions of its first problems."""
+
+    def __init__(self, data: Demonstrations, field: str):
+        self._task, self._name = make(data.task), data.task.name
+        self._num_problems = data.num_problems
+        demonstrate = getattr(self._task, "demonstration", None)
+        if demonstrate is None:
+            raise OrreryError(
+                f"{field}.task: {data.task.kind!r} has no demonstrations; use a chat file, "
+                f"or set {field.removesuffix('.data')} to null"
+            )
+        self._demonstrate: Callable[[int], list[Message]] = demonstrate
+
+    def __len__(self) -> int:
+        return self._num_problems
+
+    def __getitem__(self, index: int) -> Chat:
+        tools = tuple(self._task.problem(index).tools)
+        return Chat(f"demonstration {index} of {self._name}", self._demonstrate(index), tools)
+
+
+class FileChats:
+    """JSONL: `{"messages": [...]}` a line, optionally with `tools`."""
+
+    def __init__(self, data: ChatFile, field: str):
+        self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
+        digest, at = hashlib.sha256(), 0
+        try:
+            with self._path.open("rb") as file:
+                # Bytes end a line at \n only: JSON strings may hold U+2028.
+                for number, line in enumerate(file, 1):
+                    digest.update(line)
+                    if not line.isspace():
+                        self._begins.append(at)
+                        self._numbers.append(number)
+                    at += len(line)
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
+        except OSError as error:
+            raise OrreryError(f"{field}.path: {error}") from error
+        if (found := digest.hexdigest()) != data.sha256:
+            raise OrreryError(
+                f"{field}.sha256: {self._path} has {found}, the manifest says {data.sha256}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> Chat:
+        where, begin = f"{self._path}:{self._numbers[index]}", self._begins[index]
+        end = self._content.find(b"\n", begin)
+        line = self._content[begin : len(self._content) if end < 0 else end]
+        return _chat(where, lambda: json.loads(line.decode()))
+
+
+class DatasetChats:
+    """A dataset from Hugging Face's `save_to_disk`: Arrow streams, named in JSON."""
+
+    def __init__(self, data: ChatDataset, field: str):
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise OrreryError(
+                f"{field}.kind: datasets are read with pyarrow, which is not installed here; type "
+                f"`make setup`, or `pip install pyarrow` where the environment is not of this "
+                f"checkout"
+            ) from error
+        self._folder, self._column = _split_folder(data, field), data.column
+        default: dict[str, Any] = {"_data_files": [], "_fingerprint": None}
+        state = default | _json(self._folder / "state.json", field)
+        if (found := state["_fingerprint"]) != data.fingerprint:
+            raise OrreryError(
+                f"{field}.fingerprint: {self._folder} has {found}, "
+                f"the manifest says {data.fingerprint}"
+            )
+        self._parts = []
+        for path in (self._folder / file["filename"] for file in state["_data_files"]):
+            try:
+                table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            except (OSError, pa.ArrowInvalid) as error:
+                raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
+            if data.column not in table.column_names:
+                raise OrreryError(
+                    f"{field}.column: {path} has no {data.column!r}; "
+                    f"choose from {', '.join(sorted(table.column_names))}"
+                )
+            others = {"tools", *REFUSED} - {data.column}
+            columns = [data.column, *(name for name in table.column_names if name in others)]
+            self._parts += table.select(columns).to_batches()
+        self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Chat:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part = self._parts[number]
+        at = index - (int(self._ends[number - 1]) if number else 0)
+
+        def read() -> dict[str, Any]:
+            row = {name: _present(part.column(name)[at].as_py()) for name in part.schema.names}
+            return {"messages": row.pop(self._column), **row}
+
+        return _chat(f"{self._folder}: row {index}", read)
+
+
+def _split_folder(data: ChatDataset, field: str) -> Path:
+    folder = Path(data.path)
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json", field)["splits"]
+        if data.split is None or data.split not in splits:
+            raise OrreryError(
+                f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}"
+            )
+        return folder / data.split
+    if data.split is not None:
+        raise OrreryError(
+            f"{field}.split: {folder} is not a dataset of several splits, "
+            f"so there is no {data.split!r}; set it to null"
+        )
+    return folder
+
+
+def _json(path: Path, field: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise OrreryError(
+            f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote"
+        ) from error
+
+
+def _present(value: Any) -> Any:
+    """Drop null fields, because Arrow rows have every field."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
+
+
+# Parsing ------------------------------------------------------------------------------------------
+
+
+def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
+    try:
+        row = read()
+        messages = [_message(number, entry) for number, entry in enumerate(row["messages"])]
+        _check_order_of_results(row["messages"])
+        for name in REFUSED:
+            if row.get(name):
+                raise OrreryError(
+                    f"{name!r} changes the chat and is not read; say it in messages and tools, "
+                    f"or leave it out"
+                )
+        tools = enumerate(_parsed(row.get("tools") or ()) or ())
+        return Chat(where, messages, tuple(_tool(f"tool {n}", tool) for n, tool in tools))
+    except OrreryError as error:
+        raise OrreryError(f"{where}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OrreryError(
+            f"{where}: not a chat of the form {FORM} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _message(number: int, entry: dict[str, Any]) -> Message:
+    role, content, calls = entry["role"], entry.get("content"), entry.get("tool_calls") or ()
+    if role not in get_args(Role):
+        raise ValueError(f"role {role!r} is none of {', '.join(get_args(Role))}")
+    _refuse_other_fields(f"message {number} ({role})", entry, MESSAGE_FIELDS[role])
+    if content is None and not calls:
+        needed = "content or tool_calls" if role == "assistant" else "content"
+        raise OrreryError(
+            f"message {number} ({role}) has no {needed}; "
+            f'add it (what is empty is "content": ""), or leave the message out'
+        )
+    if not isinstance(content, str | None):
+        raise TypeError(f"the content of a message is text, not {type(content).__name__}")
+    parsed = tuple(_call(f"a call of message {number}", call) for call in calls)
+    return Message(role, content or "", parsed, entry.get("name"))
+
+
+def _call(what: str, call: dict[str, Any]) -> ToolCall:
+    function = call["function"]
+    _refuse_other_fields(what, call, ("id", "type", "function"))
+    _refuse_other_fields(what, function, ("name", "arguments"))
+    fields = {"name": function["name"], "arguments": _parsed(function["arguments"])}
+    return msgspec.convert(fields, ToolCall)
+
+
+def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
+    waiting: list[Any] = []
+    for number, entry in enumerate(entries):
+        if entry["role"] == "assistant":
+            waiting = [call.get("id") for call in entry.get("tool_calls") or ()]
+        elif entry["role"] == "tool":
+            given, has_call = entry.get("tool_call_id"), bool(waiting)
+            expected = waiting.pop(0) if has_call else None
+            what = f"message {number} (tool) has the tool_call_id {given!r}"
+            if given is not None and not has_call:
+                raise OrreryError(f"{what} and no call before it waits for a result")
+            if None not in (given, expected) and given != expected:
+                raise OrreryError(
+                    f"{what} where the next call is {expected!r}; "
+                    f"put results in the order of their calls"
+                )
+
+
+def _tool(what: str, given: Any) -> Tool:
+    """Parse `{"type": "function", "function": {…}}` or the function."""
+    tool = _parsed(given)
+    function = tool.get("function", tool)
+    if function is not tool:
+        _refuse_other_fields(what, tool, ("type", "function"))
+    _refuse_other_fields(what, function, Tool.__struct_fields__)
+    try:
+        return msgspec.convert(function, Tool)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(Tool.__struct_fields__)
+        raise OrreryError(f"{what}: {error}; give it {fields}") from error
+
+
+def _refuse_other_fields(what: str, given: dict[str, Any], known: Collection[str]) -> None:
+    for name, value in given.items():
+        if name not in known and value not in (None, []):
+            raise OrreryError(
+                f"{what} has {name!r}, which is not read; leave it out, "
+                f"or say it in one of {', '.join(known)}"
+            )
+
+
+def _parsed(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given
+
+
+KINDS: dict[str, Callable[[Any, str], Chats]] = {
+    "demonstrations": DemonstratedChats,
+    "chat_file": FileChats,
+    "dataset": DatasetChats,
+}
+
+
+# Tokens -------------------------------------------------------------------------------------------
 
 
 class Examples:

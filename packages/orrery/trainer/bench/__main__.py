@@ -1,7 +1,7 @@
 """`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer here.
 
 MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working
-directory. Missing options come from the run's row in `request.py`, then from defaults.
+directory. Missing options come from the run's row in `ROWS`, then from defaults.
 The first line of the output names them all.
 """
 
@@ -24,7 +24,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
-from orrery.trainer.bench.request import ROWS, BenchRequest, Options, given_options, make_request
+from orrery.trainer.bench import ROWS, BenchRequest, Options, given_options, make_request
 
 
 def main() -> None:
@@ -190,8 +190,7 @@ def check_devices(request: BenchRequest) -> None:
 
 def float32_bytes(request: BenchRequest) -> int:
     """Return bytes of weights, gradients and optimizer state, over all ranks."""
-    from orrery.trainer.memory_plan.plan import num_states
-    from orrery.trainer.memory_plan.sizes import count_parameters
+    from orrery.trainer.memory_plan import count_parameters, num_states
 
     counted = count_parameters(request.model, request.trainer.lora)
     values = sum(2 * unit.trained + unit.frozen for unit in counted.units)

@@ -27,9 +27,9 @@ from orrery.manifest.errors import OrreryError
 from orrery.models import lora, weights
 from orrery.models.placement import local_tensor
 from orrery.runtime.parent_watch import die_with_parent
-from orrery.trainer.bench.request import BenchRequest, micro_batches
+from orrery.trainer.bench import BenchRequest, micro_batches
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.memory_plan.out_of_memory import describe_error, device_bytes, is_out_of_memory
+from orrery.trainer.out_of_memory import describe_error, device_bytes, is_out_of_memory
 from orrery.trainer.parallel import build_policy, fsdp
 from orrery.trainer.parallel.world import World, destroy_world, device_for, init_world
 

@@ -22,9 +22,9 @@ from orrery.models import build
 from orrery.models.flops import hardware_flops, is_counted, model_flops
 from orrery.observe.provenance import commit, versions
 from orrery.trainer import ALLOCATOR, EXPANDABLE
+from orrery.trainer.bench import BenchRequest
 from orrery.trainer.bench.rank import KINDS
-from orrery.trainer.bench.request import BenchRequest
-from orrery.trainer.memory_plan.plan import plan_memory
+from orrery.trainer.memory_plan import plan_memory
 from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
 PACKAGES = (

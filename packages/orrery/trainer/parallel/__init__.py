@@ -2,8 +2,7 @@
 
 1. Context parallel replaces the core of attention.
 2. Expert parallel replaces the token exchange and shards the experts.
-3. Activation checkpointing and compile: the compiled block goes inside the checkpoint if it has
-   exchanges, or outside.
+3. Activation checkpointing and compile wrap the blocks (`blocks.py`).
 4. Activation offload wraps both, because it moves the activations that they save.
 5. FSDP2 comes last, because its hooks must wrap all of these.
 """
@@ -14,9 +13,8 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, lora
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.parallel import (
-    activation_checkpointing,
     activation_offload,
-    compiled,
+    blocks,
     context_parallel,
     expert_parallel,
     fsdp,
@@ -50,11 +48,6 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
 def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     context_parallel.apply(policy, world, trainer)
     expert_parallel.apply(policy, world, trainer)
-    if compiled.is_without_exchange(trainer.mesh):
-        activation_checkpointing.apply(policy, world, trainer)
-        compiled.apply(policy, world, trainer)
-    else:
-        compiled.apply(policy, world, trainer)
-        activation_checkpointing.apply(policy, world, trainer)
+    blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)

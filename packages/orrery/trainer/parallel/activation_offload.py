@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from orrery.manifest.schema import Trainer
 from orrery.models.placement import local_tensor
-from orrery.trainer.parallel import recomputation
+from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
@@ -99,7 +99,7 @@ class ActivationOffload:
         pack = partial(self._pack, activations, block, shared)
         with (
             saved_tensors_hooks(pack, self._unpack),
-            recomputation.store_results_with(pack, self._unpack),
+            blocks.store_results_with(pack, self._unpack),
         ):
             result = forward(*args, **kwargs)
         if activations.saved:

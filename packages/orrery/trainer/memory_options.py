@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
-from orrery.trainer.memory_plan.plan import MemoryPlan, Workload, plan_memory
-from orrery.trainer.memory_plan.sizes import ParameterCounts, is_sparse
+from orrery.trainer.memory_plan import MemoryPlan, ParameterCounts, Workload, is_sparse, plan_memory
 
 CHUNKS = (4096, 1024, 256)  # rows of logits
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (

@@ -19,9 +19,8 @@ from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
-from orrery.trainer.memory_plan.options import ChosenOptions, choose_options
-from orrery.trainer.memory_plan.plan import Workload, plan_memory
-from orrery.trainer.memory_plan.sizes import count_parameters, dtype_bytes
+from orrery.trainer.memory_options import ChosenOptions, choose_options
+from orrery.trainer.memory_plan import Workload, count_parameters, dtype_bytes, plan_memory
 from orrery.wire.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # of the device, for fragments

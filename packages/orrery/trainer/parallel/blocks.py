@@ -1,0 +1,302 @@
+"""Run blocks under activation checkpointing and torch.compile.
+
+- Checkpointing `full` keeps each block's input, `selective` also the results of named operations,
+  `none` all that autograd saves.
+- Equal blocks share one compilation. A block is one graph (`fullgraph`) outside of the checkpoint,
+  unless ranks exchange tokens or keys inside it. Then it is compiled inside the checkpoint.
+- The first micro-batch length is compiled as a constant, the second as a symbol.
+- A forward pass keeps values for its recomputation: answers to the host (`keep`, `recall`), so that
+  it does not wait for the device again, and results of named operations. Unlike in torch's
+  selective checkpointing, the other operations may differ between both runs, as with FSDP's hooks.
+"""
+
+import textwrap
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from orrery.kernels import (  # noqa: F401  (registers the operators named below)
+    attention,
+    grouped_matmul,
+    wide_linear,
+)
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Mesh, Model, Trainer
+from orrery.trainer.policy import Policy
+
+SCALED_DOT_PRODUCT = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+)
+# torch's 8 a function are too few for all kinds of blocks, with and without gradients or routes.
+MAX_GRAPHS = 64
+
+
+def apply(policy: Policy, trainer: Trainer) -> None:
+    if is_without_exchange(trainer.mesh):
+        _checkpoint(policy, trainer)
+        _compile(policy, trainer)
+    else:
+        _compile(policy, trainer)
+        _checkpoint(policy, trainer)
+
+
+def is_without_exchange(mesh: Mesh) -> bool:
+    return mesh.cp == mesh.ep == 1
+
+
+def is_one_graph(trainer: Trainer, model: Model) -> bool:
+    """Return whether a block is one graph of our own code, with known saved tensors."""
+    return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
+
+
+def _compile(policy: Policy, trainer: Trainer) -> None:
+    if not trainer.compile:
+        return
+    from torch._dynamo import config  # slow to import, and rarely needed on a CPU
+
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    for block in policy.network.layers:
+        block.forward = torch.compile(block.forward, fullgraph=is_without_exchange(trainer.mesh))
+
+
+@contextmanager
+def explain_compile_error(model: Model) -> Iterator[None]:
+    """Raise OrreryError if torch cannot compile a transformers block in this context."""
+    try:
+        yield
+    except Exception as error:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        is_from_compiler = isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
+        if model.hf_config is None or not is_from_compiler or "out of memory" in str(error):
+            raise
+        kind = model.hf_config["model_type"]
+        raise OrreryError(
+            "trainer.compile true: torch does not compile blocks of "
+            f"model.hf_config.model_type {kind!r} whole "
+            f"({textwrap.shorten(str(error), 240)}); set trainer.compile to false"
+        ) from error
+
+
+# Checkpointing ------------------------------------------------------------------------------------
+
+
+def _checkpoint(policy: Policy, trainer: Trainer) -> None:
+    if trainer.memory.activation_checkpointing.kind == "none":
+        return
+    options = checkpoint_options(trainer, policy.network.config)
+    has_graphs_inside = trainer.compile and not is_without_exchange(trainer.mesh)
+    for block in policy.network.layers:
+        run = block.forward
+        if has_graphs_inside:
+            run = partial(_call_without_views, run)
+        # On `forward`, so that FSDP's hooks stay outside the recomputation.
+        block.forward = partial(checkpoint, run, use_reentrant=False, **options)
+
+
+def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
+    """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
+
+    A block of one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
+    """
+    kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
+    if trainer.compile and is_without_exchange(trainer.mesh):
+        if kept or is_one_graph(trainer, model):
+            return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
+        return {}
+    # Eager code, perhaps with graphs or FSDP hooks inside.
+    if kept or trainer.mesh.ep > 1:
+        return {"context_fn": partial(recomputation_contexts, kept, _called_by_graphs(trainer))}
+    return {}
+
+
+def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
+    """Return the operations inside graphs: attention without cp, experts without ep."""
+    if not trainer.compile:
+        return frozenset()
+    ranks = {"attention": trainer.mesh.cp, "experts": trainer.mesh.ep}
+    names = [name for name, count in ranks.items() if count == 1]
+    return frozenset(operation for name in names for operation in _operations(name))
+
+
+def keeping(operations: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in operations:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def convert(value: Any) -> Any:
+        return without_view(value) if isinstance(value, Tensor) else value
+
+    return forward(*map(convert, args), **{name: convert(arg) for name, arg in kwargs.items()})
+
+
+def without_view(x: Tensor) -> Tensor:
+    """Return x as a base tensor (no view) in the same memory. Its gradient is x's.
+
+    A graph inside a checkpoint must find no view in either run, or both trace different graphs.
+    FSDP hands out views, activation offload does not.
+    """
+    return _WithoutView.apply(x) if x.requires_grad else x.detach()
+
+
+class _WithoutView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _operations(name: str) -> list[Any]:
+    aten, orrery = torch.ops.aten, torch.ops.orrery
+    match name:
+        case "attention":
+            theirs = (getattr(aten, f"_scaled_dot_product_{kind}") for kind in SCALED_DOT_PRODUCT)
+            ours = orrery.varlen_attention_forward
+            return [ours.default, *(operation.default for operation in theirs)]
+        case "projections":
+            products = (aten.mm, aten.addmm, aten.linear, orrery.wide_linear)
+            return [product.default for product in products]
+        case "experts":
+            return [orrery.grouped_matmul.default, orrery.adapted_grouped_matmul.default]
+    raise AssertionError(f"the schema knows {name!r}, this file does not")
+
+
+# Recomputation ------------------------------------------------------------------------------------
+
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+def _identity(value: Tensor) -> Tensor:
+    return value
+
+
+_current: ContextVar["_Run | None"] = ContextVar("recomputation", default=None)
+_hooks: ContextVar[tuple[Pack, Unpack]] = ContextVar("hooks", default=(_identity, _identity))
+
+
+def recomputation_contexts(
+    operations: Collection[Any] = (), compiled: Collection[Any] = ()
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
+
+    Graphs may overwrite the results of operations in `compiled`, so these are cloned.
+    """
+    answers: list[Any] = []
+    if not operations:
+        return _Run(answers, False, None), _Run(answers, True, None)
+    results: dict[Any, deque[Any]] = defaultdict(deque)
+    keeper = _KeepResults(operations, results, compiled)
+    return _Run(answers, False, keeper), _Run(answers, True, _RecallResults(operations, results))
+
+
+@contextmanager
+def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Pass kept results through `pack`, and recalled results through `unpack`."""
+    token = _hooks.set((pack, unpack))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def keep(answer: Any) -> Any:
+    """Return `answer`, and keep it in the forward pass of a checkpointed block."""
+    run = _current.get()
+    if run is not None and not run.is_recomputation:
+        run.answers.append(answer)
+    return answer
+
+
+def recall() -> Any:
+    """Return the next kept answer, or None outside of a recomputation."""
+    run = _current.get()
+    if run is None or not run.is_recomputation:
+        return None
+    run.position += 1
+    return run.answers[run.position - 1]
+
+
+class _Run(AbstractContextManager):
+    def __init__(
+        self, answers: list[Any], is_recomputation: bool, mode: TorchDispatchMode | None
+    ) -> None:
+        self.answers, self.is_recomputation = answers, is_recomputation
+        self.position, self._mode = 0, mode
+
+    def __enter__(self) -> None:
+        self.position = 0
+        self._token = _current.set(self)
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*error)
+        _current.reset(self._token)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, operations: Collection[Any], results: dict[Any, deque[Any]]) -> None:
+        super().__init__()
+        self._operations, self._results = operations, results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # let compiled code run
+
+
+class _KeepResults(_Mode):
+    def __init__(
+        self, operations: Collection[Any], results: dict[Any, deque[Any]], compiled: Collection[Any]
+    ) -> None:
+        super().__init__(operations, results)
+        self._compiled = compiled
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in self._operations:
+            pack, unpack = _hooks.get()
+
+            def store(value: Tensor) -> partial:
+                value = value.detach()
+                return partial(unpack, pack(value.clone() if function in self._compiled else value))
+
+            self._results[function].append(tree_map_only(Tensor, store, result))
+        return result
+
+
+class _RecallResults(_Mode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in self._operations:
+            return tree_map_only(partial, lambda kept: kept(), self._results[function].popleft())
+        return function(*args, **(kwargs or {}))

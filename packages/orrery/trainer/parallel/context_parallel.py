@@ -1,0 +1,234 @@
+"""Context parallel: the cp ranks of a group share each micro-batch's tokens.
+
+`apply` replaces `Attention.core`, and `shard` cuts a micro-batch. A scored token belongs to the
+rank that predicts it. A kind (`trainer.mesh.cp_style`) is a core and its way to cut:
+
+    ulysses   contiguous shares, and an all-to-all gives each rank all tokens of 1/cp of the heads
+    ring      pieces r and 2·cp − 1 − r of each document, and keys and values pass around
+
+Ranks get equal numbers of tokens. Padding repeats a real token, is never scored, and follows its
+document or forms another, so no real token attends to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from orrery.kernels.attention import Documents, varlen_attention
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Mesh, Trainer
+from orrery.models.layers import Attention
+from orrery.trainer.loss import Targets
+from orrery.trainer.micro_batch import MicroBatch
+from orrery.trainer.parallel.ring_attention import RingCore
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+
+
+def apply(policy: Policy, world: World, trainer: Trainer) -> None:
+    if trainer.mesh.cp == 1:
+        return
+    attentions = [module for module in policy.network.modules() if isinstance(module, Attention)]
+    if not attentions:
+        family = policy.network.config.family
+        raise OrreryError(
+            f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; "
+            "set trainer.mesh.cp to 1"
+        )
+    for attention in attentions:
+        attention.core = KINDS[trainer.mesh.cp_style][0](world.group("cp"))
+
+
+def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
+    """Call `observe` with each core's output. Its gradient is local to this rank."""
+    for module in policy.modules():
+        if isinstance(module, UlyssesCore | RingCore):
+            module.watch = observe
+
+
+def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
+    if mesh.cp == 1:
+        return batch
+    lengths, rank = batch.cu_seqlens.diff().tolist(), world.axis_rank("cp")
+    tokens = KINDS[mesh.cp_style][1](lengths, mesh.cp, rank)
+    return select_shard(batch, tokens, is_first=rank == 0)
+
+
+class TokenShard(NamedTuple):
+    source: np.ndarray  # i64 [t]: each place's token of the stream
+    is_real: np.ndarray  # bool [t]: not padding
+    cu_seqlens: np.ndarray  # i32: offsets for the attention core
+
+
+def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
+    """Return the rank-th of equal runs of the stream, with the whole padded stream's offsets.
+
+    The padding is one document at its end.
+    """
+    num_tokens = sum(lengths)
+    size = -(-num_tokens // num_ranks)
+    place = np.arange(rank * size, (rank + 1) * size)
+    offsets = np.append(0, np.cumsum(lengths))
+    if num_tokens < size * num_ranks:
+        offsets = np.append(offsets, size * num_ranks)
+    return TokenShard(
+        np.minimum(place, num_tokens - 1), place < num_tokens, offsets.astype(np.int32)
+    )
+
+
+def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
+    """Cut documents into 2·num_ranks equal pieces. Return the rank-th from the front and the back.
+
+    Offsets count pairs of pieces, so all ranks have equal offsets and work.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    piece = -(-length // (2 * num_ranks))
+    offsets = np.append(0, np.cumsum(2 * piece))
+    document = np.repeat(np.arange(len(length)), 2 * piece)
+    place = np.arange(offsets[-1]) - offsets[document]  # in the pair of pieces
+    half = piece[document]
+    early, late = rank * half + place, (2 * num_ranks - 1 - rank) * half + place - half
+    position = np.where(place < half, early, late)
+    start = (np.cumsum(length) - length)[document]
+    last = length[document] - 1
+    return TokenShard(
+        start + np.minimum(position, last), position <= last, offsets.astype(np.int32)
+    )
+
+
+def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
+    """Return the part of `batch` with `tokens`. Only the first rank counts samples."""
+    source = torch.from_numpy(tokens.source)
+    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # each token's place here
+    place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
+    row = place[batch.row.numpy()]
+    scored = torch.from_numpy(np.flatnonzero(row >= 0))
+    part = replace(
+        batch,
+        token_id=batch.token_id[source],
+        position=batch.position[source],
+        cu_seqlens=torch.from_numpy(tokens.cu_seqlens),
+        max_seqlen=int(np.diff(tokens.cu_seqlens).max()),
+        row=torch.from_numpy(row)[scored],
+        target=batch.target[scored],
+        temperature=batch.temperature[scored],
+        routed_experts=_routes(batch.routed_experts, source, torch.from_numpy(tokens.is_real)),
+        loss=Targets(*(getattr(batch.loss, field.name)[scored] for field in fields(Targets))),
+        origin=batch.origin[scored],
+        num_samples=batch.num_samples if is_first else 0,
+        num_tokens=batch.num_tokens if is_first else 0,
+        routes_missing=batch.routes_missing if is_first else 0,
+        routes_replayed=batch.routes_replayed if is_first else 0,
+    )
+    return part if len(scored) else _with_unweighted_token(part)
+
+
+def _routes(
+    routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the routes, without padding's: its mismatches would count twice."""
+    if routes is None:
+        return None
+    here = routes[source]
+    here[~is_real] = 255 if routes.dtype == torch.uint8 else -1
+    return here
+
+
+def _with_unweighted_token(batch: MicroBatch) -> MicroBatch:
+    """Score one token with weight 0, for the LM head's collectives."""
+    zeros = {
+        field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype)
+        for field in fields(Targets)
+    }
+    first = torch.zeros(1, dtype=torch.int64)
+    return replace(
+        batch,
+        row=first,
+        target=first,
+        temperature=torch.ones(1),
+        loss=Targets(**zeros),
+        origin=first.new_zeros(1, 2),
+    )
+
+
+class UlyssesCore(nn.Module):
+    """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): each rank attends with 1/cp of the heads.
+
+    t tokens here · T = cp·t tokens of the group · H query heads · G key and value heads · K head
+    size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.watch: Callable[[Tensor], object] = lambda out: None
+
+    @torch.compiler.disable
+    def forward(self, q_tHK: Tensor, k_tGK: Tensor, v_tGK: Tensor, documents: Documents) -> Tensor:
+        if (repeats := self.group.size() // k_tGK.shape[1]) > 1:
+            k_tGK, v_tGK = (x.repeat_interleave(repeats, dim=1) for x in (k_tGK, v_tGK))
+        q_ThK, k_TgK, v_TgK = _ToHeads.apply(self.group, q_tHK, k_tGK, v_tGK)
+        out_ThK = varlen_attention(q_ThK, k_TgK, v_TgK, documents)
+        out_tHK = _ToTokens.apply(self.group, out_ThK)[0]
+        self.watch(out_tHK)
+        return out_tHK
+
+
+def _to_heads(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K]."""
+    leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
+    return tuple(x.flatten(0, 1) for x in _all_to_all(group, leaving))
+
+
+def _to_tokens(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    leaving = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
+    return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(group, leaving))
+
+
+def _all_to_all(group: dist.ProcessGroup, leaving: list[Tensor]) -> list[Tensor]:
+    arriving = [torch.empty_like(x) for x in leaving]
+    works = [
+        dist.all_to_all_single(into, x, group=group, async_op=True)
+        for into, x in zip(arriving, leaving, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return arriving
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_heads(group, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_tokens(ctx.group, gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_tokens(group, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_heads(ctx.group, gradients)
+
+
+MakeCore = Callable[[dist.ProcessGroup], nn.Module]
+MakeShard = Callable[[list[int], int, int], TokenShard]
+KINDS: dict[str, tuple[MakeCore, MakeShard]] = {
+    "ulysses": (UlyssesCore, contiguous),
+    "ring": (RingCore, zigzag),
+}

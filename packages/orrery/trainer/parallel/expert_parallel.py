@@ -1,0 +1,313 @@
+"""Expert parallel: each ep rank holds 1/ep of every layer's experts, and tokens travel to them.
+
+`apply` replaces `MixtureOfExperts.exchange` and makes expert parameters DTensors with Shard(0) on
+the mesh axis `ep`. The backward pass is the inverse exchange, so an expert's gradient covers all ep
+ranks' tokens.
+
+T tokens here · K experts a token · M = T·K rows here · R ranks · E experts · D hidden
+N rows of this rank's experts, from all ranks (DeepEP: tokens with an expert here)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from orrery.kernels.expert_rows import (
+    RowOrder,
+    combine_rows,
+    gather_rows,
+    order_slots,
+    sort_by_expert,
+)
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Trainer
+from orrery.models import expert_modules
+from orrery.models.mixture import MixtureOfExperts
+from orrery.trainer.parallel import blocks
+from orrery.trainer.parallel.world import World
+from orrery.trainer.policy import Policy
+
+
+def make_exchange(backend: str, group: dist.ProcessGroup, num_experts: int) -> nn.Module:
+    """Return the exchange over `group`. Rank i holds the i-th share of `num_experts`.
+
+    Raise OrreryError if `backend` is unknown or not installed.
+    """
+    if backend not in KINDS:
+        choices = ", ".join(KINDS)
+        raise OrreryError(
+            f"trainer.mesh.ep_backend: {backend!r} is no exchange; choose from {choices}"
+        )
+    return KINDS[backend](group, num_experts)
+
+
+def apply(policy: Policy, world: World, trainer: Trainer) -> None:
+    if trainer.mesh.ep == 1:
+        return
+    mesh, moe = world.expert_mesh, policy.network.config.moe
+    if moe is None:
+        raise OrreryError(
+            f"trainer.mesh.ep {trainer.mesh.ep}: {policy.network.config.family} has no experts; "
+            "set trainer.mesh.ep to 1"
+        )
+    assert mesh is not None
+    for experts in expert_modules(policy.network):
+        _shard(experts, mesh["ep"])
+    for module in policy.network.modules():
+        if isinstance(module, MixtureOfExperts):
+            backend, group = trainer.mesh.ep_backend, mesh.get_group("ep")
+            module.exchange = make_exchange(backend, group, moe.num_experts)
+
+
+def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
+    for module in experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # Each rank cuts its own share: "meta" has no data to send.
+            share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(
+                name, nn.Parameter(share, requires_grad=parameter.requires_grad)
+            )
+    forward = experts.forward
+
+    def on_local_shares(*args: Any) -> Tensor:
+        with _local_shares(experts):
+            return forward(*args)
+
+    # On `forward`, inside FSDP's hooks, because these read the parameters.
+    experts.forward = on_local_shares
+
+
+@contextmanager
+def _local_shares(experts: nn.Module) -> Iterator[None]:
+    """Replace DTensor parameters by their local tensors. Gradients reach the parameters."""
+    found = [
+        (module, name, parameter)
+        for module in experts.modules()
+        for name, parameter in module._parameters.items()
+    ]
+    try:
+        for module, name, parameter in found:
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
+
+
+# torch.distributed --------------------------------------------------------------------------------
+
+
+class TorchExchange(nn.Module):
+    """Send rows to their experts' ranks in expert order, and back.
+
+    Counts travel first, because torch's all-to-all needs lengths on the host. Backward pass and
+    recomputation reuse them. Stable sorts make results deterministic.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+        super().__init__()
+        self.group, self.num_experts = group, num_experts
+
+    @torch.compiler.disable
+    def forward(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+    ) -> Tensor:
+        rows = sort_by_expert(expert_TK, self.num_experts)
+        known = blocks.recall()
+        requested = self._request_lengths(rows.ends_E) if known is None else None
+        x_MD, score_M = gather_rows(x_TD, rows), order_slots(score_TK, rows)
+        if requested is not None:
+            known = blocks.keep((requested[0], requested[1].wait()))
+        arriving_RE, (sent, arriving) = known
+        x_ND, score_N = exchange_rows((x_MD, score_M), sent, arriving, self.group)
+
+        local_E = torch.arange(arriving_RE.shape[1], device=x_TD.device).expand_as(arriving_RE)
+        expert_N = local_E.flatten().repeat_interleave(
+            arriving_RE.flatten(), output_size=sum(arriving)
+        )
+        here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1])
+        y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), here.ends_E)
+        (y_MD,) = exchange_rows((combine_rows(y_ND, here),), arriving, sent, self.group)
+        return combine_rows(y_MD, rows)
+
+    def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
+        """Return the arriving rows by (source rank, local expert), and lengths for the host."""
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
+        arriving_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(arriving_E, counts_E, group=self.group)
+        counts_RE = counts_E.view(self.group.size(), -1)
+        arriving_RE = arriving_E.view(self.group.size(), -1)
+        return arriving_RE, HostLengths(torch.stack((counts_RE.sum(1), arriving_RE.sum(1))))
+
+
+class HostLengths:
+    def __init__(self, numbers: Tensor) -> None:
+        self._event = None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = numbers
+
+    def wait(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+def exchange_rows(
+    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Exchange rows of tensors [M, …]: the first `sent[0]` go to rank 0 of `group`, and so on.
+
+    Return tensors [N, …] with `arriving[r]` rows of each rank r, in rank order.
+    """
+    return _ExchangeRows.apply(sent, arriving, group, *tensors)
+
+
+def _all_to_all(
+    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    results = [tensor.new_empty(sum(arriving), *tensor.shape[1:]) for tensor in tensors]
+    works = [
+        dist.all_to_all_single(
+            result, tensor.contiguous(), arriving, sent, group=group, async_op=True
+        )
+        for result, tensor in zip(results, tensors, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return tuple(results)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sent: list[int], arriving: list[int], group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sent, ctx.arriving, ctx.group = sent, arriving, group
+        return _all_to_all(tensors, sent, arriving, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *_all_to_all(gradients, ctx.arriving, ctx.sent, ctx.group)
+
+
+# DeepEP -------------------------------------------------------------------------------------------
+
+
+class DeepEpExchange(nn.Module):
+    """The exchange by DeepEP (https://github.com/deepseek-ai/DeepEP): bfloat16, NVLink and RDMA.
+
+    A token travels once to each rank with experts for it. `dispatch` and `combine` are each other's
+    gradient. Raise OrreryError if deep_ep is not installed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+        super().__init__()
+        if find_spec("deep_ep") is None:
+            raise OrreryError(
+                "trainer.mesh.ep_backend 'deepep': the package deep_ep is not installed here; "
+                "install it or set trainer.mesh.ep_backend to 'torch'"
+            )
+        self.group, self.num_experts = group, num_experts
+
+    @torch.compiler.disable
+    def forward(
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+    ) -> Tensor:
+        buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size())
+        x_ND, score_NK, expert_NK, num_rows, handle = _DeepEpDispatch.apply(
+            x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
+        )
+        num_local = self.num_experts // self.group.size()
+        rows = _rows(expert_NK, num_local, num_rows)
+        real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
+        # Kernels skip rows without an expert, so these rows are zeroed.
+        x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
+        score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
+        y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
+        return _DeepEpCombine.apply(combine_rows(y_MD, rows), buffer, handle)
+
+
+def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
+    """Sort rows by expert, then one row for all slots with an expert on another rank (−1)."""
+    rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
+    return RowOrder(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
+
+
+@cache
+def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """Return the group's buffer for all layers. A collective."""
+    from deep_ep import Buffer
+
+    size = group.size()
+    configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
+    nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+    return Buffer(group, nvlink_bytes, rdma_bytes)
+
+
+class _DeepEpDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, buffer: Any, num_experts: int
+    ) -> tuple[Any, ...]:
+        tokens_of_rank, tokens_of_node, tokens_of_expert, is_in_rank, _ = (
+            buffer.get_dispatch_layout(expert_TK, num_experts)
+        )
+        x_ND, expert_NK, score_NK, rows_of_expert, handle, _ = buffer.dispatch(
+            x_TD.contiguous(),
+            topk_idx=expert_TK,
+            topk_weights=score_TK,
+            num_tokens_per_rank=tokens_of_rank,
+            num_tokens_per_rdma_rank=tokens_of_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=tokens_of_expert,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(expert_NK)
+        return x_ND, score_NK, expert_NK, sum(rows_of_expert), handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_x_ND: Tensor, grad_score_NK: Tensor, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        grad_x_TD, grad_score_TK, _event = ctx.buffer.combine(
+            grad_x_ND.contiguous(), ctx.handle, topk_weights=grad_score_NK.contiguous()
+        )
+        return grad_x_TD, grad_score_TK, None, None, None
+
+
+class _DeepEpCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        out_TD, _, _event = buffer.combine(y_ND.contiguous(), handle)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ND, *_ = ctx.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)
+        return grad_ND, None, None
+
+
+KINDS: dict[str, Callable[[dist.ProcessGroup, int], nn.Module]] = {
+    "torch": TorchExchange,
+    "deepep": DeepEpExchange,
+}
