@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from orrery.manifest.schema import Muon
 from orrery.trainer.optim.elementwise import adamw_groups
 from orrery.trainer.optim.gradient import sharding_axes
 from orrery.trainer.optim.optimizer import ParamGroup, WeightPart, is_bias
+from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
 # Gate above up: a projection, or stacked experts and their adapter, but not of transformers.
@@ -234,7 +234,7 @@ def _orthogonalize_split(
     sent = torch.cat([stacks[one.stack][one.position].reshape(-1) for one in every])
     to_owners = [sum(one.part_numel(rank) for one in matrices) for matrices in assigned]
     to_me = [sum(one.part_numel(sender) for one in own) for sender in ranks]
-    arrived = _exchange(sent, to_owners, to_me, group)
+    (arrived,) = all_to_all([sent], group, to_owners, to_me)
     parts = iter(arrived.split([one.part_numel(sender) for sender in ranks for one in own]))
     by_sender = [[next(parts).view(one.part_shape(sender)) for one in own] for sender in ranks]
     whole = [
@@ -249,7 +249,7 @@ def _orthogonalize_split(
         for to in ranks
         for one, matrix in zip(own, whole, strict=True)
     ]
-    arrived = _exchange(torch.cat(back) if back else sent[:0], to_me, to_owners, group)
+    (arrived,) = all_to_all([torch.cat(back) if back else sent[:0]], group, to_me, to_owners)
     done = [torch.empty_like(stack, memory_format=torch.contiguous_format) for stack in stacks]
     results = arrived.split([one.part_numel(rank) for one in every])
     for one, part in zip(every, results, strict=True):
@@ -269,14 +269,6 @@ def _split_matrices(
         for position in range(len(stacks[index])):
             found.append(_SplitMatrix(index, position, shape, dim, bounds, one.num_fused))
     return found
-
-
-def _exchange(
-    sent: Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    arrived = sent.new_empty(sum(from_each))
-    dist.all_to_all_single(arrived, sent, from_each, to_each, group=group)
-    return arrived
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:

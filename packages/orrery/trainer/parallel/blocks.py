@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -208,11 +208,12 @@ def recomputation_contexts(
     Graphs may overwrite the results of operations in `compiled`, so these are cloned.
     """
     answers: list[Any] = []
-    if not operations:
-        return _Run(answers, False, None), _Run(answers, True, None)
     results: dict[Any, deque[Any]] = defaultdict(deque)
-    keeper = _KeepResults(operations, results, compiled)
-    return _Run(answers, False, keeper), _Run(answers, True, _RecallResults(operations, results))
+    first, again = (
+        _Run(answers, is_recomputation, operations, compiled, results)
+        for is_recomputation in (False, True)
+    )
+    return first, again
 
 
 @contextmanager
@@ -242,61 +243,48 @@ def recall() -> Any:
     return run.answers[run.position - 1]
 
 
-class _Run(AbstractContextManager):
+class _Run(TorchDispatchMode):
+    """A forward pass that keeps answers and results, or the recomputation that recalls them."""
+
     def __init__(
-        self, answers: list[Any], is_recomputation: bool, mode: TorchDispatchMode | None
+        self,
+        answers: list[Any],
+        is_recomputation: bool,
+        operations: Collection[Any],
+        compiled: Collection[Any],
+        results: dict[Any, deque[Any]],
     ) -> None:
-        self.answers, self.is_recomputation = answers, is_recomputation
-        self.position, self._mode = 0, mode
-
-    def __enter__(self) -> None:
-        self.position = 0
-        self._token = _current.set(self)
-        if self._mode is not None:
-            self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(*error)
-        _current.reset(self._token)
-
-
-class _Mode(TorchDispatchMode):
-    def __init__(self, operations: Collection[Any], results: dict[Any, deque[Any]]) -> None:
         super().__init__()
-        self._operations, self._results = operations, results
+        self.answers, self.is_recomputation, self.position = answers, is_recomputation, 0
+        self._operations, self._compiled, self._results = operations, compiled, results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # let compiled code run
 
+    def __enter__(self) -> Self:
+        self.position = 0
+        self._token = _current.set(self)
+        return super().__enter__() if self._operations else self
 
-class _KeepResults(_Mode):
-    def __init__(
-        self, operations: Collection[Any], results: dict[Any, deque[Any]], compiled: Collection[Any]
-    ) -> None:
-        super().__init__(operations, results)
-        self._compiled = compiled
+    def __exit__(self, *error: Any) -> None:
+        if self._operations:
+            super().__exit__(*error)
+        _current.reset(self._token)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in self._operations:
-            pack, unpack = _hooks.get()
-
-            def store(value: Tensor) -> partial:
-                value = value.detach()
-                return partial(unpack, pack(value.clone() if function in self._compiled else value))
-
-            self._results[function].append(tree_map_only(Tensor, store, result))
-        return result
-
-
-class _RecallResults(_Mode):
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in self._operations:
+        if function not in self._operations:
+            return function(*args, **(kwargs or {}))
+        if self.is_recomputation:
             return tree_map_only(partial, lambda kept: kept(), self._results[function].popleft())
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        pack, unpack = _hooks.get()
+
+        def store(value: Tensor) -> partial:
+            value = value.detach()
+            return partial(unpack, pack(value.clone() if function in self._compiled else value))
+
+        self._results[function].append(tree_map_only(Tensor, store, result))
+        return result

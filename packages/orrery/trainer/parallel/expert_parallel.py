@@ -8,9 +8,9 @@ T tokens here · K experts a token · M = T·K rows here · R ranks · E experts
 N rows of this rank's experts, from all ranks (DeepEP: tokens with an expert here)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +33,7 @@ from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
 from orrery.models.mixture import MixtureOfExperts
 from orrery.trainer.parallel import blocks
-from orrery.trainer.parallel.world import World
+from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
 
 
@@ -129,7 +129,9 @@ class TorchExchange(nn.Module):
         if requested is not None:
             known = blocks.keep((requested[0], requested[1].wait()))
         arriving_RE, (sent, arriving) = known
-        x_ND, score_N = exchange_rows((x_MD, score_M), sent, arriving, self.group)
+        to_experts = partial(all_to_all, group=self.group, sent=sent, arriving=arriving)
+        to_tokens = partial(all_to_all, group=self.group, sent=arriving, arriving=sent)
+        x_ND, score_N = exchange(to_experts, to_tokens, x_MD, score_M)
 
         local_E = torch.arange(arriving_RE.shape[1], device=x_TD.device).expand_as(arriving_RE)
         expert_N = local_E.flatten().repeat_interleave(
@@ -137,7 +139,7 @@ class TorchExchange(nn.Module):
         )
         here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1])
         y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), here.ends_E)
-        (y_MD,) = exchange_rows((combine_rows(y_ND, here),), arriving, sent, self.group)
+        (y_MD,) = exchange(to_tokens, to_experts, combine_rows(y_ND, here))
         return combine_rows(y_MD, rows)
 
     def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
@@ -165,45 +167,6 @@ class HostLengths:
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
-
-
-def exchange_rows(
-    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Exchange rows of tensors [M, …]: the first `sent[0]` go to rank 0 of `group`, and so on.
-
-    Return tensors [N, …] with `arriving[r]` rows of each rank r, in rank order.
-    """
-    return _ExchangeRows.apply(sent, arriving, group, *tensors)
-
-
-def _all_to_all(
-    tensors: Sequence[Tensor], sent: list[int], arriving: list[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    results = [tensor.new_empty(sum(arriving), *tensor.shape[1:]) for tensor in tensors]
-    works = [
-        dist.all_to_all_single(
-            result, tensor.contiguous(), arriving, sent, group=group, async_op=True
-        )
-        for result, tensor in zip(results, tensors, strict=True)
-    ]
-    for work in works:
-        work.wait()
-    return tuple(results)
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, sent: list[int], arriving: list[int], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.sent, ctx.arriving, ctx.group = sent, arriving, group
-        return _all_to_all(tensors, sent, arriving, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_all_to_all(gradients, ctx.arriving, ctx.sent, ctx.group)
 
 
 # DeepEP -------------------------------------------------------------------------------------------

@@ -9,12 +9,15 @@ A process ends if a collective fails or exceeds COLLECTIVE_DEADLINE_S (scaled).
 
 import os
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orrery.kernels.grouped_matmul import reserve_multiprocessors
@@ -46,12 +49,12 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         if self.mesh is not None:
             dist.all_reduce(tensor)
         return tensor
 
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         if self.mesh is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
@@ -194,3 +197,49 @@ def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
 def destroy_world(world: World) -> None:
     if world.mesh is not None:
         dist.destroy_process_group()
+
+
+# Exchanges with a gradient ------------------------------------------------------------------------
+
+
+def all_to_all(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    sent: list[int] | None = None,
+    arriving: list[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """Exchange rows: the first `sent[0]` go to rank 0 of `group`, and so on.
+
+    Return tensors with `arriving[r]` rows of each rank r, in rank order. None: equal shares.
+    """
+    num_rows = None if arriving is None else sum(arriving)
+    results = [
+        x.new_empty(x.shape[0] if num_rows is None else num_rows, *x.shape[1:]) for x in tensors
+    ]
+    works = [
+        dist.all_to_all_single(into, x.contiguous(), arriving, sent, group=group, async_op=True)
+        for into, x in zip(results, tensors, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return tuple(results)
+
+
+Exchange = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+def exchange(there: Exchange, back: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return `there(tensors)`. Gradients take the way `back`."""
+    return _Exchange.apply(there, back, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: Exchange, back: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return there(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.back(gradients)
