@@ -30,7 +30,7 @@ from record import ROOT, hardware, record
 RECORD = Path(__file__).with_name("gpu_checks.json")
 TRAINER = "tests/trainer"
 GROUPS: dict[str, tuple[int, list[str]]] = {  # name: (limit in seconds, arguments of pytest)
-    "kernels": (150, ["tests/kernels"]),
+    "kernels": (420, ["tests/kernels"]),
     "ring_and_experts": (120, [f"{TRAINER}/test_trainer_one_gpu.py"]),
     "optimizers": (60, [f"{TRAINER}/test_trainer_optim.py", "-k", "same_bits"]),
     "layouts": (280, [f"{TRAINER}/test_trainer_gpu.py", "-k", "layout"]),
