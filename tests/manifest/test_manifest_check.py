@@ -80,7 +80,7 @@ SENTENCES = [
     ),
     (
         broken(("trainer", "param_dtype"), "bfloat16"),
-        "trainer: param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at "
+        "trainer.param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at "
         "a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' (frozen "
         "weights beside trainer.lora are held in trainer.compute_dtype)",
     ),
@@ -165,16 +165,16 @@ SENTENCES = [
     ),
     (
         broken(("inference", "prefill_replicas"), 1),
-        "inference: prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
+        "inference.prefill_replicas 1 of num_replicas 1 leave none to decode; choose from 0 to 0",
     ),
     (
         broken(("inference", "kv_transfer"), {"kind": "none"}, NODES),
-        "inference: prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to "
+        "inference.prefill_replicas 2 need caches to travel; set inference.kv_transfer.kind to "
         "'nixl' or 'mooncake', or",
     ),
     (
         broken(("inference", "kv_transfer"), {"kind": "nixl"}),
-        "inference: kv_transfer 'nixl' without engines that only prefill; set "
+        "inference.kv_transfer 'nixl' without engines that only prefill; set "
         "inference.prefill_replicas, or",
     ),
     (
@@ -187,11 +187,11 @@ SENTENCES = [
             ("orchestrator", "admission"),
             {"kind": "adaptive", "min_in_flight": 9, "max_in_flight": 8},
         ),
-        "orchestrator.admission: min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
+        "orchestrator.admission.min_in_flight 9 exceeds max_in_flight 8; set it to at most that",
     ),
     (
         broken(("trainer", "fsdp", "cpu_offload"), True, OFFLOADED),
-        "trainer: memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory "
+        "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory "
         "already; set trainer.memory.optimizer_offload to false",
     ),
     (
@@ -235,7 +235,7 @@ SENTENCES = [
     ),
     (
         broken(("inference", "num_replicas"), 2),
-        "inference: num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
+        "inference.num_replicas 2 needs a router; set inference.router.kind to 'vllm_router'",
     ),
     (
         broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": 0.9}),
@@ -243,17 +243,17 @@ SENTENCES = [
     ),
     (
         broken(("inference", "router"), {**ROUTER, "policy": "round_robin"}),
-        "inference.router: balance_abs_threshold 2: policy 'round_robin' reads none; set it to "
+        "inference.router.balance_abs_threshold 2: policy 'round_robin' reads none; set it to "
         "null, or policy to 'cache_aware'",
     ),
     (
         broken(("inference", "router"), {**ROUTER, "balance_rel_threshold": None}),
-        "inference.router: balance_rel_threshold is null: policy 'cache_aware' reads it; set it "
+        "inference.router.balance_rel_threshold is null: policy 'cache_aware' reads it; set it "
         "to a number",
     ),
     (
         broken(("inference", "router"), ROUTER, NODES),
-        "inference: router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
+        "inference.router 'vllm_router' with prefill_replicas 2: where prefill is apart the "
         "orchestrator takes each request to its two engines itself; set inference.router.kind to "
         "'none', or",
     ),
@@ -377,39 +377,38 @@ SENTENCES = [
         "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or "
         "'hugging_face'",
     ),
-    (broken(("model", "family"), "glm5"), "model: family 'glm5' and moe null do not go together"),
+    (broken(("model", "family"), "glm5"), "model.family 'glm5' and moe null do not go together"),
     (
         broken(("model", "mla"), MLA),
-        "model: head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4",
+        "model.head_dim 8 is not mla.nope_head_dim 12 + mla.rope_head_dim 4",
     ),
     (
         broken(("model", "head_dim"), 7),
-        "model: head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; "
-        "try 8",
+        "model.head_dim · rotary_fraction 7 is odd, and numbers turn with position in pairs; try 8",
     ),
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
-        "model: mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
+        "model.mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
     ),
     (
         broken(("model", "moe", "num_experts_per_token"), 9, SPARSE),
-        "model.moe: num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
+        "model.moe.num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
     ),
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 4}),
-        "model: family 'qwen3' and mla set do not go together",
+        "model.family 'qwen3' and mla set do not go together",
     ),
     (
         broken(("model", "moe", "num_shared_experts"), 1, SPARSE),
-        "model: moe.num_shared_experts 1: family 'qwen3_moe' has 0 only",
+        "model.moe.num_shared_experts 1: family 'qwen3_moe' has 0 only",
     ),
     (
         broken(("model", "moe", "score"), "sigmoid", SPARSE),
-        "model: moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only",
+        "model.moe.score 'sigmoid': family 'qwen3_moe' has 'softmax' only",
     ),
     (
         broken(("orchestrator", "rollouts_per_batch"), 9),
-        "orchestrator: rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
+        "orchestrator.rollouts_per_batch 9 is not a multiple of algorithm.group_size 4; try 8",
     ),
     (
         broken(
@@ -417,12 +416,12 @@ SENTENCES = [
             4,
             broken(("orchestrator", "max_off_policy_steps"), 3),
         ),
-        "orchestrator: max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new "
+        "orchestrator.max_batches_ahead 4 exceeds max_off_policy_steps 3: no token is new "
         "enough for a batch further ahead than that; set it to at most 3",
     ),
     (
         broken(("orchestrator", "admission", "max_in_flight"), 3),
-        "orchestrator: admission.max_in_flight 3 cannot hold one group of algorithm.group_size "
+        "orchestrator.admission.max_in_flight 3 cannot hold one group of algorithm.group_size "
         "4; set it to at least that",
     ),
     (
@@ -433,7 +432,7 @@ SENTENCES = [
     *(
         (
             broken(("tasks", part), 2 * GOOD["tasks"][part]),
-            f"tasks: {part}: ['words'] name more than one task each; give every task a name of "
+            f"tasks.{part}: ['words'] name more than one task each; give every task a name of "
             "its own",
         )
         for part in ("train", "evaluation")
@@ -492,7 +491,7 @@ def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout)
     edited(checkout, "hardware/two_cores.libsonnet", "1048576", "12287")
     with pytest.raises(
         OrreryError,
-        match=r"kv_cache_bytes: 12287 cannot hold one rollout of 64 tokens, which needs 12288",
+        match=r"kv_cache_bytes 12287 cannot hold .* 64, which needs 12288",
     ):
         render(Workspace(checkout), "words")
 
@@ -680,20 +679,20 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { ep: 3 },",
-        "trainer.mesh.ep: 3, but family 'qwen3' has no experts to spread; set ep to 1",
+        "trainer.mesh.ep 3: family 'qwen3' has no experts to spread; set trainer.mesh.ep to 1",
     ),
     "experts that do not divide": (
         "runs/words_sparse.jsonnet",
         "trainer+: {",
         "trainer+: { mesh+: { ep: 3 },",
-        "trainer.mesh.ep: 3 does not divide dp_shard·cp = 1; choose ep from 1",
+        "trainer.mesh.ep 3 does not divide dp_shard·cp = 1; choose from [1]",
     ),
     "heads that do not divide": (
         "runs/words_wide.jsonnet",
-        "trainer+: {",
-        "trainer+: { mesh+: { cp: 3 },",
-        "trainer.mesh.cp: 4 query heads and 2 key heads do not divide among 3 ranks; choose cp "
-        "from 1, 2",
+        "trainer_ranks: 2, engines: 2 },\n      trainer+: {",
+        "trainer_ranks: 3, engines: 2 },\n      trainer+: { mesh+: { cp: 3 },",
+        "trainer.mesh.cp 3: 4 query heads and 2 key heads do not divide among as many ranks; "
+        "choose cp·dp_shard from 1·3",
     ),
     "copies that do not divide": (
         "runs/words_wide.jsonnet",
@@ -711,25 +710,26 @@ MISTAKES = {
         "runs/words_wide.jsonnet",
         "rollouts_per_batch: 12",
         "rollouts_per_batch: 13",
-        "13 is not a multiple of the group size 4; try 12",
+        "13 is not a multiple of algorithm.group_size 4; try 12",
     ),
     "a context beyond the model": (
         "tasks/words.libsonnet",
         "context_tokens:: 64",
         "context_tokens:: 512",
-        "context_tokens: 512 exceed model.max_positions = 256",
+        "inference.max_model_len_tokens 512 exceeds model.max_positions 256; set it to at most "
+        "that (in Jsonnet context_tokens)",
     ),
     "no room for a rollout": (
         "memory/plain.libsonnet",
         "micro_batch: 256",
         "micro_batch: 32",
-        "32 cannot hold one rollout of 64 tokens",
+        "32 cannot hold one rollout of inference.max_model_len_tokens 64; set it to at least that",
     ),
     "too little cache": (
         "hardware/two_cores.libsonnet",
         "1048576",
         "1024",
-        "inference.kv_cache_bytes: 1024 cannot hold one rollout",
+        "inference.kv_cache_bytes 1024 cannot hold one rollout",
     ),
     "a missing axis": (
         "runs/words.jsonnet",
@@ -747,27 +747,27 @@ MISTAKES = {
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 6",
-        "inference.prefill_replicas: 6 of 6 engines leave none to decode",
+        "inference.prefill_replicas 6 of num_replicas 6 leave none to decode",
     ),
     "a group of half a node": (
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 3",
-        "hardware.devices_per_node: prefill has 3 devices, which fill no whole number of nodes "
-        "of 2",
+        "hardware.devices_per_node 2: prefill has 3 devices, which fill no whole number of nodes; "
+        "try 2",
     ),
     "too few nodes": (
         "runs/words_nodes.jsonnet",
         "num_nodes: 5",
         "num_nodes: 4",
-        "hardware.num_nodes: prefill 1 + decode 2 + trainer 2 nodes are 5, not 4",
+        "hardware.num_nodes 4: prefill 1 + decode 2 + trainer 2 nodes are 5; set",
     ),
     "an engine over several nodes": (
         "runs/words_nodes.jsonnet",
         "prefill_engines: 2",
         "prefill_engines: 2, devices_per_engine: 4",
-        "inference.data_parallel·tensor_parallel: 4 does not divide the 2 devices of a node, and "
-        "no engine spans nodes",
+        "inference.data_parallel·tensor_parallel = 4 does not divide hardware.devices_per_node 2, "
+        "and no engine spans nodes; choose from [1, 2]",
     ),
     "a run called like a rule of the pipeline": (
         "runs/sums.jsonnet",
@@ -1118,7 +1118,7 @@ def test_devices_that_multiply_to_more_than_a_plan_has_are_refused():
     mesh = {**GOOD["trainer"]["mesh"], "dp_replicate": 60_000, "dp_shard": 60_000}
     with pytest.raises(
         OrreryError,
-        match=r"trainer.mesh: dp_replicate·dp_shard·cp = 3600000000: "
+        match=r"trainer.mesh.dp_replicate·dp_shard·cp = 3600000000: "
         "a trainer has at most 65536 ranks",
     ):
         check(broken(("trainer", "mesh"), mesh), "here")

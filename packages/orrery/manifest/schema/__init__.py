@@ -7,9 +7,20 @@
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 
+from orrery.manifest.schema.constraints import TARGETS, context_misfits, trainer_misfits
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
-from orrery.manifest.schema.manifest import SCHEMA_VERSION, TARGETS, Hardware, Manifest
-from orrery.manifest.schema.model import Llama3RopeScaling, Model, MoE, PretrainedInit, RandomInit
+from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
+from orrery.manifest.schema.model import (
+    Count,
+    Llama3RopeScaling,
+    Model,
+    MoE,
+    PositiveInt,
+    PretrainedInit,
+    Probability,
+    RandomInit,
+    Record,
+)
 from orrery.manifest.schema.orchestrator import (
     AdaptiveAdmission,
     Algorithm,
@@ -25,7 +36,6 @@ from orrery.manifest.schema.orchestrator import (
     SftData,
     TaskUse,
 )
-from orrery.manifest.schema.record import Count, PositiveInt, Probability, Record
 from orrery.manifest.schema.trainer import (
     AdamW,
     Checkpoint,
@@ -46,6 +56,4 @@ from orrery.manifest.schema.trainer import (
     SignSgd,
     Trainer,
     WsdSchedule,
-    context_misfits,
-    fit_model,
 )

@@ -2,13 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from orrery.manifest.schema.model import Model
-from orrery.manifest.schema.record import (
-    MAX_COUNT,
+from orrery.manifest.schema.model import (
     Count,
     DType,
+    Model,
     NonNegativeInt,
     PositiveInt,
     Record,
@@ -36,21 +35,6 @@ class VllmRouter(Record):
     ]
     balance_abs_threshold: PositiveInt | None
     balance_rel_threshold: Annotated[float, Field(ge=1.0)] | None
-
-    @model_validator(mode="after")
-    def thresholds_are_read(self) -> "VllmRouter":
-        for name in ("balance_abs_threshold", "balance_rel_threshold"):
-            value = getattr(self, name)
-            if self.policy == "cache_aware" and value is None:
-                raise ValueError(
-                    f"{name} is null: policy 'cache_aware' reads it; set it to a number"
-                )
-            if self.policy != "cache_aware" and value is not None:
-                raise ValueError(
-                    f"{name} {value}: policy '{self.policy}' reads none; set it to null, or policy "
-                    "to 'cache_aware'"
-                )
-        return self
 
 
 class NoKvTransfer(Record):
@@ -144,58 +128,6 @@ class Inference(Record):
     @property
     def devices_per_replica(self) -> int:
         return self.data_parallel * self.tensor_parallel
-
-    @model_validator(mode="after")
-    def engines_can_be_planned(self) -> "Inference":
-        if (devices := self.num_replicas * self.devices_per_replica) > MAX_COUNT:
-            raise ValueError(
-                f"num_replicas·data_parallel·tensor_parallel = {devices}: engines have at most "
-                f"{MAX_COUNT} devices together; set them to less"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def replicas_have_a_router(self) -> "Inference":
-        if self.num_replicas > 1 and self.router.kind == "none" and not self.prefill_replicas:
-            raise ValueError(
-                f"num_replicas {self.num_replicas} needs a router; set inference.router.kind to "
-                "'vllm_router'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def one_decides_where_a_request_goes(self) -> "Inference":
-        if self.prefill_replicas and self.router.kind != "none":
-            raise ValueError(
-                f"router {self.router.kind!r} with prefill_replicas {self.prefill_replicas}: where "
-                "prefill is apart the orchestrator takes each request to its two engines itself; "
-                "set inference.router.kind to 'none', or inference.prefill_replicas to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def somebody_decodes(self) -> "Inference":
-        if self.prefill_replicas >= self.num_replicas:
-            raise ValueError(
-                f"prefill_replicas {self.prefill_replicas} of num_replicas {self.num_replicas} "
-                f"leave none to decode; choose from 0 to {self.num_replicas - 1}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def caches_travel_where_prefill_is_apart(self) -> "Inference":
-        if self.prefill_replicas and self.kv_transfer.kind == "none":
-            raise ValueError(
-                f"prefill_replicas {self.prefill_replicas} need caches to travel; set "
-                "inference.kv_transfer.kind to 'nixl' or 'mooncake', or "
-                "inference.prefill_replicas to 0"
-            )
-        if not self.prefill_replicas and self.kv_transfer.kind != "none":
-            raise ValueError(
-                f"kv_transfer {self.kv_transfer.kind!r} without engines that only prefill; set "
-                "inference.prefill_replicas, or inference.kv_transfer.kind to 'none'"
-            )
-        return self
 
 
 def _block_bytes(model: Model, inference: Inference) -> int:

@@ -1,34 +1,33 @@
-"""The model: architecture, weights and tokenizer."""
+"""Field types for all roles, and the model: architecture, weights and tokenizer."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema.record import Count, NonNegativeInt, PositiveInt, Record, Sha256, Size
 
-ATTENTION: dict[str, dict[str, tuple[Any, ...]]] = {  # choices of attention by family
-    "qwen3": {
-        "rotary_fraction": (1.0,),
-        "rope_scaling": (None,),
-        "attention_bias": (False,),
-        "qk_norm": (True,),
-    },
-    "qwen3_moe": {
-        "rotary_fraction": (1.0,),
-        "rope_scaling": (None,),
-        "attention_bias": (False,),
-        "qk_norm": (True,),
-    },
-    "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
-    "glm4_moe": {"rope_scaling": (None,)},
-}
-QWEN3_MOE = {
-    "num_dense_layers": 0,
-    "num_shared_experts": 0,
-    "score": "softmax",
-    "routed_scale": 1.0,
-}  # its only experts
+MAX_INT = 2**53  # Jsonnet's numbers are exact up to here
+MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
+MAX_STEPS = 10**9
+MAX_S = 365 * 86_400  # clocks and sockets overflow after some years
+MAX_SIZE = 2**24
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Bound = PositiveFloat | None
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+DType = Literal["float32", "bfloat16"]
+
+
+class Record(BaseModel):
+    """An object of the manifest: frozen, strict and closed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RandomInit(Record):
@@ -89,15 +88,6 @@ class MoE(Record):
     num_shared_experts: NonNegativeInt
     score: Literal["softmax", "sigmoid"]
     routed_scale: PositiveFloat
-
-    @model_validator(mode="after")
-    def a_token_has_its_experts(self) -> "MoE":
-        if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_token {self.num_experts_per_token} exceeds num_experts "
-                f"{self.num_experts}; set it to at most that"
-            )
-        return self
 
 
 class Llama3RopeScaling(Record):
@@ -167,65 +157,3 @@ class Model(Record):
         if self.moe is None:
             raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts; set it")
         return self.moe
-
-    @model_validator(mode="after")
-    def heads_divide_and_turn(self) -> "Model":
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if (mla := self.mla) is not None and self.head_dim != mla.nope_head_dim + mla.rope_head_dim:
-            raise ValueError(
-                f"head_dim {self.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + "
-                f"mla.rope_head_dim {mla.rope_head_dim}"
-            )
-        if self.family == "hugging_face":
-            return self
-        field, turning = "head_dim · rotary_fraction", int(self.head_dim * self.rotary_fraction)
-        if mla is not None:
-            field, turning = "mla.rope_head_dim", mla.rope_head_dim
-        if turning % 2:
-            raise ValueError(
-                f"{field} {turning} is odd, and numbers turn with position in pairs; try "
-                f"{turning + 1}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def family_has_its_parts(self) -> "Model":
-        has = {
-            "moe": ("qwen3_moe", "glm4_moe", "glm5"),
-            "mla": ("glm5",),
-            "hf_config": ("hugging_face",),
-        }
-        for part, families in has.items():
-            value = getattr(self, part)
-            if (value is not None) != (self.family in families):
-                raise ValueError(
-                    f"family {self.family!r} and {part} {'null' if value is None else 'set'} do "
-                    "not go together"
-                )
-        for field, only in ATTENTION.get(self.family, {}).items():
-            if (value := getattr(self, field)) not in only:
-                raise ValueError(
-                    f"{field} {value!r}: family {self.family!r} has {' or '.join(map(repr, only))} "
-                    "only"
-                )
-        if self.family == "qwen3_moe" and self.moe is not None:
-            for field, fixed in QWEN3_MOE.items():
-                if (value := getattr(self.moe, field)) != fixed:
-                    raise ValueError(
-                        f"moe.{field} {value!r}: family 'qwen3_moe' has {fixed!r} only"
-                    )
-        return self
-
-
-def head_divisors(model: Model) -> list[int]:
-    """Return the numbers of ranks that the heads can be divided among.
-
-    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
-    """
-    heads, groups = model.num_heads, model.num_kv_heads
-    return [
-        n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)
-    ]

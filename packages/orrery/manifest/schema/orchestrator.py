@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
-from orrery.manifest.schema.record import MAX_S, NonNegativeInt, PositiveInt, Record, Sha256, Steps
+from orrery.manifest.schema.model import MAX_S, NonNegativeInt, PositiveInt, Record, Sha256, Steps
 from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
@@ -59,15 +59,6 @@ class AdaptiveAdmission(Record):
     min_in_flight: PositiveInt
     max_in_flight: PositiveInt
 
-    @model_validator(mode="after")
-    def bounds_are_in_order(self) -> "AdaptiveAdmission":
-        if self.min_in_flight > self.max_in_flight:
-            raise ValueError(
-                f"min_in_flight {self.min_in_flight} exceeds max_in_flight {self.max_in_flight}; "
-                "set it to at most that"
-            )
-        return self
-
 
 Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="kind")]
 
@@ -108,51 +99,10 @@ class Orchestrator(Record):
     keep_batches: PositiveInt
     evaluation: Evaluation
 
-    @model_validator(mode="after")
-    def a_group_can_be_in_flight(self) -> "Orchestrator":
-        group, most = self.algorithm.group_size, self.admission.max_in_flight
-        if most < group:
-            raise ValueError(
-                f"admission.max_in_flight {most} cannot hold one group of algorithm.group_size "
-                f"{group}; set it to at least that"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def batches_ahead_have_tokens(self) -> "Orchestrator":
-        ahead, bound = self.max_batches_ahead, self.max_off_policy_steps
-        if ahead > bound:
-            raise ValueError(
-                f"max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: no token is new "
-                f"enough for a batch further ahead than that; set it to at most {bound}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def batch_is_whole_groups(self) -> "Orchestrator":
-        group, batch = self.algorithm.group_size, self.rollouts_per_batch
-        if batch % group:
-            raise ValueError(
-                f"rollouts_per_batch {batch} is not a multiple of algorithm.group_size {group}; "
-                f"try {batch // group * group or group}"
-            )
-        return self
-
 
 class Tasks(Record):
     train: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
-
-    @model_validator(mode="after")
-    def names_differ(self) -> "Tasks":
-        for part in ("train", "evaluation"):
-            names = [task.name for task in getattr(self, part)]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(
-                    f"{part}: {twice} name more than one task each; give every task a name of its "
-                    "own"
-                )
-        return self
 
 
 class Transport(Record):

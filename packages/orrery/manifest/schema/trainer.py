@@ -1,13 +1,10 @@
 """The trainer: mesh, memory, optimizer, schedule and loss."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from orrery.manifest.schema.model import Model, head_divisors
-from orrery.manifest.schema.record import (
-    MAX_COUNT,
+from orrery.manifest.schema.model import (
     Bound,
     Count,
     Decay,
@@ -34,15 +31,6 @@ class Mesh(Record):
     ep: Count
     cp_style: Literal["ulysses", "ring"]
     ep_backend: Literal["torch", "deepep"]
-
-    @model_validator(mode="after")
-    def ranks_can_be_planned(self) -> "Mesh":
-        if self.world_size > MAX_COUNT:
-            raise ValueError(
-                f"dp_replicate·dp_shard·cp = {self.world_size}: a trainer has at most {MAX_COUNT} "
-                "ranks; set them to less"
-            )
-        return self
 
     @property
     def world_size(self) -> int:
@@ -178,17 +166,6 @@ class Mismatch(Record):
     stop_logprob_difference: Bound
     canary_logprob_difference: Bound
 
-    @model_validator(mode="after")
-    def warnings_come_first(self) -> "Mismatch":
-        for name in ("kl", "logprob_difference"):
-            warn, stop = getattr(self, f"warn_{name}"), getattr(self, f"stop_{name}")
-            if warn is not None and stop is not None and warn > stop:
-                raise ValueError(
-                    f"warn_{name} {warn:g} exceeds stop_{name} {stop:g}: the run would end before "
-                    "it warns; set it to at most that"
-                )
-        return self
-
 
 class NoCheckpointing(Record):
     """Keep all activations. With `compile` cheap activations are recomputed nevertheless."""
@@ -275,25 +252,6 @@ class Trainer(Record):
     mismatch: Mismatch
     checkpoint: Checkpoint
 
-    @model_validator(mode="after")
-    def weights_take_in_small_steps(self) -> "Trainer":
-        if self.param_dtype == "bfloat16":
-            raise ValueError(
-                "param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and at a "
-                "learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' "
-                "(frozen weights beside trainer.lora are held in trainer.compute_dtype)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def optimizer_state_is_moved_once(self) -> "Trainer":
-        if self.memory.optimizer_offload and self.fsdp.cpu_offload:
-            raise ValueError(
-                "memory.optimizer_offload with fsdp.cpu_offload: the state lives in host memory "
-                "already; set trainer.memory.optimizer_offload to false"
-            )
-        return self
-
     @property
     def kept(self) -> tuple[str, ...]:
         return tuple(
@@ -310,82 +268,3 @@ class Trainer(Record):
         this project's operators for attention and experts.
         """
         return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
-
-
-def _fit_adapters(lora: Lora | None, model: Model) -> None:
-    if lora is None:
-        return
-    if model.family == "hugging_face":
-        raise ValueError(
-            "trainer.lora: adapters need a network of this project's own; set trainer.lora to "
-            "null, or choose another model.family"
-        )
-    moe = model.moe
-    parts = {
-        "attention": True,
-        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
-        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
-    }
-    has = [part for part, is_there in parts.items() if is_there]
-    if lacking := [target for target in lora.targets if target not in has]:
-        raise ValueError(
-            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "
-            f"choose from {has}"
-        )
-
-
-def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why the mesh cannot divide one context, with possible cp·dp_shard."""
-    sharded = (
-        mesh.dp_shard * mesh.cp if devices % mesh.dp_replicate else devices // mesh.dp_replicate
-    )
-    if mesh.cp > 1 and model.family == "hugging_face":
-        yield (
-            f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
-            f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
-        )
-    elif (
-        mesh.cp > 1
-        and mesh.cp_style == "ulysses"
-        and mesh.cp not in (heads := head_divisors(model))
-    ):
-        fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
-        yield (
-            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} "
-            f"key heads do not divide among as many ranks; choose cp·dp_shard from {fits}"
-            + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
-        )
-
-
-def _experts_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
-    mesh = trainer.mesh
-    if mesh.ep == 1:
-        return
-    if model.moe is None:
-        yield (
-            f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; "
-            "set trainer.mesh.ep to 1"
-        )
-        return
-    sharded, experts = mesh.dp_shard * mesh.cp, model.moe.num_experts
-    fits = [n for n in range(1, sharded + 1) if sharded % n == 0 and experts % n == 0]
-    if mesh.ep not in fits:
-        whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
-        yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
-    if mesh.ep_backend == "deepep" and (
-        accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
-    ):
-        yield (
-            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
-            "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
-        )
-
-
-def fit_model(trainer: Trainer, model: Model, accelerator: str, devices: int) -> None:
-    """Raise ValueError, with fitting meshes, if the model misfits `trainer`."""
-    _fit_adapters(trainer.lora, model)
-    if misfits := [
-        *context_misfits(trainer.mesh, model, devices),
-        *_experts_misfits(trainer, model, accelerator),
-    ]:
-        raise ValueError("; ".join(misfits))

@@ -26,7 +26,7 @@ from orrery.manifest.schema import (
     Record,
     Trainer,
     context_misfits,
-    fit_model,
+    trainer_misfits,
 )
 from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
@@ -121,10 +121,8 @@ def make_request(manifest: Manifest, options: Options) -> BenchRequest:
     trainer = _merge_options(manifest, base, model, options)
     accelerator = options.device or manifest.hardware.accelerator
     devices = options.devices or manifest.trainer.mesh.world_size
-    try:
-        fit_model(trainer, model, accelerator, devices)
-    except ValueError as error:
-        raise OrreryError(str(error)) from None
+    if misfits := list(trainer_misfits(trainer, model, accelerator, devices)):
+        raise OrreryError("; ".join(misfits))
     tokens = options.tokens_per_micro_batch or trainer.memory.max_tokens_per_micro_batch
     memory = trainer.memory.model_copy(update={"max_tokens_per_micro_batch": tokens})
     trainer = trainer.model_copy(update={"memory": memory})

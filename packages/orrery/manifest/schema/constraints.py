@@ -1,0 +1,591 @@
+"""Every constraint between fields, once, with its sentence: field, value, rule, and the remedy.
+
+- Each function yields the sentences of the broken rules of one part, in the order of urgency.
+- `Manifest` raises the first. The trainer's benchmark asks `trainer_misfits` for other meshes.
+- Jsonnet asserts only what the schema cannot see: hidden settings, and ranks that do not divide.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from orrery.manifest.schema.inference import (
+    Inference,
+    disk_block_bytes,
+    longest_blocks,
+    longest_device_bytes,
+    longest_host_bytes,
+    shard_widths,
+)
+from orrery.manifest.schema.model import MAX_COUNT, Model
+from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
+from orrery.manifest.schema.trainer import Lora, Mesh, Trainer, has_state
+
+if TYPE_CHECKING:
+    from orrery.manifest.schema.manifest import Manifest
+
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline
+FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
+SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
+KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's blocks of cache are a multiple of it
+
+_QWEN3 = {
+    "rotary_fraction": (1.0,),
+    "rope_scaling": (None,),
+    "attention_bias": (False,),
+    "qk_norm": (True,),
+}
+_QWEN3_MOE = {  # its only experts
+    "moe.num_dense_layers": (0,),
+    "moe.num_shared_experts": (0,),
+    "moe.score": ("softmax",),
+    "moe.routed_scale": (1.0,),
+}
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the choices of a family
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3 | _QWEN3_MOE,
+    "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
+    "glm4_moe": {"rope_scaling": (None,)},
+}
+PARTS = {  # the families with a part
+    "moe": ("qwen3_moe", "glm4_moe", "glm5"),
+    "mla": ("glm5",),
+    "hf_config": ("hugging_face",),
+}
+
+
+def misfits(run: "Manifest") -> Iterator[str]:
+    """Yield the sentences of all broken rules. Later rules rely on earlier ones."""
+    yield from _model_misfits(run.model)
+    yield from _trainer_field_misfits(run.trainer)
+    yield from _inference_misfits(run.inference)
+    yield from _orchestrator_misfits(run.orchestrator)
+    yield from _task_misfits(run.tasks)
+    if run.name in TARGETS:
+        yield (
+            f"name: no run is called {run.name!r}, for the pipeline has a rule of that name; "
+            f"try {'my_' + run.name!r}"
+        )
+    yield from _node_misfits(run)
+    yield from _length_misfits(run)
+    yield from _expert_misfits(run)
+    yield from _engine_misfits(run)
+    yield from _offload_misfits(run.model, run.inference, run.transport.routed_experts)
+    yield from _fp8_misfits(run)
+    yield from _transport_misfits(run)
+    yield from _group_misfits(run)
+    mesh = run.trainer.mesh
+    if found := list(
+        trainer_misfits(run.trainer, run.model, run.hardware.accelerator, mesh.world_size)
+    ):
+        yield "; ".join(found)
+
+
+# One part ----------------------------------------------------------------------------------------
+
+
+def _model_misfits(model: Model) -> Iterator[str]:
+    mla, moe = model.mla, model.moe
+    if moe is not None and moe.num_experts_per_token > moe.num_experts:
+        yield (
+            f"model.moe.num_experts_per_token {moe.num_experts_per_token} exceeds num_experts "
+            f"{moe.num_experts}; set it to at most that"
+        )
+    if model.num_heads % model.num_kv_heads:
+        yield (
+            f"model.num_heads {model.num_heads} is not a multiple of num_kv_heads "
+            f"{model.num_kv_heads}; choose num_kv_heads from {_divisors(model.num_heads)}"
+        )
+    if mla is not None and model.head_dim != (width := mla.nope_head_dim + mla.rope_head_dim):
+        yield (
+            f"model.head_dim {model.head_dim} is not mla.nope_head_dim {mla.nope_head_dim} + "
+            f"mla.rope_head_dim {mla.rope_head_dim}; set it to {width}"
+        )
+    field, turning = "head_dim · rotary_fraction", int(model.head_dim * model.rotary_fraction)
+    if mla is not None:
+        field, turning = "mla.rope_head_dim", mla.rope_head_dim
+    if turning % 2 and model.family != "hugging_face":
+        yield (
+            f"model.{field} {turning} is odd, and numbers turn with position in pairs; try "
+            f"{turning + 1}"
+        )
+    for part, families in PARTS.items():
+        is_set = getattr(model, part) is not None
+        if is_set != (model.family in families):
+            remedy = f"set model.{part} to null" if is_set else f"write model.{part}"
+            yield (
+                f"model.family {model.family!r} and {part} {'set' if is_set else 'null'} do not "
+                f"go together; {remedy}, or choose another family"
+            )
+    for field, only in ONLY.get(model.family, {}).items():
+        value: Any = model
+        for name in field.split("."):
+            value = getattr(value, name)
+        if value not in only:
+            yield (
+                f"model.{field} {value!r}: family {model.family!r} has "
+                f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
+            )
+
+
+def _trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
+    if (ranks := trainer.mesh.world_size) > MAX_COUNT:
+        yield (
+            f"trainer.mesh.dp_replicate·dp_shard·cp = {ranks}: a trainer has at most {MAX_COUNT} "
+            "ranks; set them to less"
+        )
+    for name in ("kl", "logprob_difference"):
+        warn = getattr(trainer.mismatch, f"warn_{name}")
+        stop = getattr(trainer.mismatch, f"stop_{name}")
+        if warn is not None and stop is not None and warn > stop:
+            yield (
+                f"trainer.mismatch.warn_{name} {warn:g} exceeds stop_{name} {stop:g}: the run "
+                "would end before it warns; set it to at most that"
+            )
+    if trainer.param_dtype == "bfloat16":
+        yield (
+            "trainer.param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and "
+            "at a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' "
+            "(frozen weights beside trainer.lora are held in trainer.compute_dtype)"
+        )
+    if trainer.memory.optimizer_offload and trainer.fsdp.cpu_offload:
+        yield (
+            "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host "
+            "memory already; set trainer.memory.optimizer_offload to false"
+        )
+
+
+def _inference_misfits(inference: Inference) -> Iterator[str]:
+    router, prefill = inference.router, inference.prefill_replicas
+    replicas, transfer = inference.num_replicas, inference.kv_transfer.kind
+    if router.kind != "none":
+        for name in ("balance_abs_threshold", "balance_rel_threshold"):
+            value = getattr(router, name)
+            if router.policy == "cache_aware" and value is None:
+                yield (
+                    f"inference.router.{name} is null: policy 'cache_aware' reads it; set it to a "
+                    "number"
+                )
+            if router.policy != "cache_aware" and value is not None:
+                yield (
+                    f"inference.router.{name} {value}: policy '{router.policy}' reads none; set "
+                    "it to null, or policy to 'cache_aware'"
+                )
+    if (devices := replicas * inference.devices_per_replica) > MAX_COUNT:
+        yield (
+            f"inference.num_replicas·data_parallel·tensor_parallel = {devices}: engines have at "
+            f"most {MAX_COUNT} devices together; set them to less"
+        )
+    if replicas > 1 and router.kind == "none" and not prefill:
+        yield (
+            f"inference.num_replicas {replicas} needs a router; set inference.router.kind to "
+            "'vllm_router'"
+        )
+    if prefill and router.kind != "none":
+        yield (
+            f"inference.router {router.kind!r} with prefill_replicas {prefill}: where prefill is "
+            "apart the orchestrator takes each request to its two engines itself; set "
+            "inference.router.kind to 'none', or inference.prefill_replicas to 0"
+        )
+    if prefill >= replicas:
+        yield (
+            f"inference.prefill_replicas {prefill} of num_replicas {replicas} leave none to "
+            f"decode; choose from 0 to {replicas - 1}"
+        )
+    if prefill and transfer == "none":
+        yield (
+            f"inference.prefill_replicas {prefill} need caches to travel; set "
+            "inference.kv_transfer.kind to 'nixl' or 'mooncake', or inference.prefill_replicas "
+            "to 0"
+        )
+    if not prefill and transfer != "none":
+        yield (
+            f"inference.kv_transfer {transfer!r} without engines that only prefill; set "
+            "inference.prefill_replicas, or inference.kv_transfer.kind to 'none'"
+        )
+
+
+def _orchestrator_misfits(orchestrator: Orchestrator) -> Iterator[str]:
+    admission, group = orchestrator.admission, orchestrator.algorithm.group_size
+    most, batch = admission.max_in_flight, orchestrator.rollouts_per_batch
+    ahead, bound = orchestrator.max_batches_ahead, orchestrator.max_off_policy_steps
+    if admission.kind == "adaptive" and admission.min_in_flight > most:
+        yield (
+            f"orchestrator.admission.min_in_flight {admission.min_in_flight} exceeds "
+            f"max_in_flight {most}; set it to at most that"
+        )
+    if most < group:
+        yield (
+            f"orchestrator.admission.max_in_flight {most} cannot hold one group of "
+            f"algorithm.group_size {group}; set it to at least that"
+        )
+    if ahead > bound:
+        yield (
+            f"orchestrator.max_batches_ahead {ahead} exceeds max_off_policy_steps {bound}: no "
+            "token is new enough for a batch further ahead than that; set it to at most "
+            f"{bound}"
+        )
+    if batch % group:
+        yield (
+            f"orchestrator.rollouts_per_batch {batch} is not a multiple of algorithm.group_size "
+            f"{group}; try {batch // group * group or group}"
+        )
+
+
+def _task_misfits(tasks: Tasks) -> Iterator[str]:
+    for part in ("train", "evaluation"):
+        names = [task.name for task in getattr(tasks, part)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield (
+                f"tasks.{part}: {twice} name more than one task each; give every task a name of "
+                "its own"
+            )
+
+
+# Several parts -----------------------------------------------------------------------------------
+
+
+def _node_misfits(run: "Manifest") -> Iterator[str]:
+    mesh, inference, devices = run.trainer.mesh, run.inference, run.hardware.devices_per_node
+    used = sum(run.group_devices.values())
+    if run.hardware.accelerator == "cpu" or run.hardware.num_nodes > 1 or used <= devices:
+        return
+    ranks = devices - used + mesh.world_size
+    replicas = (devices - mesh.world_size) // inference.devices_per_replica
+    fits = []
+    if ranks > 0:
+        fits.append(f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}")
+    if replicas > inference.prefill_replicas:
+        fits.append(f"inference.num_replicas to at most {replicas}")
+    yield (
+        f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit "
+        f"{devices}; set {', or '.join([*fits, f'hardware.devices_per_node to {used}'])}"
+    )
+
+
+def _length_misfits(run: "Manifest") -> Iterator[str]:
+    longest, most = run.inference.max_model_len_tokens, run.model.max_positions
+    if longest > most:
+        yield (
+            f"inference.max_model_len_tokens {longest} exceeds model.max_positions {most}; set it "
+            "to at most that (in Jsonnet context_tokens)"
+        )
+    if (turn := run.orchestrator.sampling.max_tokens_per_turn) >= longest:
+        yield (
+            f"orchestrator.sampling.max_tokens_per_turn {turn} leave no room for a prompt in "
+            f"inference.max_model_len_tokens {longest}; set it to less"
+        )
+    if (held := run.trainer.memory.max_tokens_per_micro_batch) < longest:
+        yield (
+            f"trainer.memory.max_tokens_per_micro_batch {held} cannot hold one rollout of "
+            f"inference.max_model_len_tokens {longest}; set it to at least that"
+        )
+
+
+def _expert_misfits(run: "Manifest") -> Iterator[str]:
+    family, moe, inference = run.model.family, run.model.moe, run.inference
+    if moe is None and run.transport.routed_experts:
+        yield (
+            f"transport.routed_experts: family {family!r} has no experts to choose; set "
+            "transport.routed_experts to false"
+        )
+    if not inference.expert_parallel:
+        return
+    if moe is None:
+        yield (
+            f"inference.expert_parallel: family {family!r} has no experts to spread; set "
+            "inference.expert_parallel to false"
+        )
+        return
+    if (devices := inference.devices_per_replica) == 1:
+        yield (
+            "inference.expert_parallel: the one device of an engine has all experts; set "
+            "inference.expert_parallel to false, or data_parallel or tensor_parallel to more"
+        )
+    if moe.num_experts % devices:
+        yield (
+            f"inference.expert_parallel: {devices} devices of a replica do not divide "
+            f"{moe.num_experts} experts; choose data_parallel·tensor_parallel from "
+            f"{_divisors(moe.num_experts, devices)}, or set inference.expert_parallel to false"
+        )
+
+
+def _engine_misfits(run: "Manifest") -> Iterator[str]:
+    model, inference, accelerator = run.model, run.inference, run.hardware.accelerator
+    if inference.tensor_parallel not in (heads := head_divisors(model)):
+        yield (
+            f"inference.tensor_parallel {inference.tensor_parallel}: {model.num_heads} query "
+            f"heads and {model.num_kv_heads} key heads do not divide among as many devices; "
+            f"choose from {heads}"
+        )
+    for field, width, by, devices in shard_widths(model, inference):
+        if width % devices:
+            fits, more = _divisors(width, devices), ""
+            if by == "tensor_parallel":
+                fits = [n for n in fits if n in heads]
+            else:
+                more = ", or set inference.expert_parallel to true"
+            yield (
+                f"inference.{by} {devices}: {field} {width} does not divide among as many "
+                f"devices; choose {by} from {fits}{more}"
+            )
+    if (block := inference.kv_block_tokens) % (least := KV_BLOCK_TOKENS[accelerator]):
+        yield (
+            f"inference.kv_block_tokens {block}: attention on {accelerator} reads blocks of a "
+            f"multiple of {least} tokens; try {-(-block // least) * least}"
+        )
+    if inference.max_batched_tokens < inference.max_num_sequences:
+        yield (
+            f"inference.max_batched_tokens {inference.max_batched_tokens} cannot hold one token "
+            f"of each of inference.max_num_sequences {inference.max_num_sequences}; set it to at "
+            "least that"
+        )
+    needed = longest_device_bytes(model, inference)
+    if inference.kv_cache_bytes < needed:
+        yield _cannot_hold("kv_cache_bytes", inference.kv_cache_bytes, inference, needed)
+
+
+def _cannot_hold(field: str, held: int, inference: Inference, needed: int) -> str:
+    return (
+        f"inference.{field} {held} cannot hold one rollout of inference.max_model_len_tokens "
+        f"{inference.max_model_len_tokens}, which needs {needed}; set it to at least that"
+    )
+
+
+def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> Iterator[str]:
+    """Yield why a tier cannot hold the longest rollout."""
+    offload, longest = inference.kv_offload, longest_host_bytes(model, inference)
+    if offload.kind == "tiers":
+        host, disk = offload.host_bytes, offload.disk_bytes
+        if host < longest:
+            told = _cannot_hold("kv_offload.host_bytes", host, inference, longest)
+            yield f"{told}, or inference.kv_offload.kind to 'none'"
+        files = longest_blocks(inference) * sum(disk_block_bytes(model, inference, has_routes))
+        if 0 < disk < files:
+            told = _cannot_hold("kv_offload.disk_bytes", disk, inference, files)
+            yield f"{told}, or to 0 for no files"
+    if offload.kind == "mooncake":
+        devices = inference.devices_per_replica
+        if offload.segment_bytes < (needed := max(SEGMENT_BYTES * devices, longest)):
+            yield (
+                f"inference.kv_offload.segment_bytes {offload.segment_bytes}: Mooncake takes at "
+                f"least {SEGMENT_BYTES} of each of an engine's {devices} devices, and one rollout "
+                f"of inference.max_model_len_tokens {inference.max_model_len_tokens} needs "
+                f"{longest}; set it to at least {needed}, or inference.kv_offload.kind to 'none'"
+            )
+
+
+def _fp8_misfits(run: "Manifest") -> Iterator[str]:
+    """Yield why weights in FP8 do not fill whole blocks.
+
+    vLLM pads experts to whole blocks, and no update fills the padding. A dense layer needs inputs
+    of whole blocks on each device.
+    """
+    model, moe, inference = run.model, run.model.moe, run.inference
+    accelerator = run.hardware.accelerator
+    if inference.quantization != "fp8":
+        return
+    if accelerator == "cpu" or inference.dtype != "bfloat16":
+        yield (
+            f"inference.quantization 'fp8' with dtype {inference.dtype!r} on {accelerator}: vLLM "
+            "makes FP8 weights from bfloat16, and multiplies them on GPUs alone; set "
+            "inference.quantization to 'none'"
+        )
+    if moe is not None:
+        width = moe.expert_intermediate_size
+        for field, size in (
+            ("model.hidden_size", model.hidden_size),
+            ("model.moe.expert_intermediate_size", width),
+        ):
+            if size % FP8_BLOCK:
+                yield (
+                    f"inference.quantization 'fp8' with {field} {size}: experts in FP8 are blocks "
+                    f"of {FP8_BLOCK} × {FP8_BLOCK}, and {size} is no multiple of {FP8_BLOCK}; set "
+                    "inference.quantization to 'none'"
+                )
+        devices = 1 if inference.expert_parallel else inference.devices_per_replica
+        if width % (FP8_BLOCK * devices):
+            yield (
+                "inference.quantization 'fp8' with inference.expert_parallel false: "
+                f"model.moe.expert_intermediate_size {width} over data_parallel·tensor_parallel = "
+                f"{devices} devices is no multiple of {FP8_BLOCK}, the width of a block in FP8; "
+                "set inference.expert_parallel to true"
+            )
+    for field, size, devices in _fp8_inputs(model, inference):
+        if size % (FP8_BLOCK * devices):
+            over = f" over inference.tensor_parallel {devices}" if devices > 1 else ""
+            yield (
+                f"inference.quantization 'fp8' with {field} {size}{over}: a layer in FP8 takes "
+                f"inputs of a multiple of {FP8_BLOCK} on each device; set inference.quantization "
+                f"to 'none'{', or inference.tensor_parallel to less' if over else ''}"
+            )
+
+
+def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
+    """Yield the inputs of dense layers: field, width, number of shards."""
+    yield "model.hidden_size", model.hidden_size, 1
+    if model.family != "hugging_face":
+        field, size = "head_dim", model.head_dim
+        if model.mla is not None:
+            field, size = "mla.value_head_dim", model.mla.value_head_dim
+        yield f"model.num_heads·{field}", model.num_heads * size, inference.tensor_parallel
+    for field, width, by, devices in shard_widths(model, inference):
+        if by == "tensor_parallel":
+            yield field, width, devices
+
+
+def _transport_misfits(run: "Manifest") -> Iterator[str]:
+    trainer, sft = run.trainer, run.stages.sft
+    kinds = {
+        "transport.weights": run.transport.weights,
+        "inference.kv_transfer.kind": run.inference.kv_transfer.kind,
+        "inference.kv_offload.kind": run.inference.kv_offload.kind,
+    }
+    nixl, mooncake = (
+        [field for field, kind in kinds.items() if kind == library]
+        for library in ("nixl", "mooncake")
+    )
+    if nixl and mooncake:  # their two copies of rdma-core would crash an engine at exit
+        yield (
+            f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
+            "brings its own rdma-core; set one of them to another kind"
+        )
+    if run.transport.weights == "adapters" and trainer.lora is None:
+        yield (
+            "transport.weights 'adapters': there are none; set trainer.lora, or transport.weights "
+            "to 'files'"
+        )
+    used = [trainer.optimizer, *([] if sft is None else [sft.optimizer])]
+    if trainer.memory.optimizer_offload and not any(map(has_state, used)):
+        kinds_used = " and ".join(sorted({one.kind for one in used}))
+        yield (
+            f"trainer.memory.optimizer_offload: {kinds_used} as written here keep no state; set "
+            "trainer.memory.optimizer_offload to false"
+        )
+
+
+def _group_misfits(run: "Manifest") -> Iterator[str]:
+    """Yield why groups of processes do not fill the nodes of a run with several."""
+    num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
+    if num_nodes == 1:
+        return
+    if per_node % (devices := run.inference.devices_per_replica):
+        yield (
+            f"inference.data_parallel·tensor_parallel = {devices} does not divide "
+            f"hardware.devices_per_node {per_node}, and no engine spans nodes; choose from "
+            f"{_divisors(per_node)}"
+        )
+    groups = run.group_devices
+    left = num_nodes * per_node - sum(groups.values()) + groups["trainer"]
+    for name, devices in groups.items():
+        if devices % per_node:
+            whole = devices // per_node * per_node or per_node
+            if name == "trainer" and left > 0:
+                whole = left
+            yield (
+                f"hardware.devices_per_node {per_node}: {name} has {devices} devices, which fill "
+                f"no whole number of nodes; try {whole}"
+            )
+    nodes = {name: devices // per_node for name, devices in groups.items()}
+    if (needed := sum(nodes.values())) != num_nodes:
+        shares = " + ".join(f"{name} {count}" for name, count in nodes.items())
+        yield (
+            f"hardware.num_nodes {num_nodes}: {shares} nodes are {needed}; set hardware.num_nodes "
+            f"to {needed}"
+            + (f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left > 0 else "")
+        )
+
+
+# The trainer and its model -----------------------------------------------------------------------
+
+
+def trainer_misfits(
+    trainer: Trainer, model: Model, accelerator: str, devices: int
+) -> Iterator[str]:
+    """Yield why `trainer` cannot train the model on `devices`, with fitting meshes."""
+    yield from _trainer_field_misfits(trainer)
+    if adapters := list(_adapter_misfits(trainer.lora, model)):
+        yield from adapters
+        return
+    yield from context_misfits(trainer.mesh, model, devices)
+    yield from _spread_misfits(trainer, model, accelerator)
+
+
+def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
+    if lora is None:
+        return
+    if model.family == "hugging_face":
+        yield (
+            "trainer.lora: adapters need a network of this project's own; set trainer.lora to "
+            "null, or choose another model.family"
+        )
+        return
+    moe = model.moe
+    parts = {
+        "attention": True,
+        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
+        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
+    }
+    has = [part for part, is_there in parts.items() if is_there]
+    if lacking := [target for target in lora.targets if target not in has]:
+        yield (
+            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "
+            f"choose from {has}"
+        )
+
+
+def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
+    """Yield why the mesh cannot divide one context, with possible cp·dp_shard."""
+    sharded = devices // mesh.dp_replicate
+    if devices % mesh.dp_replicate:
+        sharded = mesh.dp_shard * mesh.cp
+    if mesh.cp == 1:
+        return
+    if model.family == "hugging_face":
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
+            f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
+        )
+    elif mesh.cp_style == "ulysses" and mesh.cp not in (heads := head_divisors(model)):
+        fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} "
+            f"key heads do not divide among as many ranks; choose cp·dp_shard from {fits}"
+            + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
+        )
+
+
+def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
+    mesh = trainer.mesh
+    if mesh.ep == 1:
+        return
+    if model.moe is None:
+        yield (
+            f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; "
+            "set trainer.mesh.ep to 1"
+        )
+        return
+    sharded, experts = mesh.dp_shard * mesh.cp, model.moe.num_experts
+    fits = [n for n in _divisors(sharded) if experts % n == 0]
+    if mesh.ep not in fits:
+        whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
+        yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
+    if mesh.ep_backend == "deepep" and (
+        accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
+    ):
+        yield (
+            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
+            "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
+        )
+
+
+def head_divisors(model: Model) -> list[int]:
+    """Return the numbers of ranks that the heads can be divided among.
+
+    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
+    """
+    groups = model.num_kv_heads
+    return [n for n in _divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
+
+
+def _divisors(whole: int, most: int | None = None) -> list[int]:
+    return [n for n in range(1, (most or whole) + 1) if whole % n == 0]
