@@ -332,7 +332,7 @@ def main() -> None:
     settings = {
         "devices": first.num_devices,
         "layers": first.model.num_layers,
-        "micro_batches": first.micro_batches,
+        "micro_batches": first.options.micro_batches,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = rows_before(arguments.shape, [arguments.out, HERE], settings)

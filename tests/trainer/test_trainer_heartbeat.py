@@ -26,13 +26,14 @@ CPU = torch.device("cpu")
 def test_a_step_may_stand_still_for_long_only_where_it_is_the_first_or_nobody_waits_for_it(
     monkeypatch,
 ):
-    assert [heartbeat.step_stall_s(*each) for each in ((False, 2), (True, 2), (False, 1))] == [
-        STILL_S,
-        heartbeat.WARM_UP_STALL_S,
-        heartbeat.WARM_UP_STALL_S,
-    ]
+    compiled = manifest(trainer={"compile": True}).trainer
+    one, two = (SimpleNamespace(size=size, device=CPU) for size in (1, 2))
+    assert [
+        heartbeat.step_stall_s(world, compiled, is_first)
+        for world, is_first in ((two, False), (two, True), (one, False))
+    ] == [STILL_S, heartbeat.WARM_UP_STALL_S, heartbeat.WARM_UP_STALL_S]
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "3")
-    assert heartbeat.step_stall_s(False, 2) == 3 * STILL_S
+    assert heartbeat.step_stall_s(two, compiled) == 3 * STILL_S
 
 
 def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
@@ -45,10 +46,10 @@ def test_a_first_step_takes_no_longer_where_nothing_is_compiled():
         True,
         True,
     ]
-    assert [heartbeat.step_stall_s(True, num_ranks, warms_up=False) for num_ranks in (1, 2)] == [
-        heartbeat.WARM_UP_STALL_S,
-        STILL_S,
-    ]
+    assert [
+        heartbeat.step_stall_s(SimpleNamespace(size=size, device=CPU), eager, is_first=True)
+        for size in (1, 2)
+    ] == [heartbeat.WARM_UP_STALL_S, STILL_S]
 
 
 def deeds():
@@ -79,7 +80,7 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
     learner = SimpleNamespace(
         step=7, world=world, logprobs=lambda token_ids: (0.0,) * len(token_ids)
     )
-    spec = SimpleNamespace(transport=SimpleNamespace(weights=kind))
+    spec = SimpleNamespace(transport=SimpleNamespace(weights=kind), trainer=None)
     may_stand_s = assemble._publish_still_s(spec, world, num_nodes)
     publisher = SimpleNamespace(publish=lambda version, canary: None)
     RlLoop(ctx, world, learner, publisher, None, None, 9.0, 9.0, may_stand_s).publish()
@@ -102,7 +103,7 @@ def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_n
     )
     transport, hardware = SimpleNamespace(rollouts=kind), SimpleNamespace(devices_per_node=devices)
     spec, world = (
-        SimpleNamespace(transport=transport, hardware=hardware),
+        SimpleNamespace(transport=transport, hardware=hardware, trainer=None),
         SimpleNamespace(size=2, is_first=False),
     )
     receiver = SimpleNamespace(receive=lambda step, deadline_s: SimpleNamespace(info={}))
@@ -114,9 +115,9 @@ def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_n
 
 def test_every_part_of_what_goes_through_files_is_progress(tmp_path, monkeypatch):
     def parts(work):
-        before = heartbeat._PROGRESS.count()
+        before = heartbeat._PROGRESS.count
         work()
-        return heartbeat._PROGRESS.count() - before
+        return heartbeat._PROGRESS.count - before
 
     spec = manifest()
     start = write_start_weights(spec, tmp_path / "start")
@@ -142,19 +143,19 @@ def test_a_micro_batch_on_the_host_is_marked_at_once_and_one_on_a_device_when_it
 
     def comes_to(number):
         limit_s = time.monotonic() + 20
-        while marks.count() < number:
+        while marks.count < number:
             assert time.monotonic() < limit_s
             time.sleep(0.01)
-        return marks.count() == number
+        return marks.count == number
 
     marks, events = heartbeat._Progress(), [Event(), Event()]
     marks.add(CPU)
     marks.follow(CPU)
     for event in events:
         marks._ahead.put(event)
-    assert marks.count() == 1
+    assert marks.count == 1
     events[1].set()  # the device gets nowhere out of order
-    assert marks.count() == 1
+    assert marks.count == 1
     events[0].set()
     assert comes_to(3)
 

@@ -78,7 +78,7 @@ def case(name, **options):
     return (
         asked.model,
         asked.trainer,
-        Workload(asked.tokens_per_micro_batch, asked.document_tokens, asked.micro_batches),
+        Workload(asked.tokens_per_micro_batch, asked.document_tokens, asked.options.micro_batches),
     )
 
 

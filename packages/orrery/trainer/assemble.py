@@ -121,9 +121,8 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
     is_one_node = world.size <= manifest.hardware.devices_per_node
-    if is_one_node and manifest.transport.rollouts != "files":
-        return step_stall_s(False, world.size)
-    return io_stall_s(world.size)
+    has_files = not is_one_node or manifest.transport.rollouts == "files"
+    return io_stall_s(world.size) if has_files else step_stall_s(world, manifest.trainer)
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
@@ -131,9 +130,8 @@ def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
 
     A direct wire needs more than `weight_wire.coordinator.MEET_S`: rank 0 then names absent ranks.
     """
-    if manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1:
-        return step_stall_s(False, world.size)
-    return io_stall_s(world.size)
+    is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
+    return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
 
 
 def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -> Publisher:

@@ -364,7 +364,8 @@ class StageCheckpoints:
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
         """Copy the state with `files`. Return the seconds waited. A collective."""
-        step, still_s = self._learner.step, step_stall_s(False, self._learner.world.size)
+        step, trainer = self._learner.step, self._ctx.manifest.trainer
+        still_s = step_stall_s(self._learner.world, trainer)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)
         with self._ctx.metrics.span("checkpoint", step=step):
             return self._writer.copy(self._learner, self._folder / "trainer", files)

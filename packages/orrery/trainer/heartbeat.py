@@ -21,15 +21,17 @@ from orrery.manifest.schema import Trainer
 from orrery.observe.hang_detector import STILL_S
 from orrery.runtime.role_context import RoleContext, call_on_signal
 from orrery.runtime.timing import scaled
+from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
 WARM_UP_STALL_S = 600.0  # for compilation and connections, or a single rank
 IO_STALL_S = 300.0  # for one tensor or file on a shared file system
 
 
-def step_stall_s(is_first: bool, num_ranks: int, warms_up: bool = True) -> float:
+def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
     """Return how long a step may go without a collective or a mark."""
-    return scaled(WARM_UP_STALL_S if (is_first and warms_up) or num_ranks == 1 else STILL_S)
+    is_warm_up = is_first and warms_up(trainer, world.device)
+    return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 
 
 def io_stall_s(num_ranks: int) -> float:
@@ -49,37 +51,32 @@ class _Progress:
     """
 
     def __init__(self) -> None:
-        self._done = 0
+        self.count = 0
         self._ahead: SimpleQueue[torch.cuda.Event] | None = None
 
     def follow(self, device: torch.device) -> None:
         """Count a GPU's micro-batches from now on."""
-        self._ahead = SimpleQueue()
-        threading.Thread(
-            target=self._wait, args=(self._ahead, device), name="marks", daemon=True
-        ).start()
+        ahead = self._ahead = SimpleQueue()
 
-    def _wait(self, ahead: "SimpleQueue[torch.cuda.Event]", device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        while True:
-            ahead.get().synchronize()
-            self._done += 1
+        def wait() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            while True:
+                ahead.get().synchronize()
+                self.count += 1
+
+        threading.Thread(target=wait, name="marks", daemon=True).start()
 
     def add(self, device: torch.device) -> None:
         if device.type != "cuda":
-            self._done += 1
+            self.count += 1
         elif self._ahead is not None:
             event = torch.cuda.Event(blocking=True)  # otherwise the thread would spin
             event.record()
             self._ahead.put(event)
 
-    def count(self) -> int:
-        return self._done
-
 
 _PROGRESS = _Progress()
-_HOST = torch.device("cpu")
 
 
 def mark_micro_batch(device: torch.device) -> None:
@@ -89,7 +86,7 @@ def mark_micro_batch(device: torch.device) -> None:
 
 def mark_part() -> None:
     """Count a finished part of host work."""
-    _PROGRESS.add(_HOST)
+    _PROGRESS.count += 1
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
     def beat() -> None:
         while not end.wait(scaled(PERIOD_S)):
-            ctx.health.beat(*count_collectives(device), _PROGRESS.count())
+            ctx.health.beat(*count_collectives(device), _PROGRESS.count)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

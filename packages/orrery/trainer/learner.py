@@ -353,12 +353,9 @@ def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float
     start = schedule.warmup_steps
     if schedule.kind == "wsd":
         start = max(num_steps - schedule.decay_steps, start)
-    progress = _progress(step, start, num_steps)
+    span = num_steps - start
+    progress = min(max((step - start) / span, 0.0), 1.0) if span > 0 else 0.0
     rest = 1.0 - progress
     if schedule.kind == "cosine":
         rest = 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.final_fraction + (1.0 - schedule.final_fraction) * rest
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 0.0

@@ -16,7 +16,7 @@ from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.export import export_policy
-from orrery.trainer.heartbeat import io_stall_s, step_stall_s, warms_up
+from orrery.trainer.heartbeat import io_stall_s, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.parallel.world import World
@@ -197,8 +197,7 @@ class RlLoop:
         ctx.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, loss, wait_s, step_time_s)
 
     def _step_stall_s(self, is_first: bool = False) -> float:
-        world = self.world
-        return step_stall_s(is_first, world.size, warms_up(self.ctx.manifest.trainer, world.device))
+        return step_stall_s(self.world, self.ctx.manifest.trainer, is_first)
 
     def _check_same_weights(self, what: str, difference: float | None) -> None:
         manifest = self.ctx.manifest

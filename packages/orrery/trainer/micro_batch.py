@@ -74,7 +74,7 @@ def micro_batch(
 
 def _whole(columns: Columns, step: int) -> MicroBatch:
     if not columns.num_tokens:
-        return _dummy()
+        return unweighted_token()
     offsets, token = columns.offsets, columns.token
     starts = offsets[:-1][columns.lengths > 0]
     weights = member_weights(columns)
@@ -166,22 +166,11 @@ def _name(columns: Columns, step: int) -> str:
     return f"batch {step}, groups {', '.join(map(str, groups[:8]))}{more}"
 
 
-def _dummy() -> MicroBatch:
-    index, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-    return MicroBatch(
-        token_id=index,
-        position=index,
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_seqlen=1,
-        row=index,
-        target=index,
-        temperature=torch.ones(1),
-        routed_experts=None,
-        loss=Targets(zero, zero, zero, zero, zero, zero, torch.zeros(1, dtype=torch.bool)),
-        origin=torch.zeros(1, 2, dtype=torch.int64),
-        num_samples=0,
-        num_tokens=0,
-    )
+def unweighted_token() -> MicroBatch:
+    """Return one scored token of weight 0, for the collectives of a rank without samples."""
+    token = {"token_id": np.zeros(1, dtype=np.int32), "trained": np.zeros(1, dtype=bool)}
+    columns = Columns(np.array([0, 1], dtype=np.int64), token, {})
+    return replace(_whole(columns, 1), num_samples=0, num_tokens=0)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

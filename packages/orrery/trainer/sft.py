@@ -19,7 +19,7 @@ from orrery.manifest.schema import Manifest
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint_writer import StageCheckpoints
-from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s, warms_up
+from orrery.trainer.heartbeat import mark_micro_batch, step_stall_s
 from orrery.trainer.learner import Learner, StepResult, count_totals, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.fsdp import reshard_all
@@ -51,7 +51,7 @@ def sft(
             with ctx.health.waiting(what, deadline_s=deadline_s):
                 batch = next_batch()
             wait_s = time.monotonic() - begin_s
-            limit_s = _step_stall_s(learner, ctx, is_first=step == first_step)
+            limit_s = step_stall_s(world, manifest.trainer, is_first=step == first_step)
             ctx.health.doing("sft", step=step, still_s=limit_s)
             mine = _share(batch, manifest, world)
             lr_factor = learning_rate_factor(spec.schedule, step, spec.num_steps)
@@ -68,11 +68,6 @@ def sft(
 
 def _share(batch: Columns, manifest: Manifest, world: World) -> list[Columns]:
     return [batch.select(samples) for samples in pack_for(manifest, batch.lengths)[world.data_rank]]
-
-
-def _step_stall_s(learner: Learner, ctx: RoleContext, is_first: bool) -> float:
-    world = learner.world
-    return step_stall_s(is_first, world.size, warms_up(ctx.manifest.trainer, world.device))
 
 
 def _record(
@@ -170,7 +165,7 @@ def _validate(
     validation: ValidationSet, learner: Learner, ctx: RoleContext, is_first: bool
 ) -> None:
     step, begin_s = learner.step, time.monotonic()
-    limit_s = _step_stall_s(learner, ctx, is_first)
+    limit_s = step_stall_s(learner.world, ctx.manifest.trainer, is_first)
     ctx.health.doing("validating", step=step, still_s=limit_s)
     with ctx.metrics.span("validation", step=step):
         loss, num_tokens = validation.loss(learner)

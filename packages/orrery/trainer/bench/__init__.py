@@ -80,13 +80,7 @@ class BenchRequest:
     model: Model
     trainer: Trainer
     seed: int
-    steps: int
-    warmup: int
-    lengths: str
-    routing: str
-    loss: str
-    micro_batches: int
-    tokens_per_micro_batch: int
+    options: Options
     document_tokens: int
     overrides: dict[str, list[Any]]  # field → [the manifest's value, the measured value]
 
@@ -95,22 +89,28 @@ class BenchRequest:
         return self.trainer.mesh.world_size
 
     @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.trainer.memory.max_tokens_per_micro_batch
+
+    @property
     def load(self) -> "Workload":
         from orrery.trainer.memory_plan import Workload  # imports torch
 
-        return Workload(self.tokens_per_micro_batch, self.document_tokens, self.micro_batches)
+        num_tokens, count = self.tokens_per_micro_batch, self.options.micro_batches
+        return Workload(num_tokens, self.document_tokens, count)
 
     def write(self, path: Path) -> None:
         records = {
             name: getattr(self, name).model_dump(mode="json") for name in ("model", "trainer")
         }
-        path.write_text(json.dumps(self.__dict__ | records))
+        path.write_text(json.dumps(self.__dict__ | records | {"options": asdict(self.options)}))
 
     @classmethod
     def read(cls, path: Path) -> "BenchRequest":
         fields = json.loads(path.read_text())
         fields["model"] = Model.model_validate(fields["model"])
         fields["trainer"] = Trainer.model_validate(fields["trainer"])
+        fields["options"] = Options(**fields["options"])
         return cls(**fields)
 
 
@@ -150,13 +150,7 @@ def make_request(manifest: Manifest, options: Options) -> BenchRequest:
         model=model,
         trainer=trainer,
         seed=manifest.seed,
-        steps=options.steps,
-        warmup=options.warmup,
-        lengths=options.lengths,
-        routing=options.routing,
-        loss=options.loss,
-        micro_batches=options.micro_batches,
-        tokens_per_micro_batch=tokens,
+        options=options,
         document_tokens=document,
         overrides=_differences(fields),
     )
@@ -264,7 +258,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
     rng = np.random.default_rng([request.seed, step, data_rank])
     return [
         _columns(request, _document_lengths(request, rng), rng)
-        for _ in range(request.micro_batches)
+        for _ in range(request.options.micro_batches)
     ]
 
 
@@ -278,7 +272,7 @@ def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.nda
     lengths: list[int] = []
     while left:
         length = longest
-        if request.lengths == "variable":
+        if request.options.lengths == "variable":
             length = round(float(np.exp(rng.uniform(np.log(shortest), np.log(longest)))))
         length = min(length, left)
         padded = (len(lengths) + 1) * max([*lengths, length])
@@ -298,10 +292,10 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
     token = {
         "token_id": rng.integers(0, request.model.vocab_size, total, dtype=np.int32),
         "trained": trained,
-        "rl_weight": one if request.loss == "rl" else 0 * one,
+        "rl_weight": one if request.options.loss == "rl" else 0 * one,
         "cross_entropy_weight": one,
     }
-    if request.loss == "rl":
+    if request.options.loss == "rl":
         # Near a new network's: ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
@@ -311,7 +305,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
             "reference_kl_weight": one,
             "version": np.zeros(total, dtype=np.int32),
         }
-    if request.routing == "balanced" and request.model.moe is not None:
+    if request.options.routing == "balanced" and request.model.moe is not None:
         token["routed_experts"] = balanced_experts(request.model, total)
     sample = {
         "temperature": np.ones(len(lengths), dtype=np.float32),

@@ -35,6 +35,12 @@ from orrery.trainer.parallel.world import World, destroy_world, device_for, init
 
 STEP = "orrery.step"
 STD = 0.02
+MEMORY_FIELDS = {
+    "peak_allocated_bytes": "allocated_bytes.all.peak",
+    "peak_reserved_bytes": "reserved_bytes.all.peak",
+    "allocated_bytes": "allocated_bytes.all.current",
+    "num_allocation_retries": "num_alloc_retries",
+}
 CLOCK_FIELDS = {
     "sm_mhz": "clocks.sm",
     "power_w": "power.draw",
@@ -99,7 +105,10 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
     """Return this rank's numbers, or its `out_of_memory` message."""
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
-    store = join_store(request) if fsdp.is_needed(request.trainer) else None
+    store, size = None, request.num_devices
+    if fsdp.is_needed(request.trainer):
+        port = int(os.environ["ORRERY_BENCH_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, size, False, wait_for_workers=False)
     world = init_world(request.trainer.mesh, rank, device, store)
     learner = None
     try:
@@ -107,11 +116,12 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
         learner = make_learner(request, world)
         build_s = time.perf_counter() - begin_s
         memory_at_start = memory(device)
-        warmup = timed_steps(learner, request, 0, request.warmup)
+        options = request.options
+        warmup = timed_steps(learner, request, 0, options.warmup)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with read_clocks(device, world.is_first) as clocks:
-            steps = timed_steps(learner, request, request.warmup, request.steps)
+            steps = timed_steps(learner, request, options.warmup, options.steps)
         answer = {
             "clocks": clocks,
             "build_s": build_s,
@@ -130,15 +140,10 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
             raise
         step = None if learner is None else learner.step + 1
         model, trainer = request.model, request.trainer
-        text = describe_error(error, rank, step, model, trainer, request.load, request.num_devices)
+        text = describe_error(error, rank, step, model, trainer, request.load, size)
         return {"out_of_memory": text}
     destroy_world(world)  # not after an error: collectives are in flight
     return answer
-
-
-def join_store(request: BenchRequest) -> dist.Store:
-    port = int(os.environ["ORRERY_BENCH_PORT"])
-    return dist.TCPStore("127.0.0.1", port, request.num_devices, False, wait_for_workers=False)
 
 
 def make_learner(request: BenchRequest, world: World) -> Learner:
@@ -183,7 +188,8 @@ def profiled_step(
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    batches = micro_batches(request, request.warmup + request.steps, world.data_rank)
+    options = request.options
+    batches = micro_batches(request, options.warmup + options.steps, world.data_rank)
     totals = count_totals(batches, world)
     step = learner.optimizer.step
 
@@ -214,21 +220,8 @@ def wait_for(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    names = (
-        "peak_allocated_bytes",
-        "peak_reserved_bytes",
-        "allocated_bytes",
-        "num_allocation_retries",
-    )
-    if device.type != "cuda":
-        return dict.fromkeys(names, 0)
-    values = (
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.max_memory_reserved(device),
-        torch.cuda.memory_allocated(device),
-        torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
-    )
-    return dict(zip(names, values, strict=True))
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return {name: stats.get(key, 0) for name, key in MEMORY_FIELDS.items()}
 
 
 @contextmanager
@@ -270,15 +263,13 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Average complete lines. Return None if a field is not a number."""
+    """Average complete lines. Return None without any, or if a field is not a number."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
-        columns = list(zip(*([float(value) for value in row] for row in rows), strict=True))
+        columns = zip(*([float(value) for value in row] for row in rows), strict=True)
+        return dict(zip(CLOCK_FIELDS, map(statistics.fmean, columns), strict=True))
     except ValueError:
         return None
-    if not columns:
-        return None
-    return dict(zip(CLOCK_FIELDS, map(statistics.fmean, columns), strict=True))
 
 
 @dataclass(frozen=True)
@@ -363,9 +354,9 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
         copies = [event for event in transfers if pattern.match(event["name"])]
         copying = union(copies)
         num_bytes = sum(int(event.get("args", {}).get("bytes", 0)) for event in copies)
-        hidden_s = _length(_intersection(copying, computing)) / 1e6
+        hidden = _length(copying) + _length(computing) - _length(_union(copying + computing))
         seconds = _length(copying) / 1e6
-        result[direction] = HostCopies(num_bytes, len(copies), seconds, hidden_s)
+        result[direction] = HostCopies(num_bytes, len(copies), seconds, hidden / 1e6)
     return result
 
 
@@ -490,19 +481,6 @@ def _union(spans: Spans) -> Spans:
             result[-1] = (result[-1][0], max(result[-1][1], end))
         elif begin < end:
             result.append((begin, end))
-    return result
-
-
-def _intersection(some: Spans, others: Spans) -> Spans:
-    result, i, j = [], 0, 0
-    while i < len(some) and j < len(others):
-        begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if begin < end:
-            result.append((begin, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
     return result
 
 

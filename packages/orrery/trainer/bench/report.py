@@ -24,7 +24,7 @@ from orrery.observe.provenance import commit, versions
 from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench import BenchRequest
 from orrery.trainer.bench.rank import KINDS
-from orrery.trainer.memory_plan import plan_memory
+from orrery.trainer.memory_plan import count_parameters, dtype_bytes, plan_memory
 from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
 PACKAGES = (
@@ -69,12 +69,17 @@ def result(
     request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
     """Return the measurement and its environment as a record."""
-    step_s = [max(answer["steps"][n]["step_s"] for answer in answers) for n in range(request.steps)]
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
+    asked = request.options
+
+    def slowest_s(section: str, count: int) -> list[float]:
+        return [max(answer[section][n]["step_s"] for answer in answers) for n in range(count)]
+
+    step_s = slowest_s("steps", asked.steps)
     groups = answers[:: mesh.cp]  # a cp group shares its documents
     every = [
         [length for group in groups for length in group["steps"][n]["lengths"]]
-        for n in range(request.steps)
+        for n in range(asked.steps)
     ]
     tokens = [sum(lengths) for lengths in every]  # without padding
     speeds = [
@@ -89,7 +94,6 @@ def result(
     def most(key: str, section: str = "memory") -> int:
         return max(answer[section][key] for answer in answers)
 
-    warmup_s = [max(one["warmup"][n]["step_s"] for one in answers) for n in range(request.warmup)]
     command = ["python", "-m", "orrery.trainer.bench", *map(_without_folder, sys.argv[1:])]
     return {
         "name": request.name,
@@ -98,11 +102,11 @@ def result(
         "options": options,
         "devices": request.num_devices,
         "mesh": mesh.model_dump(mode="json"),
-        "loss": request.loss,
-        "routing": request.routing,
-        "lengths": request.lengths,
+        "loss": asked.loss,
+        "routing": asked.routing,
+        "lengths": asked.lengths,
         "tokens_per_step": round(statistics.mean(tokens)),
-        "micro_batches": request.micro_batches,
+        "micro_batches": asked.micro_batches,
         "tokens_per_micro_batch": request.tokens_per_micro_batch,
         "document_tokens": request.document_tokens,
         "tokens_per_s_per_device": statistics.median(speeds),
@@ -110,7 +114,7 @@ def result(
         "tokens_per_s_per_device_most": max(speeds),
         "step_s": statistics.median(step_s),
         "steps_s": step_s,
-        "warmup_s": warmup_s,
+        "warmup_s": slowest_s("warmup", asked.warmup),
         "build_s": max(answer["build_s"] for answer in answers),
         "wall_s": wall_s,
         **_work(request, every, request.num_devices * statistics.mean(step_s), rates),
@@ -254,7 +258,9 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
         "elementwise": elementwise_bytes / rates.memory_bytes,
     }
     computation = sum(seconds.values())
-    experts, rest = _parameters(request)
+    units = count_parameters(model, None).units
+    experts = float(sum(unit.trained_experts for unit in units))
+    rest = sum(unit.trained for unit in units) - experts
     shards = mesh.dp_shard * mesh.cp
     trained = (experts + rest) / shards if trainer.lora is None else 0.0
     computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
@@ -279,12 +285,12 @@ def _communication_bytes(
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     shards = mesh.dp_shard * mesh.cp
     from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
-    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.micro_batches
-    total = gathers * _dtype_bytes(trainer.compute_dtype) * from_others
+    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.options.micro_batches
+    total = gathers * dtype_bytes(trainer.compute_dtype) * from_others
     if trainer.lora is None:
         by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-        reductions = request.micro_batches if by_micro_batch else 1
-        total += reductions * _dtype_bytes(trainer.reduce_dtype) * from_others
+        reductions = request.options.micro_batches if by_micro_batch else 1
+        total += reductions * dtype_bytes(trainer.reduce_dtype) * from_others
     if mesh.ep > 1 and model.moe is not None:
         # With recomputation.
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
@@ -342,22 +348,6 @@ def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
     return values, split, operations
 
 
-def _parameters(request: BenchRequest) -> tuple[float, float]:
-    """Return numbers of parameters (in routed experts, elsewhere)."""
-    model = request.model
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    attention = model.num_layers * float(model.hidden_size * heads)
-    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size
-    dense = 3 * model.hidden_size * model.intermediate_size
-    if (moe := model.moe) is None:
-        return 0.0, attention + model.num_layers * dense + embeddings
-    sparse = model.num_layers - moe.num_dense_layers
-    expert = 3 * model.hidden_size * moe.expert_intermediate_size
-    router_and_shared = moe.num_experts * model.hidden_size + moe.num_shared_experts * expert
-    rest = attention + sparse * router_and_shared + moe.num_dense_layers * dense
-    return float(sparse * moe.num_experts * expert), rest + embeddings
-
-
 def _elementwise_bytes(request: BenchRequest) -> float:
     """Return elementwise bytes a token and layer, in bfloat16.
 
@@ -376,7 +366,3 @@ def _elementwise_bytes(request: BenchRequest) -> float:
         numbers += 3 * model.intermediate_size
     passes = 3 if request.trainer.memory.activation_checkpointing.kind == "none" else 4
     return 2.0 * numbers * passes
-
-
-def _dtype_bytes(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2}[dtype]

@@ -4,18 +4,14 @@ Norms and biases never decay, because decaying a gain fights its normalisation. 
 `named_state`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from orrery.manifest import schema
 from orrery.trainer.optim import elementwise, muon
 from orrery.trainer.optim.gradient import clip, gradient_norm, last_not_finite
-from orrery.trainer.optim.optimizer import BucketedOptimizer, ParamGroup, named_state
+from orrery.trainer.optim.optimizer import BucketedOptimizer, named_state
 
 __all__ = [
-    "KINDS",
     "BucketedOptimizer",
     "clip",
     "gradient_norm",
@@ -24,17 +20,12 @@ __all__ = [
     "named_state",
 ]
 
-KINDS: dict[str, Callable[[Any, dict[str, nn.Parameter]], list[ParamGroup]]] = {
-    "adamw": elementwise.adamw_groups,
-    "muon": muon.groups,
-    "sgd": elementwise.sgd_groups,
-    "sign_sgd": elementwise.sign_sgd_groups,
-}
-
 
 def make_optimizer(
     policy: nn.Module, spec: schema.Optimizer, offload: bool = False
 ) -> BucketedOptimizer:
     """Return the manifest's optimizer over trainable weights. `offload`: state on the host."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
-    return BucketedOptimizer(KINDS[spec.kind](spec, weights), offload)
+    if isinstance(spec, schema.Muon):
+        return BucketedOptimizer(muon.groups(spec, weights), offload)
+    return BucketedOptimizer(elementwise.groups(spec, weights), offload)

@@ -3,24 +3,23 @@
 AdamW and SGD call torch's fused kernels. These also divide the gradients.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from orrery.manifest.schema import AdamW, Sgd, SignSgd
-from orrery.trainer.optim.optimizer import ParamGroup, WeightPart, split_by_decay
+from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, is_bias
 
 
-class AdamWRule:
+class AdamWRule(UpdateRule):
     """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101)."""
 
-    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    keys = ("exp_avg", "exp_avg_sq")
     counts_steps = True
-    needs_whole_shards = False
-
-    def __init__(self, spec: AdamW):
-        self.spec = spec
 
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
@@ -45,15 +44,12 @@ class AdamWRule:
         )
 
 
-class SgdRule:
+class SgdRule(UpdateRule):
     """SGD with momentum. Weight decay is L2, added to the clipped gradient."""
 
-    counts_steps = False
-    needs_whole_shards = False
-
     def __init__(self, spec: Sgd):
-        self.momentum = spec.momentum
-        self.keys: tuple[str, ...] = ("momentum",) if spec.momentum else ()
+        super().__init__(spec)
+        self.keys = ("momentum",) if spec.momentum else ()
 
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
@@ -65,7 +61,7 @@ class SgdRule:
             fused=True,
             grad_scale=divisor,
             weight_decay=weight_decay,
-            momentum=self.momentum,
+            momentum=self.spec.momentum,
             lr=lr,
             dampening=0.0,
             nesterov=False,
@@ -73,15 +69,11 @@ class SgdRule:
         )
 
 
-class SignSgdRule:
+class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
     The divisor changes no sign.
     """
-
-    keys: tuple[str, ...] = ()
-    counts_steps = False
-    needs_whole_shards = False
 
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
@@ -93,13 +85,21 @@ class SignSgdRule:
         torch._foreach_add_(weights, signs, alpha=-lr)
 
 
-def adamw_groups(spec: AdamW, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    return split_by_decay(AdamWRule(spec), spec.lr, spec.weight_decay, weights)
+RULES: dict[str, Callable[[Any], UpdateRule]] = {
+    "adamw": AdamWRule,
+    "sgd": SgdRule,
+    "sign_sgd": SignSgdRule,
+}
 
 
-def sgd_groups(spec: Sgd, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    return split_by_decay(SgdRule(spec), spec.lr, spec.weight_decay, weights)
-
-
-def sign_sgd_groups(spec: SignSgd, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    return split_by_decay(SignSgdRule(), spec.lr, spec.weight_decay, weights)
+def groups(spec: AdamW | Sgd | SignSgd, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
+    """Return matrices, with decay, and biases and vectors, without."""
+    rule = RULES[spec.kind](spec)
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, weight in weights.items():
+        (decayed if weight.ndim >= 2 and not is_bias(name) else others).append(weight)
+    return [
+        ParamGroup(decayed, rule, spec.lr, spec.weight_decay),
+        ParamGroup(others, rule, spec.lr, 0.0),
+    ]

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from orrery.manifest.schema import Muon
-from orrery.trainer.optim.elementwise import adamw_groups
+from orrery.trainer.optim import elementwise
 from orrery.trainer.optim.gradient import sharding_axes
-from orrery.trainer.optim.optimizer import ParamGroup, WeightPart, is_bias
+from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, is_bias
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
@@ -38,14 +38,14 @@ EPSILON = 1e-7
 BATCH_VALUES = 1 << 27  # orthogonalized at a time, to bound temporary memory
 
 
-class MuonRule:
-    keys: tuple[str, ...] = ("momentum",)
-    counts_steps = False
+class MuonRule(UpdateRule):
+    keys = ("momentum",)
     needs_whole_shards = True
 
     def __init__(self, spec: Muon, fused: set[nn.Parameter]):
         """`fused`: weights of two matrices, one above the other."""
-        self.spec, self.fused = spec, fused
+        super().__init__(spec)
+        self.fused = fused
 
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
@@ -89,7 +89,7 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
     return [
         ParamGroup(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
-        *adamw_groups(spec.rest, rest),
+        *elementwise.groups(spec.rest, rest),
     ]
 
 

@@ -7,7 +7,7 @@ offloaded. A weight without a gradient does not change.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,20 +38,24 @@ class WeightPart:
     state: dict[str, Tensor]
 
 
-class UpdateRule(Protocol):
+class UpdateRule:
     """An update of weights. `keys` name the states like the weight.
 
     With `counts_steps`, state also has `step`, a float32 scalar: the earlier steps.
     """
 
-    keys: tuple[str, ...]
-    counts_steps: bool
-    needs_whole_shards: bool
+    keys: tuple[str, ...] = ()
+    counts_steps = False
+    needs_whole_shards = False
+
+    def __init__(self, spec: Any):
+        self.spec = spec
 
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
         """Move the weights by gradient / divisor. May overwrite gradients."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -62,17 +66,6 @@ class ParamGroup:
     rule: UpdateRule
     lr: float
     weight_decay: float
-
-
-def split_by_decay(
-    rule: UpdateRule, lr: float, weight_decay: float, weights: dict[str, nn.Parameter]
-) -> list[ParamGroup]:
-    """Return matrices, with decay, and biases and vectors, without."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, weight in weights.items():
-        (decayed if weight.ndim >= 2 and not is_bias(name) else others).append(weight)
-    return [ParamGroup(decayed, rule, lr, weight_decay), ParamGroup(others, rule, lr, 0.0)]
 
 
 def is_bias(name: str) -> bool:

@@ -25,7 +25,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Trainer
 from orrery.models.layers import Attention
 from orrery.trainer.loss import Targets
-from orrery.trainer.micro_batch import MicroBatch
+from orrery.trainer.micro_batch import MicroBatch, unweighted_token
 from orrery.trainer.parallel.ring_attention import RingCore
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
@@ -126,7 +126,11 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
         routes_missing=batch.routes_missing if is_first else 0,
         routes_replayed=batch.routes_replayed if is_first else 0,
     )
-    return part if len(scored) else _with_unweighted_token(part)
+    if len(scored):
+        return part
+    token = unweighted_token()  # for the LM head's collectives
+    names = ("row", "target", "temperature", "loss", "origin")
+    return replace(part, **{name: getattr(token, name) for name in names})
 
 
 def _routes(
@@ -138,23 +142,6 @@ def _routes(
     here = routes[source]
     here[~is_real] = 255 if routes.dtype == torch.uint8 else -1
     return here
-
-
-def _with_unweighted_token(batch: MicroBatch) -> MicroBatch:
-    """Score one token with weight 0, for the LM head's collectives."""
-    zeros = {
-        field.name: torch.zeros(1, dtype=getattr(batch.loss, field.name).dtype)
-        for field in fields(Targets)
-    }
-    first = torch.zeros(1, dtype=torch.int64)
-    return replace(
-        batch,
-        row=first,
-        target=first,
-        temperature=torch.ones(1),
-        loss=Targets(**zeros),
-        origin=first.new_zeros(1, 2),
-    )
 
 
 class UlyssesCore(nn.Module):
