@@ -23,7 +23,7 @@ from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
 from orrery.launcher.runs import find, job
-from orrery.launcher.site import load_site
+from orrery.launcher.site import Site, load_site
 from orrery.launcher.status import RoleStatus, Status, done_path
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
@@ -555,9 +555,10 @@ def test_bench_runs_the_figures_script(checkout, capsys):
 
 def test_the_doctor_says_what_to_mend(checkout):
     (checkout / "locks/cpu.txt").write_text("torch==1.0.0 \\\n    --hash=sha256:00\n")
-    found = {one.what: one for one in examine(Workspace(checkout))}
+    found = {one.what: one for one in examine(Workspace(checkout), Site())}
     assert found["torch"].remedy == "cpu.txt pins 1.0.0; type `make setup`"
     assert "answers" in found["loopback ports"].found and not found["Python"].remedy
+    assert "vllm.fork_engine_core (vLLM 0.32, CpuPlatform." in found["vLLM patches"].found
 
 
 def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder(checkout):
@@ -670,7 +671,9 @@ def test_a_status_that_cannot_be_read_is_named_and_hides_no_other_run(checkout, 
         code, out, told = orrery(capsys, "status", path.name)
         assert code == 2 and not out and told.startswith(f"error: {path}/status.json: ")
     assert {bad.name, worse.name} <= {
-        one.what for one in examine(Workspace(checkout)) if one.found == "its status cannot be read"
+        one.what
+        for one in examine(Workspace(checkout), Site())
+        if one.found == "its status cannot be read"
     }
 
 

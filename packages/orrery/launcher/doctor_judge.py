@@ -1,20 +1,202 @@
-"""Judge the nodes by the results of the probing job (`doctor_probe.py`)."""
+"""Judge the answers of Slurm and of the probing job (`doctor_probe.py`).
+
+The pure functions `judge_…` return findings with remedies.
+"""
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from orrery.launcher.doctor import GIB, Finding
 from orrery.launcher.doctor_probe import MINE, THEIRS
-from orrery.launcher.site import Site
+from orrery.launcher.site import Site, Slurm
+from orrery.launcher.slurm.queue import seconds as parse_seconds
 
+GIB = 2**30
+START_S = 60  # of the probing job
 WAIT_S = 20  # to see a renamed file, and for the nodes to meet
 SLOW_S = 2.0  # slower renames delay every rendezvous
 SKEW_S = 1.0  # clocks further apart make live roles look hung
 RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images, temporary files
+GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`remedy`: "" if all is well. `is_required`: no run works without it."""
+
+    what: str
+    found: str
+    remedy: str = ""
+    is_required: bool = True
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in sinfo. `gpus`: by type, "" for an untyped GPU."""
+
+    name: str
+    state: str
+    cpus: int
+    memory_mb: int
+    gpus: Mapping[str, int]
+
+    def num_gpus(self, kind: str) -> int:
+        return self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
+
+    @property
+    def answers(self) -> bool:
+        return not self.state.endswith("*") and not any(word in self.state for word in GONE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A command's answer. `code`: None if it is not installed or timed out."""
+
+    code: int | None
+    out: str
+    said: str
+
+
+# Judging: Slurm
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Parse `sinfo -N -o '%N|%T|%c|%m|%G'`."""
+    found = {}
+    for line in text.splitlines():
+        name, state, cpus, memory, listed = line.split("|")
+        gpus: dict[str, int] = {}
+        for kind, count in re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", listed):
+            gpus[kind] = gpus.get(kind, 0) + int(count)
+        found[name] = Node(name, state, int(cpus.rstrip("+")), int(memory.rstrip("+")), gpus)
+    return list(found.values())
+
+
+def judge_controller(ping: Answer, version: str) -> Finding:
+    found = version.strip() or "Slurm"
+    if ping.code == 0 and " UP" in ping.out:
+        return Finding("Slurm", f"{found}, its controller answers")
+    said = ping.said or " ".join(ping.out.split()) or f"exit code {ping.code}"
+    remedy = "ask who runs the cluster: no controller answers (`scontrol ping`)"
+    return Finding("Slurm", f"{found}: {said}", remedy)
+
+
+def judge_no_partition(wanted: str, there: Iterable[str]) -> Finding:
+    names = ", ".join(sorted(set(there))) or "none that you may see"
+    return Finding("partition", f"{wanted}: no nodes", f"set slurm.partition to one of: {names}")
+
+
+def judge_nodes(nodes: Sequence[Node], slurm: Slurm) -> list[Finding]:
+    gone = {node.name: node.state for node in nodes if not node.answers}
+    num_up = len(nodes) - len(gone)
+    good, remedy = (
+        f"{num_up} of {slurm.partition} answer",
+        "ask why (`sinfo -R`); the other nodes are used",
+    )
+    found = [over_nodes("nodes", good, gone, remedy, is_required=not num_up)]
+    wanted = f"gpu:{slurm.gpu_type}" if slurm.gpu_type else "gpu"
+    counts = {node.name: node.num_gpus(slurm.gpu_type) for node in nodes}
+    most = max(counts.values())
+    if most == 0:
+        kinds = sorted({kind for node in nodes for kind in node.gpus} - {""})
+        remedy = "only runs of CPUs start here"
+        if kinds:
+            remedy = f"set slurm.gpu_type to one of: {', '.join(kinds)}"
+        found.append(Finding("GPUs", f"no node offers {wanted}", remedy, is_required=bool(kinds)))
+    else:
+        fewer = {name: f"{num} × {wanted}" for name, num in counts.items() if num != most}
+        remedy = f"take a partition where every node has {most}"
+        found.append(
+            over_nodes("GPUs", f"{most} × {wanted} a node", fewer, remedy, is_required=False)
+        )
+    cpus, memory_mb = slurm.cpus_per_node, slurm.memory_per_node_mb
+    small = {node.name: f"{node.cpus} processors" for node in nodes if node.cpus < cpus}
+    good, remedy = f"{cpus} a node, as the site says", "lower slurm.cpus_per_node"
+    found.append(over_nodes("processors", good, small, remedy))
+    little = {node.name: f"{node.memory_mb} MB" for node in nodes if node.memory_mb < memory_mb}
+    good, remedy = f"{memory_mb} MB a node, as the site says", "lower slurm.memory_per_node_mb"
+    found.append(over_nodes("memory", good, little, remedy))
+    return found
+
+
+def judge_config(text: str, slurm: Slurm) -> list[Finding]:
+    pairs = (line.partition("=") for line in text.splitlines())
+    config = {key.strip(): value.strip() for key, _, value in pairs}
+    scheduler, remedy = config.get("SchedulerType", "unknown"), ""
+    if scheduler != "sched/backfill":
+        remedy = "stages of several node groups need SchedulerType=sched/backfill"
+    found = [Finding("scheduler", scheduler, remedy, False)]
+    is_off = config.get("JobRequeue", "1") == "0"
+    requeue = "off unless a job asks for it, as ours do" if is_off else "allowed"
+    found.append(Finding("requeue", requeue))
+    accounting = config.get("AccountingStorageType", "(null)")
+    if "none" not in accounting and accounting != "(null)":
+        return [*found, Finding("accounting", accounting)]
+    kept, remedy = re.match(r"\d+", config.get("MinJobAge", "300")), ""
+    if kept is not None and int(kept[0]) < 3 * slurm.poll_s:
+        remedy = (
+            f"set MinJobAge to {3 * slurm.poll_s} s or more: "
+            "an ended job is forgotten before it is asked for"
+        )
+    told = f"none; the controller keeps ended jobs for {kept[0] if kept else '?'} s"
+    return [*found, Finding("accounting", told, remedy)]
+
+
+def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
+    """Check the limit. Slurm accepts longer jobs, but never starts them."""
+    allowed_s, remedy = parse_seconds(limit), ""
+    if allowed_s and 60 * slurm.time_limit_min > allowed_s:
+        remedy = (
+            f"lower slurm.time_limit_min from {slurm.time_limit_min} "
+            f"to {allowed_s // 60:.0f} at most"
+        )
+    return Finding("time limit", f"{limit} in {slurm.partition}", remedy)
+
+
+def judge_admission(test: Answer, slurm: Slurm) -> Finding:
+    asked = f"partition {slurm.partition}" + (f", account {slurm.account}" if slurm.account else "")
+    if test.code == 0:
+        start = re.search(r"to start at (\S+)", test.said)
+        when = f" from {start[1]}" if start else ""
+        whole = f"{asked}: a whole node for {slurm.time_limit_min} min"
+        return Finding("admission", f"{whole}{when}")
+    pattern = r"\b(sbatch: )?(error|allocation failure|Batch job submission failed): "
+    said = re.sub(pattern, "", test.said) or f"exit code {test.code}"
+    remedies = {
+        "account": "set slurm.account to one that admits you "
+        "(`sacctmgr show associations user=$USER`)",
+        "node configuration": "lower slurm.cpus_per_node or slurm.memory_per_node_mb, "
+        "or mend slurm.gpu_type or slurm.extra",
+        "gres": "mend slurm.gpu_type (`sinfo -o %G` says what there is)",
+        "qos": "add the QOS that you may use to slurm.extra: '--qos=…'",
+    }
+    found = (remedy for word, remedy in remedies.items() if word in said.lower())
+    remedy = next(found, "mend [slurm] of the site file")
+    return Finding("admission", f"{asked}: {said}", remedy)
+
+
+def judge_no_probe(answer: Answer) -> Finding:
+    said = (answer.said or " ".join(answer.out.split()) or f"exit code {answer.code}")[:300]
+    if "can't open file" in answer.said:
+        remedy = "move it to the file system that all nodes share"
+        return Finding("probe", "the nodes do not see this checkout", remedy)
+    if "module: command not found" in said:
+        remedy = "empty containers.modules, or ask who runs the cluster"
+        return Finding("probe", "a login shell on the nodes has no `module`", remedy)
+    busy = r"unable to allocate|immediate|busy|unavailable"
+    if answer.code is None or re.search(busy, said, re.IGNORECASE):
+        remedy = "ask again when the queue is shorter; `--no-probe` says the rest"
+        told = f"its job did not start within {START_S} s ({said})"
+        return Finding("probe", told, remedy, is_required=False)
+    remedy = "mend [slurm] of the site file, or ask who runs the cluster"
+    return Finding("probe", f"its job failed: {said}", remedy)
+
+
+# Judging: the nodes
 
 
 def parse_probes(text: str) -> list[Probe]:
