@@ -22,7 +22,7 @@ from inference_servers import (
 
 from orrery.manifest.identity import load
 from orrery.models import lora
-from orrery.models.hf_tensors import named_peft_tensors
+from orrery.models.weights import named_peft_tensors
 from orrery.orchestrator.engines.messages import START_VERSION, UpdateFailed, WeightsDiffer
 from orrery.wire.weight_wire import ADAPTER
 

@@ -16,7 +16,7 @@ from inference_servers import (
 )
 
 from orrery.manifest.identity import load
-from orrery.models.mixture import Router
+from orrery.models.layers import Router
 from orrery.models.weights import named_hf_tensors
 from orrery.orchestrator.engines.messages import START_VERSION
 from orrery.wire.route_bytes import column

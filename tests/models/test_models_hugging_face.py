@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from orrery.manifest.errors import OrreryError
 from orrery.models import build, fsdp_units, weights
-from orrery.models.hugging_face import model as model_module
+from orrery.models import hugging_face as model_module
 from orrery.models.pretrained import check_config
 
 transformers = pytest.importorskip("transformers")

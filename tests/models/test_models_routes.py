@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from orrery.models import build, weights
-from orrery.models.mixture import Router
+from orrery.models.layers import Router
 
 FAMILIES = {"qwen3_moe": {}, "glm4_moe": {"num_layers": 3, "tie_embeddings": False}}
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from trainer_cases import make_learner, manifest, rank_device
 
-from orrery.models.mixture import Experts
+from orrery.models.layers import Experts
 from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel import activation_offload, fsdp

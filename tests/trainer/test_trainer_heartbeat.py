@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.callback import callback_handler
 from trainer_cases import make_learner, manifest, write_start_weights
 
-from orrery.models.hf_tensors import hf_tensors
+from orrery.models.weights import hf_tensors
 from orrery.observe.hang_detector import STILL_S
 from orrery.trainer import assemble, checkpoint, checkpoint_writer, heartbeat
 from orrery.trainer.checkpoint_writer import StageCheckpoints

@@ -14,8 +14,8 @@ from trainer_cases import (
 )
 
 from orrery.models import build, lora, weights
-from orrery.models.hf_tensors import hf_tensors, named_hf_tensors, named_peft_tensors
 from orrery.models.lora import adapters
+from orrery.models.weights import hf_tensors, named_hf_tensors, named_peft_tensors
 from orrery.trainer.export import export_policy
 from orrery.trainer.learner import count_totals
 from orrery.trainer.micro_batch import micro_batch

@@ -20,14 +20,13 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import MEMORY, manifest
 
-import orrery.models.mixture as mixture
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
-from orrery.models import lora
+from orrery.models import layers, lora
 from orrery.models.causal_lm import TransformerBlock
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
@@ -226,7 +225,7 @@ def test_a_block_keeps_what_the_plan_says(model, checkpointing, adapters, monkey
         expert_rows, "_choose_backend", lambda x: "triton"
     )  # the operators that a GPU's graph has
     monkeypatch.setattr(
-        mixture, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight)
+        layers, "wide_linear", lambda x, weight: torch.ops.orrery.wide_linear(x, weight)
     )
     fields = {"lora": adapters, "compile": True, "compute_dtype": "bfloat16"}
     spec = manifest(

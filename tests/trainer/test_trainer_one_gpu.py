@@ -14,8 +14,7 @@ import torch
 from trainer_cases import MOE, manifest
 
 from orrery.kernels.attention import Documents, backends, flash, reference_varlen_attention
-from orrery.models.layers import Attention, rotary_angles
-from orrery.models.mixture import Experts, MixtureOfExperts
+from orrery.models.layers import Attention, Experts, MixtureOfExperts, rotary_angles
 from orrery.trainer.parallel.context_parallel import zigzag
 from orrery.trainer.parallel.expert_parallel import make_exchange
 from orrery.trainer.parallel.ring_attention import RingCore

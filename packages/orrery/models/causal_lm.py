@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
-from orrery.models.layers import Attention, FeedForward, RmsNorm, rotary_angles
-from orrery.models.mixture import MixtureOfExperts
+from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, RmsNorm, rotary_angles
+
+# Our parameter names to HF's. `{expert}` on the right splits dimension 0 of our tensor. Several
+# names on the right share the next dimension evenly, in order.
+Names = dict[str, str | tuple[str, ...]]
 
 
 class LmHead(nn.Module):
@@ -51,6 +54,7 @@ class CausalLm(nn.Module):
 
     layers: nn.ModuleList
     lm_head: Any
+    names: Names | None = None  # if they depend on more than the family
     num_routes_differ: Tensor | None = None  # i64 [], latest forward pass: see `Router`
 
     def __init__(self, config: Model) -> None:
@@ -66,16 +70,15 @@ class CausalLm(nn.Module):
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor,
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
-        documents: Documents | None = None,
     ) -> Tensor:
         """Return final-norm hidden states [T, D]. A packed document attends only to itself.
 
         token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
         [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a device-to-host
-        copy. `documents` replaces `cu_seqlens` and `max_seqlen`.
+        copy.
         """
         raise NotImplementedError
 
@@ -164,18 +167,15 @@ class Decoder(CausalLm):
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor,
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
-        documents: Documents | None = None,
     ) -> Tensor:
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
         rotary = (int(config.head_dim * config.rotary_fraction), config.rope_theta)
         angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
-        if documents is None:
-            assert cu_seqlens is not None, "cu_seqlens or documents"
-            documents = Documents(cu_seqlens, max_seqlen)
+        documents = Documents(cu_seqlens, max_seqlen)
         differ = []
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         for index, layer in enumerate(self.layers):

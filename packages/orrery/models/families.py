@@ -1,4 +1,4 @@
-"""Families of networks as data.
+"""Families of networks as data, with Hugging Face's parameter names and `config.json` fields.
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
@@ -17,9 +17,162 @@ from torch import nn
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
-from orrery.models import hf_names as hf
-from orrery.models.causal_lm import CausalLm, Decoder
-from orrery.models.hf_names import Names
+from orrery.models.causal_lm import CausalLm, Decoder, Names
+
+
+def _prefixed(*names: str) -> Names:
+    return {name: f"model.{name}" for name in names}
+
+
+_DECODER: Names = {
+    **_prefixed(
+        "embed_tokens.weight",
+        "layers.{layer}.input_layernorm.weight",
+        "layers.{layer}.self_attn.q_proj.weight",
+        "layers.{layer}.self_attn.k_proj.weight",
+        "layers.{layer}.self_attn.v_proj.weight",
+        "layers.{layer}.self_attn.o_proj.weight",
+        "layers.{layer}.post_attention_layernorm.weight",
+        "norm.weight",
+    ),
+    "lm_head.weight": "lm_head.weight",
+}
+_QK_NORM = _prefixed(
+    "layers.{layer}.self_attn.q_norm.weight", "layers.{layer}.self_attn.k_norm.weight"
+)
+_ATTENTION_BIAS = _prefixed(
+    "layers.{layer}.self_attn.q_proj.bias",
+    "layers.{layer}.self_attn.k_proj.bias",
+    "layers.{layer}.self_attn.v_proj.bias",
+)
+_FEED_FORWARD = _prefixed(
+    "layers.{layer}.mlp.gate_proj.weight",
+    "layers.{layer}.mlp.up_proj.weight",
+    "layers.{layer}.mlp.down_proj.weight",
+)
+_SHARED_EXPERTS = _prefixed(
+    "layers.{layer}.mlp.shared_experts.gate_proj.weight",
+    "layers.{layer}.mlp.shared_experts.up_proj.weight",
+    "layers.{layer}.mlp.shared_experts.down_proj.weight",
+)
+# Our experts are stacked, with gate and up fused. HF's files hold a tensor per projection.
+_EXPERTS: Names = {
+    "layers.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.mlp.experts.gate_up_proj": (
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    ),
+    "layers.{layer}.mlp.experts.down_proj": (
+        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+    ),
+}
+_EXPERT_BIAS: Names = {
+    "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+}
+
+LLAMA = {**_DECODER, **_FEED_FORWARD}
+QWEN3 = {**_DECODER, **_QK_NORM, **_FEED_FORWARD}
+QWEN3_MOE = {**_DECODER, **_QK_NORM, **_EXPERTS}
+GLM4_MOE = {
+    **{**_DECODER, **_QK_NORM, **_ATTENTION_BIAS, **_FEED_FORWARD},
+    **{**_EXPERTS, **_SHARED_EXPERTS, **_EXPERT_BIAS},
+}
+
+
+# Fields of transformers' rope_type "llama3", and of `model.rope_scaling`.
+LLAMA3_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_max_positions",
+}
+
+
+def llama_config(config: Model) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_decoder_config(config),
+        "mlp_bias": False,
+        "rope_scaling": scaling
+        and {"rope_type": "llama3", **{k: getattr(scaling, v) for k, v in LLAMA3_FIELDS.items()}},
+    }
+
+
+def qwen3_config(config: Model) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **_decoder_config(config),
+        "use_sliding_window": False,
+    }
+
+
+def qwen3_moe_config(config: Model) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None  # the schema requires it for this family
+    return {
+        **qwen3_config(config),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "moe_intermediate_size": moe.expert_intermediate_size,
+        "norm_topk_prob": moe.normalize_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+    }
+
+
+def glm4_moe_config(config: Model) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None  # the schema requires it for this family
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **_decoder_config(config),
+        "partial_rotary_factor": config.rotary_fraction,
+        "use_qk_norm": config.qk_norm,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "moe_intermediate_size": moe.expert_intermediate_size,
+        "n_shared_experts": moe.num_shared_experts,
+        "first_k_dense_replace": moe.num_dense_layers,
+        "norm_topk_prob": moe.normalize_top_k,
+        "routed_scaling_factor": moe.routed_scale,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def hugging_face_config(config: Model) -> dict[str, Any]:
+    assert config.hf_config is not None  # the schema requires it for this family
+    dtypes = ("dtype", "torch_dtype")
+    return {name: value for name, value in config.hf_config.items() if name not in dtypes}
+
+
+def _decoder_config(config: Model) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -45,18 +198,18 @@ class ModelFamily:
 
 # Both ends of the network read tied embeddings, so the root's unit has them.
 TIED_FSDP_UNITS = (("layers.*",),)
-_EXPERTS = ("layers.*.mlp.experts",)
+_EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 # Multi-token prediction (MTP) layers after the last layer, for speculative decoding.
 _MTP = (r"model\.layers\.{num_layers}\..*",)
 
 FAMILIES = {
-    "qwen3": ModelFamily(hf.qwen3_config, hf.QWEN3),
-    "qwen3_moe": ModelFamily(hf.qwen3_moe_config, hf.QWEN3_MOE, expert_modules=_EXPERTS),
-    "llama": ModelFamily(hf.llama_config, hf.LLAMA, _ROTARY),
-    "glm4_moe": ModelFamily(hf.glm4_moe_config, hf.GLM4_MOE, _MTP, expert_modules=_EXPERTS),
-    "hugging_face": ModelFamily(hf.hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
+    "qwen3": ModelFamily(qwen3_config, QWEN3),
+    "qwen3_moe": ModelFamily(qwen3_moe_config, QWEN3_MOE, expert_modules=_EXPERT_MODULES),
+    "llama": ModelFamily(llama_config, LLAMA, _ROTARY),
+    "glm4_moe": ModelFamily(glm4_moe_config, GLM4_MOE, _MTP, expert_modules=_EXPERT_MODULES),
+    "hugging_face": ModelFamily(hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
 }
 
 
@@ -94,7 +247,7 @@ def _network(model: Model) -> CausalLm:
                 f"model.family {model.family!r}: transformers is not installed here; "
                 "choose one of our own families"
             ) from error
-        return HuggingFaceLm(model)
+        return HuggingFaceLm(model, hf_config(model))
     if model.family == "glm4_moe":
         _check_glm4_moe(model)
     return Decoder(model)
@@ -122,7 +275,7 @@ def hf_config(model: Model) -> dict[str, Any]:
 
 def hf_names(module: CausalLm) -> Names:
     """Map our parameter names to HF's, as patterns over `{layer}` and `{expert}`."""
-    return getattr(module, "names", None) or FAMILIES[module.config.family].names
+    return module.names or FAMILIES[module.config.family].names
 
 
 def ignored_hf_names(model: Model) -> tuple[str, ...]:

@@ -10,10 +10,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,13 +24,38 @@ from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import publish_file, write_atomic
-from orrery.models.hf_tensors import HfTensor
 from orrery.models.placement import Box, slices
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A checkpoint's tensor: the box `box` of our parameter.
+
+    A single expert's tensor lacks the first dimension.
+    """
+
+    name: str
+    parameter_name: str
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def expert(self) -> int | None:
+        return self.box[0][0] if len(self.shape) < len(self.box) else None
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view_of(self, whole: Tensor) -> Tensor:
+        part = whole[slices(self.box)]
+        return part if self.expert is None else part[0]
 
 
 @contextmanager

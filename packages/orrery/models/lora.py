@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from orrery.manifest.schema import Lora
 from orrery.models.causal_lm import CausalLm
-from orrery.models.layers import Adapter, FeedForward
-from orrery.models.mixture import Experts
+from orrery.models.layers import Adapter, Experts, FeedForward
 from orrery.models.placement import Box, full_tensor, local_box, local_tensor, slices
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Model
-from orrery.models.families import hf_config
+from orrery.models.families import LLAMA3_FIELDS, hf_config
 from orrery.models.hf_folder import CONFIG_FILE
 
 # Fields of `config.json` by the manifest's model fields. Others are fixed for a family.
@@ -38,13 +38,6 @@ FIELDS = {
     "n_shared_experts": "moe.num_shared_experts",
     "first_k_dense_replace": "moe.num_dense_layers",
     "routed_scaling_factor": "moe.routed_scale",
-}
-# Fields of transformers' rope_type "llama3", and of `model.rope_scaling`.
-LLAMA3_FIELDS = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_max_positions",
 }
 NOT_COMPARED = re.compile(
     r"architectures|(torch_)?dtype|transformers_version|_name_or_path|use_cache|initializer_range"

@@ -9,7 +9,7 @@ import torch
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
-from orrery.models.hf_tensors import hf_tensors
+from orrery.models.weights import hf_tensors
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled

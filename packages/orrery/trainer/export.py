@@ -27,9 +27,9 @@ from orrery.manifest.schema import Manifest, Model
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_config, ignored_hf_names
-from orrery.models.hf_tensors import HfTensor, hf_tensors
+from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged
-from orrery.models.weights import MAX_FILE_BYTES, save
+from orrery.models.weights import MAX_FILE_BYTES, hf_tensors, save
 from orrery.trainer.checkpoint import CheckpointReader, base_sha256
 from orrery.trainer.parallel import build_network
 from orrery.trainer.parallel.world import World

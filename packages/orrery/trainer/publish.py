@@ -14,10 +14,15 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
-from orrery.models.hf_tensors import HfTensor, hf_tensors, named_peft_tensors
+from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
-from orrery.models.weights import named_hf_slices, named_hf_tensors
+from orrery.models.weights import (
+    hf_tensors,
+    named_hf_slices,
+    named_hf_tensors,
+    named_peft_tensors,
+)
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.trainer.checkpoint import REMEDY

@@ -31,7 +31,7 @@ from orrery.kernels.expert_rows import (
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
-from orrery.models.mixture import MixtureOfExperts
+from orrery.models.layers import MixtureOfExperts
 from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy

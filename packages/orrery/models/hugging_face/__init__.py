@@ -1,5 +1,0 @@
-"""Any causal language model of transformers."""
-
-from orrery.models.hugging_face.model import HuggingFaceLm
-
-__all__ = ["HuggingFaceLm"]
