@@ -163,22 +163,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x itself in its own dtype, never `x.to(x.dtype)`.
-
-    torch 2.11's compiler returns intermediates of an `autograd.Function` as outputs, and silently
-    zeroes the gradient of an alias (fixed in torch 2.13).
-    """
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def _aten_sum_rows(y_MD: Tensor, place_TK: Tensor) -> Tensor:
-    return _cast(y_MD[place_TK].sum(1, dtype=_wide(y_MD.dtype)), y_MD.dtype)
+    return y_MD[place_TK].sum(1, dtype=_wide(y_MD.dtype)).to(y_MD.dtype)
 
 
 def _aten_swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor) -> Tensor:
-    gate_MI, up_MI = _cast(gate_up_M2I, _wide(gate_up_M2I.dtype)).chunk(2, dim=1)
-    return _cast(gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None], gate_up_M2I.dtype)
+    gate_MI, up_MI = gate_up_M2I.to(_wide(gate_up_M2I.dtype)).chunk(2, dim=1)
+    return (gate_MI * gate_MI.sigmoid() * up_MI * score_M[:, None]).to(gate_up_M2I.dtype)
 
 
 def _aten_swiglu_rows_backward(

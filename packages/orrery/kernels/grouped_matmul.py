@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Public since torch 2.10, private before.
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 # Private. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
@@ -79,13 +77,13 @@ def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -
 
 def _is_fused(a: Tensor, *widths: int) -> bool:
     aligned = all(width % 8 == 0 for width in widths)
-    return _grouped_mm is not None and a.is_cuda and a.dtype == torch.bfloat16 and aligned
+    return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
 def product(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     if x_MK.shape[0] and _is_fused(x_MK, *weight_ENK.shape[1:]):
         with _carveout():
-            return _grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
+            return F.grouped_mm(x_MK.contiguous(), weight_ENK.transpose(1, 2), offs=ends_E)
     out_MN = x_MK.new_full((x_MK.shape[0], weight_ENK.shape[1]), float("nan"))
     start = 0
     for e, end in enumerate(ends_E.tolist()):
@@ -100,7 +98,7 @@ def weight_gradient(grad_MN: Tensor, x_MK: Tensor, ends_E: Tensor) -> Tensor:
     num_groups, n, k = ends_E.shape[0], grad_MN.shape[1], x_MK.shape[1]
     if x_MK.shape[0] and _is_fused(x_MK, n, k):
         with _carveout():
-            return _grouped_mm(grad_MN.contiguous().T, x_MK.contiguous(), offs=ends_E)
+            return F.grouped_mm(grad_MN.contiguous().T, x_MK.contiguous(), offs=ends_E)
     out_ENK = x_MK.new_zeros(num_groups, n, k)
     start = 0
     for e, end in enumerate(ends_E.tolist()):

@@ -129,7 +129,7 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+    elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += wide_matmul(a, b)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
-from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, RmsNorm, rotary_angles
+from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
-# Our parameter names to HF's. `{expert}` on the right splits dimension 0 of our tensor. Several
-# names on the right share the next dimension evenly, in order.
+# Our parameter names to HF's, with `{layer}` in both. `{expert}` on the right splits dimension 0 of
+# our tensor. Several names on the right share the next dimension evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -122,9 +122,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: FeedForward | MixtureOfExperts
         if config.moe is not None and index >= config.moe.num_dense_layers:
             self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
@@ -154,7 +154,7 @@ class Decoder(CausalLm):
         self.layers = nn.ModuleList(
             TransformerBlock(config, index) for index in range(config.num_layers)
         )
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_embeddings:
             self.lm_head = LmHead(config.hidden_size, config.vocab_size)

@@ -19,45 +19,11 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-
-def _prefixed(*names: str) -> Names:
-    return {name: f"model.{name}" for name in names}
-
-
-_DECODER: Names = {
-    **_prefixed(
-        "embed_tokens.weight",
-        "layers.{layer}.input_layernorm.weight",
-        "layers.{layer}.self_attn.q_proj.weight",
-        "layers.{layer}.self_attn.k_proj.weight",
-        "layers.{layer}.self_attn.v_proj.weight",
-        "layers.{layer}.self_attn.o_proj.weight",
-        "layers.{layer}.post_attention_layernorm.weight",
-        "norm.weight",
-    ),
+# Other names of our networks are HF's after "model.". Our experts are stacked, with gate and up
+# fused. HF's files hold a tensor per projection.
+_NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
-}
-_QK_NORM = _prefixed(
-    "layers.{layer}.self_attn.q_norm.weight", "layers.{layer}.self_attn.k_norm.weight"
-)
-_ATTENTION_BIAS = _prefixed(
-    "layers.{layer}.self_attn.q_proj.bias",
-    "layers.{layer}.self_attn.k_proj.bias",
-    "layers.{layer}.self_attn.v_proj.bias",
-)
-_FEED_FORWARD = _prefixed(
-    "layers.{layer}.mlp.gate_proj.weight",
-    "layers.{layer}.mlp.up_proj.weight",
-    "layers.{layer}.mlp.down_proj.weight",
-)
-_SHARED_EXPERTS = _prefixed(
-    "layers.{layer}.mlp.shared_experts.gate_proj.weight",
-    "layers.{layer}.mlp.shared_experts.up_proj.weight",
-    "layers.{layer}.mlp.shared_experts.down_proj.weight",
-)
-# Our experts are stacked, with gate and up fused. HF's files hold a tensor per projection.
-_EXPERTS: Names = {
-    "layers.{layer}.mlp.gate.weight": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     "layers.{layer}.mlp.experts.gate_up_proj": (
         "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
         "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
@@ -66,19 +32,6 @@ _EXPERTS: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-_EXPERT_BIAS: Names = {
-    "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"
-}
-
-LLAMA = {**_DECODER, **_FEED_FORWARD}
-QWEN3 = {**_DECODER, **_QK_NORM, **_FEED_FORWARD}
-QWEN3_MOE = {**_DECODER, **_QK_NORM, **_EXPERTS}
-GLM4_MOE = {
-    **{**_DECODER, **_QK_NORM, **_ATTENTION_BIAS, **_FEED_FORWARD},
-    **{**_EXPERTS, **_SHARED_EXPERTS, **_EXPERT_BIAS},
-}
-
-
 # Fields of transformers' rope_type "llama3", and of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
@@ -186,7 +139,6 @@ class ModelFamily:
     """
 
     hf_config: Callable[[Model], dict[str, Any]]
-    names: Names
     ignored: tuple[str, ...] = ()
     fsdp_units: tuple[tuple[str, ...], ...] = (
         ("embed_tokens",),
@@ -205,11 +157,11 @@ _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 _MTP = (r"model\.layers\.{num_layers}\..*",)
 
 FAMILIES = {
-    "qwen3": ModelFamily(qwen3_config, QWEN3),
-    "qwen3_moe": ModelFamily(qwen3_moe_config, QWEN3_MOE, expert_modules=_EXPERT_MODULES),
-    "llama": ModelFamily(llama_config, LLAMA, _ROTARY),
-    "glm4_moe": ModelFamily(glm4_moe_config, GLM4_MOE, _MTP, expert_modules=_EXPERT_MODULES),
-    "hugging_face": ModelFamily(hugging_face_config, {}, fsdp_units=TIED_FSDP_UNITS),
+    "qwen3": ModelFamily(qwen3_config),
+    "qwen3_moe": ModelFamily(qwen3_moe_config, expert_modules=_EXPERT_MODULES),
+    "llama": ModelFamily(llama_config, _ROTARY),
+    "glm4_moe": ModelFamily(glm4_moe_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "hugging_face": ModelFamily(hugging_face_config, fsdp_units=TIED_FSDP_UNITS),
 }
 
 
@@ -273,9 +225,10 @@ def hf_config(model: Model) -> dict[str, Any]:
     return FAMILIES[model.family].hf_config(model)
 
 
-def hf_names(module: CausalLm) -> Names:
-    """Map our parameter names to HF's, as patterns over `{layer}` and `{expert}`."""
-    return module.names or FAMILIES[module.config.family].names
+def hf_names(module: CausalLm, name: str) -> tuple[str, ...]:
+    """Return HF's names of our parameter, as patterns over `{layer}` and `{expert}`."""
+    names = _NAMES.get(name, f"model.{name}") if module.names is None else module.names[name]
+    return (names,) if isinstance(names, str) else names
 
 
 def ignored_hf_names(model: Model) -> tuple[str, ...]:

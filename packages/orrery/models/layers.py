@@ -28,21 +28,6 @@ from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE
 
 
-class RmsNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019).
-
-    Statistics are float32.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(Tensor(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
 
@@ -134,8 +119,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, config.num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, config.num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * head_dim, hidden_size, bias=False)
-        self.q_norm = RmsNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RmsNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.core: nn.Module = LocalCore()
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents) -> Tensor:

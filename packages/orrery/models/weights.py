@@ -225,15 +225,13 @@ def unwrapped_name(parameter_name: str) -> str:
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
     """Return the checkpoint's tensors in writing order. Not a collective."""
-    patterns = hf_names(module)
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""
         if key.startswith("layers."):
             layer = key.split(".")[1]
             key = key.replace(f"layers.{layer}.", "layers.{layer}.", 1)
-        parts = patterns[key]
-        parts = (parts,) if isinstance(parts, str) else parts
+        parts = hf_names(module, key)
         for index, part in enumerate(parts):
             tensors += _split(part.replace("{layer}", layer), name, tensor, index, len(parts))
     return tensors
