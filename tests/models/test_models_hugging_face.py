@@ -252,13 +252,14 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
     for ours, (theirs, value, told) in differ.items():
         with pytest.raises(
             OrreryError,
-            match=rf"model\.{told}model\.hf_config\.{theirs} is {value}; write the same",
+            match=rf"model\.{told}model\.hf_config\.{theirs} is {value}\. Write the same",
         ) as caught:
             make_network({**content, theirs: value})
         assert f"model.{ours} " in str(caught.value)
     with pytest.raises(
         OrreryError,
-        match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16; write the same",
+        match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16\. "
+        r"Write the same",
     ):
         make_network(
             {**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16}
@@ -272,11 +273,11 @@ REFUSED = {
     "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
     "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of it",
     "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of it",
-    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts; "
+    "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts\. "
     r".* of its text model, of type 'gemma3_text'",
-    "xlnet": "'xlnet': its tokens look ahead; choose a causal language model",
-    "electra": "a 'electra' like this is no decoder, and its tokens look ahead; "
-    "set is_decoder to true",
+    "xlnet": r"'xlnet': its tokens look ahead\. Choose a causal language model",
+    "electra": r"a 'electra' like this is no decoder, and its tokens look ahead\. "
+    "Set is_decoder to true",
 }
 
 
@@ -348,7 +349,7 @@ def test_more_positions_than_a_network_without_rotation_has_are_refused(name, ma
     field = "n_positions" if name.startswith("gpt2") else "max_position_embeddings"
     with pytest.raises(
         OrreryError,
-        match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*; write 64, or less",
+        match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*\. Write 64, or less",
     ):
         make_network(ARCHITECTURES[name], max_positions=65)
 

@@ -50,44 +50,44 @@ def refusal(model, directory):
 
 DIFFERENT = [  # family, key of config.json, value there, the sentence
     ("qwen3", "rope_theta", 1e7,
-     "model.rope_theta 50000.0: config.json says rope_theta 10000000.0; "
-     "write model.rope_theta: 10000000.0"),
+     "model.rope_theta 50000.0: config.json says rope_theta 10000000.0. "
+     "Write model.rope_theta: 10000000.0"),
     ("qwen3", "rope_parameters", {"rope_theta": 1e7, "rope_type": "default"},
      "model.rope_theta 50000.0: config.json says rope_theta 1000"),
     ("qwen3", "rms_norm_eps", 0.001,
-     "model.rms_norm_eps 1e-06: config.json says rms_norm_eps 0.001; "
-     "write model.rms_norm_eps: 0.001"),
-    ("qwen3", "head_dim", 8, "model.head_dim 16: config.json says head_dim 8; write"),
+     "model.rms_norm_eps 1e-06: config.json says rms_norm_eps 0.001. "
+     "Write model.rms_norm_eps: 0.001"),
+    ("qwen3", "head_dim", 8, "model.head_dim 16: config.json says head_dim 8. Write"),
     ("qwen3", "tie_word_embeddings", False,
-     "model.tie_embeddings true: config.json says tie_word_embeddings false; write"),
+     "model.tie_embeddings true: config.json says tie_word_embeddings false. Write"),
     ("qwen3", "use_sliding_window", True,
      "family \"qwen3\": config.json says use_sliding_window true"),
     ("qwen3", "hidden_act", "gelu",
-     'config.json says hidden_act "gelu", and this family computes with "silu" only; choose'),
+     'config.json says hidden_act "gelu", and this family computes with "silu" only. Choose'),
     ("qwen3", "model_type", "qwen2",
-     'model.family "qwen3": config.json says model_type "qwen2", which is not its "qwen3"; choose'),
+     'model.family "qwen3": config.json says model_type "qwen2", which is not its "qwen3". Choose'),
     ("qwen3", "max_position_embeddings", 128,
-     "model.max_positions 256: config.json says max_position_embeddings 128; write 128, or"),
+     "model.max_positions 256: config.json says max_position_embeddings 128. Write 128, or"),
     ("qwen3", "rope_scaling", YARN,
      'model.rope_scaling null: config.json says rope_scaling {"rope_type": "yarn", '
      '"factor": 4.0, '),
     ("qwen3", "rope_scaling", {"type": "linear", "factor": 2.0},
-     "family \"qwen3\" does not compute that: choose 'hugging_face'"),
-    ("llama", "rope_scaling", THEIR_LLAMA3, f"write model.rope_scaling: {json.dumps(LLAMA3)}"),
+     "Family \"qwen3\" does not compute that: choose 'hugging_face'"),
+    ("llama", "rope_scaling", THEIR_LLAMA3, f"Write model.rope_scaling: {json.dumps(LLAMA3)}"),
     ("llama", "mlp_bias", True,
      "config.json says mlp_bias true, and this family computes with false only"),
     ("qwen3_moe", "norm_topk_prob", False,
-     "model.moe.normalize_top_k true: config.json says norm_topk_prob false; write"),
+     "model.moe.normalize_top_k true: config.json says norm_topk_prob false. Write"),
     ("qwen3_moe", "num_experts_per_tok", 3,
-     "model.moe.num_experts_per_token 2: config.json says num_experts_per_tok 3; write"),
+     "model.moe.num_experts_per_token 2: config.json says num_experts_per_tok 3. Write"),
     ("qwen3_moe", "decoder_sparse_step", 2,
      "config.json says decoder_sparse_step 2, and this family computes with 1 only"),
     ("glm4_moe", "partial_rotary_factor", 1.0,
-     "model.rotary_fraction 0.5: config.json says partial_rotary_factor 1.0; write"),
+     "model.rotary_fraction 0.5: config.json says partial_rotary_factor 1.0. Write"),
     ("glm4_moe", "routed_scaling_factor", 1.0,
-     "model.moe.routed_scale 1.5: config.json says routed_scaling_factor 1.0; write"),
+     "model.moe.routed_scale 1.5: config.json says routed_scaling_factor 1.0. Write"),
     ("glm4_moe", "use_qk_norm", False,
-     "model.qk_norm true: config.json says use_qk_norm false; write"),
+     "model.qk_norm true: config.json says use_qk_norm false. Write"),
     ("glm4_moe", "n_group", 2, "config.json says n_group 2, and this family computes with 1 only"),
 ]  # fmt: skip
 
@@ -109,10 +109,10 @@ def test_a_folder_that_scales_otherwise_than_the_manifest_is_refused(make_model,
     model, plain = make_model("llama", rope_scaling=LLAMA3), make_model("llama")
     check_config(model, written(tmp_path, model))
     assert refusal(model, written(tmp_path, plain)).endswith(
-        "says rope_scaling null; write model.rope_scaling: null"
+        "says rope_scaling null. Write model.rope_scaling: null"
     )
     factor = written(tmp_path, model, rope_scaling={**THEIR_LLAMA3, "factor": 32.0})
-    assert '"factor": 32.0' in refusal(model, factor).partition("; write model.rope_scaling: ")[2]
+    assert '"factor": 32.0' in refusal(model, factor).partition(". Write model.rope_scaling: ")[2]
 
 
 def test_a_model_of_transformers_has_the_folder_s_config(make_model, tmp_path):
@@ -122,8 +122,8 @@ def test_a_model_of_transformers_has_the_folder_s_config(make_model, tmp_path):
         model, written(tmp_path, model, hidden_dropout=0.1, eos_token_id=7, dtype="bfloat16")
     )
     assert refusal(model, written(tmp_path, model, sliding_window=7)) == (
-        "model.hf_config.sliding_window 6: config.json says sliding_window 7; "
-        "write model.hf_config.sliding_window: 7"
+        "model.hf_config.sliding_window 6: config.json says sliding_window 7. "
+        "Write model.hf_config.sliding_window: 7"
     )
     assert "model.hf_config.attn_logit_softcapping 50.0: " in refusal(
         model, written(tmp_path, model, attn_logit_softcapping=30.0)
@@ -166,7 +166,7 @@ def test_what_is_not_computed_with_and_what_one_side_leaves_out_may_differ(make_
             json.dumps({k: v for k, v in hf_config(model).items() if k != "head_dim"})
         )
         check_config(model, tmp_path)
-        assert "model.head_dim 16: config.json says head_dim 8;" in refusal(
+        assert "model.head_dim 16: config.json says head_dim 8." in refusal(
             make_model(family), tmp_path
         )
 
@@ -194,12 +194,12 @@ def test_a_folder_of_other_constants_is_neither_loaded_nor_written_again(make_mo
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, r"model\.init\.path: .* holds no config\.json; name a Hugging Face directory"),
+        (None, r"model\.init\.path: .* holds no config\.json\. Name a Hugging Face directory"),
         ("{", r"config\.json: not JSON \(.*\); copy the directory again"),
         ("[]", r"config\.json: holds a list, and an object is expected; copy the directory again"),
         (
             '{"rope_scaling": {"rope_type": "yarn"}}',
-            r"config\.json: transformers refuses the config \(.*factor.*\); mend",
+            r"config\.json: transformers refuses the config \(.*factor.*\)\. Mend",
         ),
     ],
 )

@@ -231,8 +231,8 @@ def test_two_models_of_one_shape_in_several_files_have_two_digests(make_model, t
     }
     with pytest.raises(
         OrreryError,
-        match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}; "
-        "write that",
+        match=rf"model\.init\.sha256 {digests[0]}: the weights of .*/2 have {digests[1]}\. "
+        "Write that",
     ):
         weights.initialize(build(model), make_model(init=init))
     module = build(model)

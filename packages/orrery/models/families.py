@@ -196,8 +196,8 @@ def _network(model: Model) -> CausalLm:
             if error.name != "transformers":
                 raise
             raise OrreryError(
-                f"model.family {model.family!r}: transformers is not installed here; "
-                "choose one of our own families"
+                f"model.family {model.family!r}: transformers is not installed here. "
+                "Choose one of our own families"
             ) from error
         return HuggingFaceLm(model, hf_config(model))
     if model.family == "glm4_moe":
@@ -210,13 +210,13 @@ def _check_glm4_moe(model: Model) -> None:
     assert moe is not None  # the schema requires it for this family
     if moe.score != "sigmoid":
         raise OrreryError(
-            f"model.moe.score {moe.score!r}: GLM-4.5 scores by sigmoids only; "
-            "set model.moe.score to 'sigmoid'"
+            f"model.moe.score {moe.score!r}: GLM-4.5 scores by sigmoids only. "
+            "Set model.moe.score to 'sigmoid'"
         )
     if not moe.num_shared_experts:
         raise OrreryError(
-            "model.moe.num_shared_experts 0: engines read GLM-4.5 with a shared expert only; "
-            "set it to 1 or more"
+            "model.moe.num_shared_experts 0: engines read GLM-4.5 with a shared expert only. "
+            "Set it to 1 or more"
         )
 
 

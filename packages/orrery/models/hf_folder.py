@@ -74,7 +74,7 @@ def open_tensors(
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise OrreryError(
-                    f"{path}: not a readable safetensors file ({error}); copy the directory again"
+                    f"{path}: not a readable safetensors file ({error}). Copy the directory again"
                 ) from error
             found.update(dict.fromkeys(file.keys(), file))
         if tied:
@@ -104,8 +104,8 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise OrreryError(
-            f"{directory}: {problem} {names[0]}{more}; "
-            "is it the directory of this manifest's model?"
+            f"{directory}: {problem} {names[0]}{more}. "
+            "Is it the directory of this manifest's model?"
         )
 
 
@@ -116,21 +116,21 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
-            f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory; "
-            "run the stage that writes it again"
+            f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
+            "Run the stage that writes it again"
         )
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
     if not index.exists():
         raise OrreryError(
-            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; name a Hugging Face directory"
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}. Name a Hugging Face directory"
         )
     try:
         names = sorted(set(read_object(index, "copy the directory again")["weight_map"].values()))
     except (KeyError, AttributeError, TypeError) as error:
         raise OrreryError(
-            f"{index}: not a safetensors index ({error!r}); copy the directory again"
+            f"{index}: not a safetensors index ({error!r}). Copy the directory again"
         ) from error
     return [directory / name for name in names]
 
@@ -139,7 +139,7 @@ def check_digest(directory: Path, expected: str) -> None:
     """Read all weights. Raise OrreryError unless their digest is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
-            f"model.init.sha256 {expected}: the weights of {directory} have {found}; write that if "
+            f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
             "they are the ones that you mean, else fetch the manifest's revision again"
         )
 

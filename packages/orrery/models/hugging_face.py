@@ -42,7 +42,7 @@ class HuggingFaceLm(CausalLm):
         content = copy.deepcopy(content)
         if "model_type" not in content:
             raise OrreryError(
-                "model.hf_config: no model_type; give the content of the model's config.json"
+                "model.hf_config: no model_type. Give the content of the model's config.json"
             )
         config = call_transformers(AutoConfig.for_model, **content)
         check_config(model, config)
@@ -65,7 +65,7 @@ class HuggingFaceLm(CausalLm):
         if odd := sorted(state.keys() - ours.keys()):
             raise OrreryError(
                 f"model.hf_config: {odd[0]} of this architecture is neither in its body nor in "
-                "its head; it is not built"
+                "its head. It is not built"
             )
         in_files = _names_in_files(network, state)
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
@@ -120,8 +120,8 @@ class HuggingFaceLm(CausalLm):
                     continue
                 if buffer.is_floating_point() and filled._buffers[key].isnan().any():
                     raise OrreryError(
-                        f"model.hf_config: transformers does not say how to compute {name}.{key}; "
-                        "it is not built"
+                        f"model.hf_config: transformers does not say how to compute {name}.{key}. "
+                        "It is not built"
                     )
                 buffer.copy_(filled._buffers[key])
 
@@ -145,8 +145,8 @@ class HuggingFaceLm(CausalLm):
             assert value is not None
             if value.isnan().any():
                 raise OrreryError(
-                    f"model.init: transformers does not say how to initialise {parameter_name}; "
-                    "start from a pretrained folder"
+                    f"model.init: transformers does not say how to initialise {parameter_name}. "
+                    "Start from a pretrained folder"
                 )
             self._latest_draw = key, value.detach().float()
             return self._latest_draw[1]
@@ -287,7 +287,7 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
         raise OrreryError(
             f"model.hf_config.model_type {network.config.model_type!r}: its files hold in parts "
             f"what its network has in {name}, and not expert by expert in even parts, which is "
-            "not supported; choose a model whose files are its network tensor by tensor"
+            "not supported. Choose a model whose files are its network tensor by tensor"
         )
     return patterns[0] if num_parts == 1 else tuple(patterns)
 

@@ -38,8 +38,8 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
     except Exception as error:
         message = " ".join(str(error).split())
         raise OrreryError(
-            f"model.hf_config: transformers refuses it ({message}); "
-            "give the content of the model's config.json"
+            f"model.hf_config: transformers refuses it ({message}). "
+            "Give the content of the model's config.json"
         ) from error
 
 
@@ -58,13 +58,13 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
         raise OrreryError(
-            f"model.hf_config.model_type {kind!r}: its tokens look ahead; "
-            "choose a causal language model"
+            f"model.hf_config.model_type {kind!r}: its tokens look ahead. "
+            "Choose a causal language model"
         )
     if any(getattr(one, "is_decoder", None) is False for one in network.modules()):
         raise OrreryError(
-            f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead; "
-            "set is_decoder to true in it"
+            f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead. "
+            "Set is_decoder to true in it"
         )
     sizes = {getattr(one, "head_dim", None) for one in network.modules()}
     found = sorted(size for size in sizes if isinstance(size, int))
@@ -72,7 +72,7 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
         values = " and ".join(map(str, found))
         raise OrreryError(
             f"model.head_dim {model.head_dim}: the heads that model.hf_config makes are of "
-            f"{values}; write the same"
+            f"{values}. Write the same"
         )
 
 
@@ -81,11 +81,11 @@ def _check_type(config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OrreryError(
             f"model.hf_config.model_type {kind!r}: transformers has no causal language model of "
-            "it; choose one that it has"
+            "it. Choose one that it has"
         )
     if (text := config.get_text_config()) is not config:
         raise OrreryError(
-            f"model.hf_config.model_type {kind!r}: a model of several parts; give the config of "
+            f"model.hf_config.model_type {kind!r}: a model of several parts. Give the config of "
             f"its text model, of type {text.model_type!r}"
         )
 
@@ -105,14 +105,14 @@ def _check_fields(model: Model, config: PreTrainedConfig) -> None:
         said, theirs = getattr(model, ours), _find_field(config, names)
         if theirs is not None and (found := getattr(config, theirs)) != said:
             raise OrreryError(
-                f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}; write the same"
+                f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}. Write the same"
             )
     found = [one["rope_theta"] for one in _rotations(config) if "rope_theta" in one]
     if found and model.rope_theta not in found:
         values = " and ".join(map(repr, found))
         raise OrreryError(
-            f"model.rope_theta {model.rope_theta!r}: model.hf_config.rope_theta is {values}; "
-            "write the same"
+            f"model.rope_theta {model.rope_theta!r}: model.hf_config.rope_theta is {values}. "
+            "Write the same"
         )
 
 
@@ -132,7 +132,7 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     if model.max_positions > most > 0:  # xlnet says -1
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-            f"and this network is for no more; write {most}, or less"
+            f"and this network is for no more. Write {most}, or less"
         )
     for rope in _rotations(config):
         kind = rope.get("rope_type", "default")
@@ -146,6 +146,6 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
         if model.max_positions > most:
             raise OrreryError(
                 f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-                f"beyond which rope_type {kind!r} rotates a whole pack by its longest document; "
-                f"write {most}, or less"
+                f"beyond which rope_type {kind!r} rotates a whole pack by its longest document. "
+                f"Write {most}, or less"
             )

@@ -60,7 +60,7 @@ def check_config(model: Model, directory: Path) -> None:
             raise _mismatch(model, "hf_config.model_type", model_type, file, "model_type", found)
         raise OrreryError(
             f"model.family {_json(model.family)}: {file} says model_type {_json(found)}, which is "
-            f"not its {_json(model_type)}; choose the family of that type, or 'hugging_face'"
+            f"not its {_json(model_type)}. Choose the family of that type, or 'hugging_face'"
         )
     ours = _parse_config(wanted, "the manifest's model")
     theirs = _parse_config({**content, "model_type": model_type}, str(file))
@@ -77,7 +77,7 @@ def check_config(model: Model, directory: Path) -> None:
     if most is not None and model.max_positions > most:
         raise OrreryError(
             f"model.max_positions {model.max_positions}: {file} says max_position_embeddings "
-            f"{most}; write {most}, or less"
+            f"{most}. Write {most}, or less"
         )
 
 
@@ -93,18 +93,18 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
     scaling = {key: value for key, value in theirs.items() if key not in base}
     is_llama3 = scaling.keys() == {"rope_type", *LLAMA3_FIELDS} and scaling["rope_type"] == "llama3"
     if not scaling:
-        remedy = "write model.rope_scaling: null"
+        remedy = "Write model.rope_scaling: null"
     elif model.family == "llama" and is_llama3:
         fields = {ours: scaling[theirs] for theirs, ours in LLAMA3_FIELDS.items()}
-        remedy = f"write model.rope_scaling: {_json({'kind': 'llama3', **fields})}"
+        remedy = f"Write model.rope_scaling: {_json({'kind': 'llama3', **fields})}"
     else:
         remedy = (
-            f"family {_json(model.family)} does not compute that: choose 'hugging_face', "
+            f"Family {_json(model.family)} does not compute that: choose 'hugging_face', "
             "with hf_config the content of that file"
         )
     said = model.rope_scaling and model.rope_scaling.model_dump()
     raise OrreryError(
-        f"model.rope_scaling {_json(said)}: {file} says rope_scaling {_json(scaling or None)}; "
+        f"model.rope_scaling {_json(said)}: {file} says rope_scaling {_json(scaling or None)}. "
         f"{remedy}"
     )
 
@@ -127,19 +127,19 @@ def _mismatch(
     if field is None:
         return OrreryError(
             f"model.family {_json(model.family)}: {file} says {key} {_json(found)}, "
-            f"and this family computes with {_json(said)} only; choose 'hugging_face', "
+            f"and this family computes with {_json(said)} only. Choose 'hugging_face', "
             "with hf_config the content of that file"
         )
     return OrreryError(
-        f"model.{field} {_json(said)}: {file} says {key} {_json(found)}; "
-        f"write model.{field}: {_json(found)}"
+        f"model.{field} {_json(said)}: {file} says {key} {_json(found)}. "
+        f"Write model.{field}: {_json(found)}"
     )
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise OrreryError(
-            f"model.init.path: {file.parent} holds no {file.name}; name a Hugging Face directory"
+            f"model.init.path: {file.parent} holds no {file.name}. Name a Hugging Face directory"
         )
     return read_object(file, "copy the directory again")
 
@@ -150,7 +150,7 @@ def _parse_config(content: dict[str, Any], source: str) -> Any:
     except ImportError as error:
         raise OrreryError(
             "model.init.kind 'pretrained': transformers is not installed here, "
-            "which knows the config; install it"
+            "which knows the config. Install it"
         ) from error
     try:
         config = AutoConfig.for_model(**copy.deepcopy(content))  # it modifies its arguments
@@ -160,8 +160,8 @@ def _parse_config(content: dict[str, Any], source: str) -> Any:
         return config
     except Exception as error:  # transformers raises many types
         raise OrreryError(
-            f"{source}: transformers refuses the config ({' '.join(str(error).split())}); "
-            "mend the field that it names"
+            f"{source}: transformers refuses the config ({' '.join(str(error).split())}). "
+            "Mend the field that it names"
         ) from error
 
 
