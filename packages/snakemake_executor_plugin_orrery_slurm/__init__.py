@@ -33,6 +33,7 @@ from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.support import check_supported
 from orrery.manifest.workspace import find_workspace
+from orrery.runtime.run_directory import log_path, logs_dir
 
 PAUSES_S = (2.0, 10.0, 30.0)
 NO_ANSWER = "no answer within|unable to contact|timed out|Connection refused|try again"
@@ -76,7 +77,7 @@ class Executor(RemoteExecutor):
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
-        (one.path / "logs").mkdir(parents=True, exist_ok=True)
+        logs_dir(one.path).mkdir(parents=True, exist_ok=True)
         options = str(job.resources["sbatch"])
         command = batch_command(one.path, stage, options, job.shellcmd, self.site, Path.cwd())
         try:
@@ -147,7 +148,7 @@ class Executor(RemoteExecutor):
         is_own = said is not None and said.slurm_job == info.external_jobid
         if said and is_own and said.state in ("failed", "stopped") and said.message:
             return said.message
-        log = run_dir / "logs" / f"slurm.{info.external_jobid}.log"
+        log = log_path(run_dir, f"slurm.{info.external_jobid}")
         line = last_line(log, 0).removeprefix("error: ")
         if not line and shutil.disk_usage(run_dir).free < TOO_LITTLE_BYTES:
             line = explain_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir)))

@@ -13,12 +13,12 @@ from orrery.launcher import status as statuses
 from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
-from orrery.launcher.status import RoleStatus, Status, done_path, newest_checkpoint
+from orrery.launcher.status import RoleStatus, Status, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import find_workspace
-from orrery.runtime.run_directory import begin, begin_attempt
+from orrery.runtime.run_directory import begin, begin_attempt, done_path
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -24,12 +24,13 @@ from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
 from orrery.launcher.runs import find, job
 from orrery.launcher.site import Site, load_site
-from orrery.launcher.status import RoleStatus, Status, done_path
+from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.workspace import Workspace
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.run_directory import done_path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

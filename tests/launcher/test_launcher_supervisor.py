@@ -20,12 +20,13 @@ from launcher_stages import alive, end, launch, ready, text, wait_for
 from orrery.launcher import cleanup, lock, status
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
-from orrery.launcher.status import done_path, newest_checkpoint
+from orrery.launcher.status import newest_checkpoint
 from orrery.launcher.view import Observer
 from orrery.observe.progress import Progress
 from orrery.runtime import preemption, scratch
 from orrery.runtime.health import HANG_S, read_health
 from orrery.runtime.metrics import MetricsFile, MetricsTail, read
+from orrery.runtime.run_directory import done_path
 
 pytestmark = pytest.mark.timeout(120)
 

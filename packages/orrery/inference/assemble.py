@@ -23,6 +23,7 @@ from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Inference, Manifest
 from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
 from orrery.runtime.role_context import log_level
+from orrery.runtime.run_directory import stage_dir, weights_path
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire import check_library, served_model
 
@@ -45,7 +46,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     """Return the folder of the weights before RL. Raise OrreryError if its stage has not run."""
     stage = manifest.stage_before_rl
-    path = run_dir / "weights" / stage
+    path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
         raise OrreryError(
             f"{path}: no config.json. The {stage} stage makes these weights: run it first"
@@ -161,7 +162,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
         return None
-    folder = run_dir / "stages" / stage / "blank_adapter"
+    folder = stage_dir(run_dir, stage) / "blank_adapter"
     if folder.is_dir():
         return folder
     aside = folder.with_name(f".{folder.name}.{index}")

@@ -37,6 +37,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime import scratch
 from orrery.runtime.health import beating_loop
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import log_path
 from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 
@@ -61,7 +62,7 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     """Serve until SIGTERM. Raise RunFailed if the engine does not start or dies."""
     left = Left.by(ctx)
     left.remove()
-    log = ctx.run_dir / "logs" / f"{ctx.name}.log"
+    log = log_path(ctx.run_dir, ctx.name)
     log_begin = log.stat().st_size if log.exists() else 0
     os.environ[plugin.SHARED] = left.shared
     plugin.register()

@@ -16,14 +16,22 @@ from pathlib import Path
 
 from orrery.launcher import lock
 from orrery.launcher import status as statuses
-from orrery.launcher.receipt import ADOPTED
 from orrery.launcher.runs import Run, resume_command
 from orrery.launcher.status import newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
 from orrery.manifest.publish import publish_folder, write_atomic
-from orrery.runtime.run_directory import COMPLETE
+from orrery.runtime.run_directory import (
+    ADOPTED,
+    COMPLETE,
+    LOCK,
+    MANIFEST,
+    STAGES,
+    STATUS,
+    WEIGHTS,
+    WIRE,
+)
 
 FREE = (
     "name", "python_lock_sha256", "hardware", "trainer.mesh", "trainer.fsdp", "trainer.memory",
@@ -32,7 +40,7 @@ FREE = (
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
 # Not copied: files of the other run, and files that the run makes again.
-LEFT = ("manifest.json", "status.json", lock.NAME, "report", "stages/report", "weights/wire")
+LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
@@ -61,7 +69,7 @@ def adopt(run: Run, other: Run) -> str:
     made = run.path.with_name(f".{run.path.name}.partial")
     with lock.hold(other.path), lock.hold(made):
         for left in made.iterdir():  # from a killed process
-            if left.name != lock.NAME:
+            if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             shutil.copytree(
@@ -71,7 +79,7 @@ def adopt(run: Run, other: Run) -> str:
                 copy_function=partial(_same, other.path),
                 dirs_exist_ok=True,
             )
-            write_atomic(made / "manifest.json", pretty_json(run.manifest).encode())
+            write_atomic(made / MANIFEST, pretty_json(run.manifest).encode())
             where = _stand(made, run, other)
             publish_folder(made, run.path)
         except BaseException as error:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
+from orrery.runtime.run_directory import MANIFEST
 
 TRAINER = "orrery.trainer.bench"
 
@@ -130,7 +131,7 @@ def trainer(words: list[str]) -> int:
     if words and not words[0].startswith("-") and not words[0].endswith(".json"):
         workspace = find_workspace()
         run = find(words[0], workspace)
-        path = run.path / "manifest.json"
+        path = run.path / MANIFEST
         if not path.exists():
             path = workspace.manifest_path(run.manifest.name)
         words = [str(path), *words[1:]]

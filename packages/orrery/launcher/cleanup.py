@@ -18,6 +18,7 @@ from orrery.launcher.stage import RunningStage
 from orrery.launcher.status import Status
 from orrery.runtime import scratch
 from orrery.runtime.parent_watch import START
+from orrery.runtime.run_directory import WIRE, weights_path
 
 KILLED_S = 10.0  # for the kernel to end a killed process
 
@@ -96,7 +97,7 @@ def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
 
 def remove_weights(run_dir: Path) -> None:
     scratch.remove_memory(scratch.memory_prefix(run_dir))
-    shutil.rmtree(run_dir / "weights" / "wire", ignore_errors=True)
+    shutil.rmtree(weights_path(run_dir, WIRE), ignore_errors=True)
 
 
 def remove_scratch(prefixes: Iterable[str], site: Site) -> None:

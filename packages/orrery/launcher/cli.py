@@ -224,10 +224,11 @@ def report(
     from orrery.launcher import status as statuses
     from orrery.launcher.runs import find, members, resume_command
     from orrery.manifest.json_file import read_regular
+    from orrery.runtime.run_directory import report_page
 
     if summary:
         for run in members(word):
-            text = run.path / "report" / "summary.txt"
+            text = report_page(run.path).with_name("summary.txt")
             if not text.exists():
                 command = resume_command(run, "report")
                 raise OrreryError(f"{run.path.name}: it has no report yet; type `{command}`")
@@ -242,7 +243,7 @@ def report(
     code = subprocess.run(argv).returncode
     if code:
         raise typer.Exit(code)
-    print(found.path / "report" / "index.html")
+    print(report_page(found.path))
 
 
 STEP_HELP = "The step of a complete checkpoint. Without it: the newest."
@@ -262,10 +263,11 @@ def export(
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
+    from orrery.runtime.run_directory import MANIFEST
 
     workspace = find_workspace()
     found = find(word, workspace)
-    if not (found.path / "manifest.json").exists():
+    if not (found.path / MANIFEST).exists():
         raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
     raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
 

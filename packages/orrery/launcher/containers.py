@@ -20,6 +20,7 @@ from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
+from orrery.runtime.run_directory import code_dir
 
 CODE = "/orrery/code"  # the snapshot, on every image's PYTHONPATH
 APPTAINER_OPTIONS = (
@@ -85,7 +86,7 @@ def snapshot(workspace: Workspace, run_dir: Path) -> Path:
     Replace a copy whose content does not match its name.
     """
     files = dict(_sources(workspace))
-    target = run_dir / "code" / _digest(files)
+    target = code_dir(run_dir) / _digest(files)
     if target.is_dir() and _digest(_copied(target)) == target.name:
         return target
     aside = target.with_name(f".{target.name}.{os.getpid()}")

@@ -15,7 +15,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import open_regular
 from orrery.runtime.health import read_health
 from orrery.runtime.metrics import merge_attempts, rows
-from orrery.runtime.run_directory import check_layout
+from orrery.runtime.run_directory import check_layout, logs_dir, metrics_path
 from orrery.runtime.timing import duration
 
 FOLLOW_S = 0.3
@@ -94,9 +94,7 @@ def _role_lines(
 
 
 def _losses(run_dir: Path) -> list[str]:
-    sft = (
-        one for one in rows(run_dir / "metrics" / "trainer.0.jsonl") if one.get("stage") == "sft"
-    )
+    sft = (one for one in rows(metrics_path(run_dir, "trainer.0")) if one.get("stage") == "sft")
     losses = merge_attempts(row for row in sft if _is_number(row.get("step")))
 
     def told(name: str) -> list[str]:
@@ -112,7 +110,7 @@ def _losses(run_dir: Path) -> list[str]:
 def _signal(run_dir: Path, attempt: int) -> list[str]:
     wanted = {"stage": "rl", "attempt": attempt, "event": "batch"}.items()
     newest = None
-    for row in rows(run_dir / "metrics" / "orchestrator.0.jsonl"):
+    for row in rows(metrics_path(run_dir, "orchestrator.0")):
         if wanted <= row.items() and _is_number(row.get("num_without_signal")):
             newest = row
     if newest is None or not _is_number(newest.get("num_sampled")) or not newest["num_sampled"]:
@@ -147,12 +145,12 @@ def _job_line(job: queue.SlurmJob) -> str:
 
 def log_paths(path: Path, role: str | None) -> list[Path]:
     """Return the logs of `trainer`, of `trainer.0`, or all."""
-    every = sorted((path / "logs").glob("*.log"))
+    every = sorted(logs_dir(path).glob("*.log"))
     chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:
         names = ", ".join(log.stem for log in every) or "none yet"
         raise OrreryError(
-            f"logs of {role or path.name}: there are none in {path / 'logs'}; "
+            f"logs of {role or path.name}: there are none in {logs_dir(path)}; "
             f"the processes with a log are {names}"
         )
     return chosen

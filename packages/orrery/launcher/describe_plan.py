@@ -33,6 +33,7 @@ from orrery.manifest.schema import Manifest
 from orrery.manifest.support import notes
 from orrery.manifest.workspace import Workspace
 from orrery.runtime.health import listed
+from orrery.runtime.run_directory import MANIFEST, code_dir, logs_dir
 
 
 def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
@@ -116,7 +117,7 @@ def _srun_line(
     workspace: Workspace,
 ) -> list[str]:
     folder = Path("runs") / run_dir("", manifest).name
-    code = folder / "code" / "<digest>"
+    code = code_dir(folder) / "<digest>"
     argv = role_argv("python3", step.module, folder, one.name, 0, 0)
     argv[argv.index("--attempt") + 1] = "<attempt>"
     scratch = scratch_of(site.containers, "<job>")
@@ -132,7 +133,7 @@ def _srun_line(
         argv = apptainer(site.containers, image, folder, code, scratch, gpus, argv)
     component = step.component if heterogeneous else None
     nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
-    return srun(step, component, nodelist, code, folder / "logs", scratch, f"=== {one.name}", argv)
+    return srun(step, component, nodelist, code, logs_dir(folder), scratch, f"=== {one.name}", argv)
 
 
 def write_plan(
@@ -146,7 +147,7 @@ def write_plan(
     described = [
         line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
     ]
-    texts = {"manifest.json": pretty_json(run.manifest), "plan.txt": "\n".join(described) + "\n"}
+    texts = {MANIFEST: pretty_json(run.manifest), "plan.txt": "\n".join(described) + "\n"}
     for name in stages:
         file = f"{run.stages.index(name) + 1}_{name}.sh"
         texts[file] = _script(run, name, site, workspace)

@@ -14,6 +14,7 @@ from orrery.launcher.slurm.steps import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.health import FAILED, listed
+from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
 POLL_S = 0.1
 BLAME_S = 5.0  # for the failure of the process that an error names
@@ -110,7 +111,8 @@ def keep_evidence(stage: RunningStage) -> str:
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
-    logs, limit_s = stage.run_dir / "logs", time.monotonic() + RECORDED_S - EVIDENCE_S
+    logs, recorders = logs_dir(stage.run_dir), flight_recorder_dir(stage.run_dir)
+    limit_s = time.monotonic() + RECORDED_S - EVIDENCE_S
     ranks = [
         one
         for one in stage.processes
@@ -118,15 +120,15 @@ def keep_evidence(stage: RunningStage) -> str:
     ]
 
     def is_missing(process: Process | SlurmTask) -> bool:
-        file = logs / "flight_recorder" / f"rank_{process.plan.index}"
+        file = recorders / f"rank_{process.plan.index}"
         return _can_answer(stage, process) and not file.exists()
 
     while time.monotonic() < limit_s and any(map(is_missing, ranks)):
         time.sleep(0.1)
         stage.read_health()
     text = f"stacks are in {logs}/*.log"
-    if any(logs.glob("flight_recorder/rank_*")):
-        text += f", flight recorders in {logs}/flight_recorder"
+    if any(recorders.glob("rank_*")):
+        text += f", flight recorders in {recorders}"
     return text
 
 

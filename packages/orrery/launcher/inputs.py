@@ -15,7 +15,7 @@ from typing import Any
 from orrery.manifest.diff import RECEIPT, read_receipt
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
-from orrery.runtime.run_directory import inputs_path
+from orrery.runtime.run_directory import STAGES, WEIGHTS, inputs_path
 
 CHUNK_BYTES = 8 << 20
 
@@ -44,7 +44,7 @@ def verify(
         outputs = {
             path: (maker, digest)
             for path, digest in told.get(maker, {}).items()
-            if path.startswith(("weights/", "stages/"))
+            if path.startswith((f"{WEIGHTS}/", f"{STAGES}/"))
         }
         if not outputs:
             unknown.append(maker)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.manifest.errors import OrreryError
+from orrery.runtime.run_directory import LOCK
 
-NAME = ".lock"
 LOOKED_AT_S = 1.0  # `holder` takes the lock briefly too
 
 
 def _path(run_dir: Path) -> Path:
-    return run_dir / NAME
+    return run_dir / LOCK
 
 
 @dataclass(frozen=True)

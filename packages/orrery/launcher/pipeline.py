@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from orrery.launcher.describe_plan import describe_stage
@@ -19,9 +20,11 @@ from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.workspace import Workspace, find_workspace
+from orrery.runtime.run_directory import done_path
 
 STAGES = get_args(plans.StageName)
-MARKER = re.compile(r"runs/(?P<run>[^/]+)/stages/(?P<stage>[^/]+)/DONE")
+RUNS = Path("runs")
+MARKER = re.compile(str(done_path(RUNS / "(?P<run>[^/]+)", "(?P<stage>[^/]+)")))
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Pipeline:
 
     def before(self, run: str, stage: str) -> list[str]:
         after = plans.stage(self.manifests[run], stage).after
-        return [f"runs/{run}/stages/{one}/DONE" for one in after]
+        return [str(done_path(RUNS / run, one)) for one in after]
 
     def no_slurm(self) -> str:
         try:

@@ -9,21 +9,17 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from orrery.launcher.slurm import queue
 from orrery.launcher.stage import Interrupts, Job, Outcome, RunningStage
 from orrery.launcher.status import newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
-from orrery.runtime.preemption import EXIT_PREEMPTED, request_path
+from orrery.runtime.preemption import EXIT_PREEMPTED
+from orrery.runtime.run_directory import no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # for the checkpoint of local processes
 MARGIN_S = 60.0  # of a Slurm job's time, for the end
-
-
-def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    return run_dir / "stages" / stage / "stay"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from orrery.manifest.plan import ProcessPlan
 from orrery.runtime.network import free_ports
+from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
 PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
@@ -34,7 +35,7 @@ class Process:
         self.incarnation, self._of = incarnation, (run_dir, stage, attempt)
         self.name = f"{plan.role}.{plan.index}"
         self.env, self._token = {**env, PROCESS: f"{self.name}.{incarnation}"}, token
-        self.log = run_dir / "logs" / f"{self.name}.log"
+        self.log = log_path(run_dir, self.name)
         argv = role_argv(sys.executable, plan.module, run_dir, stage, attempt, port, incarnation)
         argv += ["--index", str(plan.index)]
         with open(self.log, "ab") as log, handed_over(token) as stdin:

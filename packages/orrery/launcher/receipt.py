@@ -29,6 +29,15 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
 from orrery.manifest.publish import make_folder, write_atomic
 from orrery.runtime.metrics import merge_attempts, rows
+from orrery.runtime.run_directory import (
+    ADOPTED,
+    MANIFEST,
+    checkpoints_dir,
+    metrics_path,
+    report_page,
+    result_path,
+    weights_path,
+)
 from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # for git, an image's Python, nvidia-smi
@@ -57,8 +66,6 @@ names = {PACKAGES.split()!r}
 wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefixes)}}
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
-
-ADOPTED = "adopted.json"  # in a run's folder: the adopted state (`adopt`)
 
 Facts = dict[str, Any]  # of an image: file, sha256, versions
 Software = dict[str, Any]  # of this host: driver, versions of packages
@@ -202,7 +209,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
     file = run_dir / ADOPTED
     adopted = {"adopted": json.loads(file.read_text())} if file.exists() else {}
     try:
-        manifest = load(run_dir / "manifest.json")
+        manifest = load(run_dir / MANIFEST)
     except OrreryError as error:
         text = f"unknown: {error}".replace(str(run_dir), run_dir.name)
         return {"name": run_dir.name, "id": text, **adopted}
@@ -345,10 +352,10 @@ def _driver() -> str | None:
 
 
 def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
-    paths = list((run_dir / "weights" / stage).rglob("*"))
-    paths += (run_dir / "checkpoints").glob("step_*/files.json") if stage == "rl" else []
-    paths += [run_dir / "stages/evaluate/result.json"] if stage == "evaluate" else []
-    paths += [run_dir / "report/index.html"] if stage == "report" else []
+    paths = list(weights_path(run_dir, stage).rglob("*"))
+    paths += checkpoints_dir(run_dir).glob("step_*/files.json") if stage == "rl" else []
+    paths += [result_path(run_dir, stage)] if stage == "evaluate" else []
+    paths += [report_page(run_dir)] if stage == "report" else []
     paths = sorted(path for path in paths if path.is_file())
     shards = [path for path in paths if path.suffix == ".safetensors"]
     if sum(path.stat().st_size for path in shards) <= WHOLE_BYTES:
@@ -363,14 +370,14 @@ def _outputs(run_dir: Path, stage: str) -> dict[str, Any]:
 def _metrics(run_dir: Path, stage: str) -> dict[str, float | int]:
     table: dict[str, Any] = {}
     sums = ("num_samples", "num_tokens", "num_trained_tokens")
-    steps = _few(run_dir / "metrics/trainer.0.jsonl", stage, ("loss", *sums))
+    steps = _few(metrics_path(run_dir, "trainer.0"), stage, ("loss", *sums))
     if steps:
         table |= {"steps": steps[-1]["step"], "loss": steps[-1]["loss"]}
         table |= {name: sum(row.get(name) or 0 for row in steps) for name in sums}
-    batches = _few(run_dir / "metrics/orchestrator.0.jsonl", stage, ("reward_mean",), event="batch")
+    batches = _few(metrics_path(run_dir, "orchestrator.0"), stage, ("reward_mean",), event="batch")
     if batches:
         table["reward_last_batch"] = batches[-1]["reward_mean"]
-    result = run_dir / "stages" / stage / "result.json"
+    result = result_path(run_dir, stage)
     if result.is_file():
         read = json.loads(result.read_text())
         policies = {when: read[when] for when in read if when in ("before", "after")}

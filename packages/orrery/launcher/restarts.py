@@ -16,8 +16,9 @@ from orrery.launcher.slurm.steps import SlurmTask
 from orrery.launcher.stage import TERMINATED, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.observe import hang_detector
-from orrery.runtime.health import FAILED, Health, health_dir
+from orrery.runtime.health import FAILED, Health
 from orrery.runtime.preemption import fenced, forget_fence
+from orrery.runtime.run_directory import health_dir
 
 ROLE = "inference"  # the other roles can run without it for a while
 WINDOW_S = 24 * 3600.0  # a common cause ends engines within a day

@@ -11,7 +11,6 @@ from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job_script import IN_JOB
 from orrery.launcher.stage import Job
-from orrery.launcher.status import done_path
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
@@ -21,7 +20,14 @@ from orrery.manifest.render import render_file
 from orrery.manifest.schema import Manifest
 from orrery.manifest.support import check_supported
 from orrery.manifest.workspace import Workspace, find_workspace
-from orrery.runtime.run_directory import begin, check_layout, has_layout
+from orrery.runtime.run_directory import (
+    MANIFEST,
+    STATUS,
+    begin,
+    check_layout,
+    done_path,
+    has_layout,
+)
 
 FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
@@ -46,9 +52,9 @@ def runs_root(workspace: Workspace) -> Path:
 
 
 def all_runs(workspace: Workspace) -> list[Path]:
-    paths = (path.parent for path in runs_root(workspace).glob("*/status.json"))
+    paths = (path.parent for path in runs_root(workspace).glob(f"*/{STATUS}"))
     found = [path for path in paths if FOLDER.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (path / "status.json").stat().st_mtime, reverse=True)
+    return sorted(found, key=lambda path: (path / STATUS).stat().st_mtime, reverse=True)
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
@@ -104,7 +110,7 @@ def _held(path: Path) -> Manifest | None:
 
     Raise OrreryError for an edited manifest or another layout.
     """
-    file = path / "manifest.json"
+    file = path / MANIFEST
     if not file.exists():
         return None
     check_layout(path)
@@ -135,8 +141,8 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
         )
     _check_lock(run, workspace)
     begin(run.path)
-    if not (run.path / "manifest.json").exists():
-        write_atomic(run.path / "manifest.json", pretty_json(run.manifest).encode())
+    if not (run.path / MANIFEST).exists():
+        write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())
     sft, rl = run.manifest.stages.sft, run.manifest.stages.rl
     return Job(
         run_dir=run.path,

@@ -24,6 +24,7 @@ from orrery.observe.hang_detector import HealthView
 from orrery.runtime.health import FAILED, Health, read_health
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.preemption import EXIT_PREEMPTED
+from orrery.runtime.run_directory import endpoints_dir, log_path
 
 # Exit codes of a rank that ends by SIGTERM. Slurm ends a step's other ranks with its first.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
@@ -98,7 +99,7 @@ class RunningStage:
 
     @property
     def endpoints(self) -> Path:
-        return self.run_dir / "stages" / self.name / "endpoints"
+        return endpoints_dir(self.run_dir, self.name)
 
     @property
     def deadline_scale(self) -> float:
@@ -161,5 +162,5 @@ class RunningStage:
 
     def log(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with open(self.run_dir / "logs" / "launcher.0.log", "a") as log:
+        with open(log_path(self.run_dir, "launcher.0"), "a") as log:
             log.write(f"{stamp} {self.name}, attempt {self.attempt}: {text}\n")

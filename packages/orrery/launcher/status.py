@@ -15,7 +15,7 @@ from orrery.launcher.slurm import queue
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import write_atomic
-from orrery.runtime.run_directory import whole_checkpoints
+from orrery.runtime.run_directory import STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
 
@@ -50,11 +50,11 @@ class Status:
     roles: list[RoleStatus] = field(default_factory=list)
 
     def write(self, run_dir: Path) -> None:
-        write_atomic(run_dir / "status.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+        write_atomic(run_dir / STATUS, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
 def read(run_dir: Path) -> Status | None:
-    path = run_dir / "status.json"
+    path = run_dir / STATUS
     if not os.path.lexists(path):
         return None
     return read_as(path, Status, "it is not a launcher's status; remove it and start the run again")
@@ -70,10 +70,6 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
         return state is None or queue.state_of(state, status.slurm_job) != "running"
     except OrreryError:
         return False  # no answer from Slurm does not mean a dead launcher
-
-
-def done_path(run_dir: Path, stage: str) -> Path:
-    return run_dir / "stages" / stage / "DONE"
 
 
 def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:

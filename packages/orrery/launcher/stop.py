@@ -7,9 +7,9 @@ from pathlib import Path
 
 from orrery.launcher import lock
 from orrery.launcher import status as statuses
-from orrery.launcher.preemption import no_requeue_path
 from orrery.launcher.slurm import queue
 from orrery.manifest.errors import OrreryError
+from orrery.runtime.run_directory import log_path, no_requeue_path
 
 WITHIN_S = 30.0
 
@@ -105,7 +105,7 @@ def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:
         if time.monotonic() > limit_s:
             raise OrreryError(
                 f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s; "
-                f"see {run_dir}/logs/launcher.0.log"
+                f"see {log_path(run_dir, 'launcher.0')}"
             )
         time.sleep(0.05)
     status = statuses.read(run_dir)

@@ -21,12 +21,11 @@ from dataclasses import replace
 from orrery.launcher import cleanup, failure, inputs, lock, preemption, receipt
 from orrery.launcher import status as statuses
 from orrery.launcher.placement import environment, share_cores, share_devices
-from orrery.launcher.preemption import Preemption, catch_signals, no_requeue_path
+from orrery.launcher.preemption import Preemption, catch_signals
 from orrery.launcher.process import Process
 from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
 from orrery.launcher.stage import Interrupts, Job, Outcome, RunningStage
-from orrery.launcher.status import done_path
 from orrery.launcher.view import Observer, View
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.publish import sync_folders, write_atomic
@@ -34,13 +33,20 @@ from orrery.observe import hang_detector
 from orrery.observe.hang_detector import STILL_S, RankStallDetector
 from orrery.observe.progress import Progress
 from orrery.runtime import scratch
-from orrery.runtime.health import DONE, FAILED, HANG_S, health_dir, listed
+from orrery.runtime.health import DONE, FAILED, HANG_S, listed
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.network import free_ports
 from orrery.runtime.parent_watch import adopt_orphans, hide_memory
-from orrery.runtime.preemption import fence_dir, request_path
 from orrery.runtime.role_context import log_level
-from orrery.runtime.run_directory import begin_attempt
+from orrery.runtime.run_directory import (
+    begin_attempt,
+    done_path,
+    fence_dir,
+    health_dir,
+    logs_dir,
+    no_requeue_path,
+    request_path,
+)
 from orrery.runtime.timing import Pace, duration
 from orrery.runtime.usage import PERIOD_S, Sampler
 
@@ -141,7 +147,7 @@ class Supervisor:
             folder.mkdir(parents=True)
         request_path(run_dir, name).unlink(missing_ok=True)
         no_requeue_path(run_dir, name).unlink(missing_ok=True)
-        (run_dir / "logs").mkdir(exist_ok=True)
+        logs_dir(run_dir).mkdir(exist_ok=True)
 
     def _end(self, outcome: Outcome, observer: Observer, view: View) -> Outcome:
         stage, allocation = self.stage, self.job.allocation

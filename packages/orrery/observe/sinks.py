@@ -18,6 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.metrics import Row
+from orrery.runtime.run_directory import metrics_dir
 from orrery.runtime.scratch import place
 
 SUBJECTS = ("task", "policy", "engine", "process")  # names and indices, never measurements
@@ -44,7 +45,7 @@ def named(process: str, row: Row) -> tuple[int | None, dict[str, float]]:
 
 class TensorBoardSink:
     def __init__(self, run_dir: Path):
-        self._folder = run_dir / "metrics" / "tensorboard"
+        self._folder = metrics_dir(run_dir) / "tensorboard"
         self._writers: dict[tuple[str, str], EventFileWriter] = {}
         self._first_s: float | None = None
 
@@ -93,7 +94,7 @@ class WandbSink:
             id=f"{run_id}-{place(run_dir)}",
             group=name,
             resume="allow",
-            dir=str(run_dir / "metrics"),
+            dir=str(metrics_dir(run_dir)),
         )
         self._defined: set[str] = set()
 

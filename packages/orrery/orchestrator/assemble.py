@@ -16,6 +16,7 @@ from orrery.orchestrator.preemption import PreemptionWatch
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import weights_path
 from orrery.runtime.timing import scaled
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
@@ -80,7 +81,7 @@ def tasks(manifest: Manifest) -> dict[str, list]:
 def policy_dir(ctx: RoleContext, *stages: str) -> Any:
     """Return the weights folder of the run's first stage among `stages`."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
-    return ctx.run_dir / "weights" / names[0]
+    return weights_path(ctx.run_dir, names[0])
 
 
 def renderer(ctx: RoleContext, *stages: str) -> Renderer:

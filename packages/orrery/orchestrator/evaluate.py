@@ -28,6 +28,7 @@ from orrery.orchestrator.requests import Failed, Request
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import done_path, evaluated_path, result_path
 from orrery.runtime.timing import Pace
 from orrery.wire import checkpoints
 from orrery.wire.weight_wire import make_publisher
@@ -95,7 +96,7 @@ def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> Non
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:
         return
     file = checkpoints.checkpoint_dir(ctx.run_dir, *newest) / "trainer" / checkpoints.PUBLISHED
-    done = ctx.run_dir / "stages" / "rl" / "DONE"
+    done = done_path(ctx.run_dir, "rl")
     remedy = f"remove {done} and run rl again: it goes on from its last checkpoint"
     try:
         published = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
@@ -218,7 +219,7 @@ def _write(ctx: RoleContext, results: dict[str, EvaluationResult]) -> None:
         for policy, result in results.items()
         for group, rollout in result.rollouts
     ]
-    samples.write(ctx.run_dir / "rollouts" / "evaluate.jsonl", lines)
-    path = ctx.run_dir / "stages" / "evaluate" / "result.json"
+    samples.write(evaluated_path(ctx.run_dir), lines)
+    path = result_path(ctx.run_dir, "evaluate")
     make_folder(path.parent)
     write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

@@ -28,6 +28,7 @@ from orrery.orchestrator.runner import RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler, TrainBatch
 from orrery.orchestrator.updates import Updates
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import rollouts_dir
 from orrery.runtime.timing import Pace, scaled
 from orrery.wire import checkpoints, column_files
 
@@ -295,7 +296,7 @@ class Loop:
             )
             for rollout in batch.rollouts[:NUM_SAMPLES]
         ]
-        samples.append(run_dir / "rollouts" / "samples.jsonl", lines)
+        samples.append(rollouts_dir(run_dir) / "samples.jsonl", lines)
 
     # Health -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from orrery.runtime.run_directory import health_dir
 from orrery.runtime.timing import scaled
 
 log = logging.getLogger(__name__)
@@ -115,10 +116,6 @@ class Health:
         if self.doing == FAILED:
             return f"{self.was or self.doing}{step}"
         return f"waiting for {self.wait.what}{step}" if self.wait else f"{self.doing}{step}"
-
-
-def health_dir(run_dir: Path, stage: str) -> Path:
-    return run_dir / "stages" / stage / "health"
 
 
 class HealthFile:

@@ -21,13 +21,14 @@ from types import UnionType
 from typing import Any
 
 from orrery.manifest.json_file import open_regular, parse_json
+from orrery.runtime.run_directory import metrics_dir
 
 Row = dict[str, Any]
 
 
 class MetricsFile:
     def __init__(self, run_dir: Path, stage: str, role: str, index: int, attempt: int):
-        folder = run_dir / "metrics"
+        folder = metrics_dir(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._stamp = {"stage": stage, "attempt": attempt}
         self._rows = _Lines(folder / f"{role}.{index}.jsonl")
@@ -195,7 +196,7 @@ class MetricsTail:
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
-        self._folder = run_dir / "metrics"
+        self._folder = metrics_dir(run_dir)
         self._offsets: dict[Path, int] = {}
         if from_end:
             self._offsets = {path: path.stat().st_size for path in self._paths()}

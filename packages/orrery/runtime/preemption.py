@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.manifest.publish import write_atomic
+from orrery.runtime.run_directory import fence_dir, request_path
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 STAGES = ("rl",)
-NAME = "wind_down"
 
 
 class Preempted(Exception):
@@ -26,10 +26,6 @@ class Preempted(Exception):
     def __init__(self, step: int):
         super().__init__(f"wound down at step {step}")
         self.step = step
-
-
-def request_path(run_dir: Path, stage: str) -> Path:
-    return Path(run_dir) / "stages" / stage / NAME
 
 
 def is_requested(run_dir: Path, stage: str) -> bool:
@@ -49,10 +45,6 @@ class Fenced:
     name: str
     incarnation: int
     why: str
-
-
-def fence_dir(run_dir: Path, stage: str) -> Path:
-    return Path(run_dir) / "stages" / stage / "fenced"
 
 
 def fence(run_dir: Path, stage: str, attempt: int, name: str, incarnation: int, why: str) -> None:

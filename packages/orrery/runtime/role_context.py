@@ -29,6 +29,7 @@ from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.parent_watch import ParentWatch
 from orrery.runtime.preemption import EXIT_PREEMPTED, Preempted
+from orrery.runtime.run_directory import MANIFEST
 from orrery.runtime.token import take
 from orrery.runtime.usage import UsageRows
 
@@ -83,7 +84,7 @@ class RoleContext:
     def manifest(self) -> "Manifest":
         from orrery.manifest.identity import load  # roles in tests need no manifest
 
-        return load(self.run_dir / "manifest.json")
+        return load(self.run_dir / MANIFEST)
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
         """Run `callback` after the launcher's death, before this process group is killed."""

@@ -1,5 +1,6 @@
-"""A run's directory: the version of its layout, its attempts, and its checkpoints.
+"""A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
 
+- Every file's name stands here. `<process>` is `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
 - An attempt first makes the folder `attempts/<k>/`. mkdir is exclusive, and the folder is synced,
   so two launchers have distinct attempts.
@@ -21,7 +22,99 @@ LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
 COMPLETE = "COMPLETE"  # the marker of a whole checkpoint
+MANIFEST = "manifest.json"
+STATUS = "status.json"
+LOCK = ".lock"
+ADOPTED = "adopted.json"  # the state that `orrery adopt` copied
+STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
+
+
+# Paths --------------------------------------------------------------------------------------------
+
+
+def stage_dir(run_dir: Path, stage: str) -> Path:
+    return Path(run_dir) / STAGES / stage
+
+
+def done_path(run_dir: Path, stage: str) -> Path:
+    """Return the marker of a finished stage, which is written last."""
+    return stage_dir(run_dir, stage) / "DONE"
+
+
+def inputs_path(run_dir: Path, stage: str) -> Path:
+    """Return the file with a stage's verified inputs: {path: sha256}."""
+    return stage_dir(run_dir, stage) / "inputs.json"
+
+
+def result_path(run_dir: Path, stage: str) -> Path:
+    return stage_dir(run_dir, stage) / "result.json"
+
+
+def endpoints_dir(run_dir: Path, stage: str) -> Path:
+    return stage_dir(run_dir, stage) / "endpoints"
+
+
+def health_dir(run_dir: Path, stage: str) -> Path:
+    return stage_dir(run_dir, stage) / "health"
+
+
+def fence_dir(run_dir: Path, stage: str) -> Path:
+    """Return the folder of `<process>.<attempt>.<incarnation>`, the engines to end."""
+    return stage_dir(run_dir, stage) / "fenced"
+
+
+def request_path(run_dir: Path, stage: str) -> Path:
+    """Return the marker that asks a stage for a checkpoint and its end."""
+    return stage_dir(run_dir, stage) / "wind_down"
+
+
+def no_requeue_path(run_dir: Path, stage: str) -> Path:
+    """Return the marker that keeps a preempted job out of the queue."""
+    return stage_dir(run_dir, stage) / "stay"
+
+
+def logs_dir(run_dir: Path) -> Path:
+    return Path(run_dir) / "logs"
+
+
+def log_path(run_dir: Path, process: str) -> Path:
+    return logs_dir(run_dir) / f"{process}.log"
+
+
+def flight_recorder_dir(run_dir: Path) -> Path:
+    """Return the folder of `rank_<n>`, which torch writes."""
+    return logs_dir(run_dir) / "flight_recorder"
+
+
+def metrics_dir(run_dir: Path) -> Path:
+    return Path(run_dir) / "metrics"
+
+
+def metrics_path(run_dir: Path, process: str) -> Path:
+    return metrics_dir(run_dir) / f"{process}.jsonl"
+
+
+def weights_path(run_dir: Path, name: str) -> Path:
+    """Return the weights of stage `name`, an exported step (`step_<n>`), or WIRE's versions."""
+    return Path(run_dir) / WEIGHTS / name
+
+
+def rollouts_dir(run_dir: Path) -> Path:
+    return Path(run_dir) / "rollouts"
+
+
+def evaluated_path(run_dir: Path) -> Path:
+    return rollouts_dir(run_dir) / "evaluate.jsonl"
+
+
+def report_page(run_dir: Path) -> Path:
+    return Path(run_dir) / "report" / "index.html"
+
+
+def code_dir(run_dir: Path) -> Path:
+    """Return the folder of the code's snapshots, by digest."""
+    return Path(run_dir) / "code"
 
 
 # Layout -------------------------------------------------------------------------------------------
@@ -31,7 +124,7 @@ def begin(run_dir: Path) -> None:
     """Make the folder of a new run, with its layout. Keep an existing folder."""
     make_folder(run_dir)
     sync(run_dir.parent)  # Snakemake makes the folder first
-    if not (run_dir / "manifest.json").exists():
+    if not (run_dir / MANIFEST).exists():
         write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
 
 
@@ -90,11 +183,6 @@ def begin_attempt(run_dir: Path) -> int:
 def last_attempt(run_dir: Path) -> int:
     folder = run_dir / ATTEMPTS
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
-
-
-def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file with a stage's verified inputs: {path: sha256}."""
-    return run_dir / "stages" / stage / "inputs.json"
 
 
 # Checkpoints --------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from orrery.runtime.run_directory import MANIFEST
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -49,7 +51,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 def disk_prefix(run_dir: Path) -> str:
     """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest."""
-    manifest = (run_dir / "manifest.json").stat()
+    manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
     return f"orrery-kv-{run_dir.name}-{hashlib.sha256(which.encode()).hexdigest()[:12]}-"
 

@@ -8,6 +8,7 @@ import shutil
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.runtime.role_context import RoleContext, role_process
+from orrery.runtime.run_directory import weights_path
 from orrery.trainer import grow_segments
 
 
@@ -34,7 +35,7 @@ def initialize(ctx: RoleContext) -> None:
     check(ctx.manifest)
     ctx.health.doing("initializing weights")
     model = ctx.manifest.model
-    folder = ctx.run_dir / "weights" / "init"
+    folder = weights_path(ctx.run_dir, "init")
     partial = folder.with_name("init.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
@@ -57,8 +58,7 @@ def run_sft(ctx: RoleContext) -> None:
     manifest, spec = ctx.manifest, ctx.manifest.stages.sft
     if spec is None:
         raise OrreryError("--stage: the manifest has no sft stage (stages.sft is null)")
-    weights = ctx.run_dir / "weights"
-    start = weights / "init"
+    start, made = weights_path(ctx.run_dir, "init"), weights_path(ctx.run_dir, "sft")
     with assemble_world(ctx) as world, explain_out_of_memory(ctx) as progress:
         learner = assemble_learner(ctx, world, start, spec.optimizer, spec.max_grad_norm)
         progress.learner = learner
@@ -68,7 +68,7 @@ def run_sft(ctx: RoleContext) -> None:
         sft(learner, examples, load_validation(manifest, start, examples.chats, world), ctx)
         ctx.health.doing("exporting weights", still_s=io_stall_s(world.size))
         learner.check_weights()
-        export_policy(learner.policy, world, manifest.model, start, weights / "sft")
+        export_policy(learner.policy, world, manifest.model, start, made)
 
 
 def run_rl(ctx: RoleContext) -> None:

@@ -30,6 +30,7 @@ from orrery.models.families import hf_config, ignored_hf_names
 from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged
 from orrery.models.weights import MAX_FILE_BYTES, hf_tensors, save
+from orrery.runtime.run_directory import MANIFEST, weights_path
 from orrery.trainer.checkpoint import CheckpointReader, base_sha256
 from orrery.trainer.parallel import build_network
 from orrery.trainer.parallel.world import World
@@ -70,21 +71,21 @@ def export_checkpoint(
 
     Raise OrreryError if impossible.
     """
-    if not (run_dir / "manifest.json").exists():
+    if not (run_dir / MANIFEST).exists():
         raise OrreryError(
             f"{run_dir}: holds no manifest.json, so no run has begun there; "
             f"`orrery status` says which have"
         )
-    manifest = load(run_dir / "manifest.json")
+    manifest = load(run_dir / MANIFEST)
     step = _choose_step(run_dir, stage, step)
     name = f"step_{step}" if stage == "rl" else f"{stage}_step_{step}"
-    to = to or run_dir / "weights" / name
+    to = to or weights_path(run_dir, name)
     if to.exists():
         raise OrreryError(f"{to}: is there already; remove it, or name another folder with --to")
     folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
     is_first_stage = stage == "sft" or manifest.stage_before_rl == "init"
-    start = run_dir / "weights" / ("init" if is_first_stage else "sft")
+    start = weights_path(run_dir, "init" if is_first_stage else "sft")
     partial = to.with_name(f"{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial)
@@ -142,7 +143,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
         hint = "trainer.checkpoint.interval_steps says when it has"
         if checkpoints.steps(run_dir, other):
             hint = f"its {other} stage has: add --stage {other}"
-        result = run_dir / "weights" / "sft"
+        result = weights_path(run_dir, "sft")
         if stage == "sft" and result.exists():
             raise OrreryError(
                 f"{run_dir}: its sft stage is done: {result} is what it made, "

@@ -20,6 +20,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import Trainer
 from orrery.observe.hang_detector import STILL_S
 from orrery.runtime.role_context import RoleContext, call_on_signal
+from orrery.runtime.run_directory import flight_recorder_dir
 from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
@@ -95,7 +96,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     if not ctx.parent_watch.is_launched:
         yield
         return
-    folder = ctx.run_dir / "logs" / "flight_recorder"
+    folder = flight_recorder_dir(ctx.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     dump = folder / f"rank_{ctx.index}"
     dump.unlink(missing_ok=True)  # from an earlier attempt

@@ -14,6 +14,7 @@ from pathlib import Path
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
+from orrery.runtime.run_directory import weights_path
 from orrery.trainer.checkpoint_writer import StageCheckpoints
 from orrery.trainer.export import export_policy
 from orrery.trainer.heartbeat import io_stall_s, step_stall_s
@@ -158,12 +159,12 @@ class RlLoop:
         self._check_same_weights(f"version {version}", found)
 
     def export(self) -> None:
-        ctx, weights = self.ctx, self.ctx.run_dir / "weights"
+        ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
         self.learner.check_weights()  # the comparison may leave experts unused
-        start = start_weights(ctx)
-        export_policy(self.learner.policy, self.world, ctx.manifest.model, start, weights / "rl")
+        start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
+        export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 
     def record(
         self,
@@ -211,4 +212,4 @@ class RlLoop:
 
 
 def start_weights(ctx: RoleContext) -> Path:
-    return ctx.run_dir / "weights" / ctx.manifest.stage_before_rl
+    return weights_path(ctx.run_dir, ctx.manifest.stage_before_rl)

@@ -199,7 +199,7 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 def discard(run_dir: Path, folder: Path) -> None:
     """Free a checkpoint folder's name, if it exists, and remove its files if possible."""
-    aside = Path(run_dir) / "checkpoints" / f"{DISCARDED}.{secrets.token_hex(8)}"
+    aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
         sync(folder.parent)  # a power cut must not restore the marked name
@@ -225,7 +225,7 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
                 ) from error
             removed.append(one.step)
     for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
-        for folder in (Path(run_dir) / "checkpoints").glob(left):
+        for folder in checkpoints_dir(run_dir).glob(left):
             shutil.rmtree(folder, ignore_errors=True)
     return sorted(removed)
 

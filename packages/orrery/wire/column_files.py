@@ -16,6 +16,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_file
+from orrery.runtime.run_directory import rollouts_dir
 from orrery.wire.column_bytes import (
     ColumnLayout,
     MicroBatch,
@@ -92,7 +93,7 @@ def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
 
 
 def batch_path(run_dir: Path, step: int) -> Path:
-    return Path(run_dir) / "rollouts" / f"step_{step}.safetensors"
+    return rollouts_dir(run_dir) / f"step_{step}.safetensors"
 
 
 def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
@@ -116,6 +117,6 @@ def prune_batches(run_dir: Path, step: int, keep: int) -> None:
 
 def batch_steps(run_dir: Path) -> list[int]:
     """Return the kept steps, ascending."""
-    paths = (Path(run_dir) / "rollouts").glob("step_*.safetensors")
+    paths = rollouts_dir(run_dir).glob("step_*.safetensors")
     names = [path.stem.removeprefix("step_") for path in paths]
     return sorted(int(name) for name in names if name.isdigit())

@@ -18,6 +18,7 @@ import msgspec
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
+from orrery.runtime.run_directory import endpoints_dir
 from orrery.wire import nfs
 from orrery.wire.token import run_token
 
@@ -50,7 +51,7 @@ class _File(msgspec.Struct):
 
 
 def _folder(ctx: "RoleContext") -> Path:
-    return ctx.run_dir / "stages" / ctx.stage / "endpoints"
+    return endpoints_dir(ctx.run_dir, ctx.stage)
 
 
 def publish(ctx: "RoleContext", url: str, **info: Any) -> None:

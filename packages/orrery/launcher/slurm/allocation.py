@@ -23,6 +23,7 @@ from orrery.launcher.slurm.steps import SlurmTask, Step, StepPlan, srun, step_op
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
+from orrery.runtime.run_directory import log_path, logs_dir
 from orrery.runtime.scratch import SHARED_MEMORY
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
@@ -54,7 +55,7 @@ class Allocation:
         self, plan: StagePlan, run_dir: Path, attempt: int, start: str, token: str
     ) -> list[SlurmTask]:
         code = containers.snapshot(self.workspace, run_dir)
-        logs, tasks = run_dir / "logs", []
+        logs, tasks = logs_dir(run_dir), []
         base = containers.without_apptainer_options(
             queue.clean_environment(os.environ, inside=True)
         )
@@ -63,7 +64,9 @@ class Allocation:
             variables = cluster_environment(self.site, start, one.num_threads, plan.num_nodes)
             if self.site.containers:
                 variables = containers.container_variables(variables)
-            step = Step(one, line, logs / f"step.{number}.log", {**base, **variables}, token)
+            step = Step(
+                one, line, log_path(run_dir, f"step.{number}"), {**base, **variables}, token
+            )
             nodes = self._nodes_of(one)
             tasks += [
                 SlurmTask(process, rank, nodes[rank // one.tasks_per_node], step, logs)
@@ -77,7 +80,7 @@ class Allocation:
         argv = self.command(step, run_dir, code, stage, attempt, incarnation)
         component, nodelist = self.component(step.component), ",".join(self._nodes_of(step))
         opening = header(stage, attempt, incarnation)
-        logs = run_dir / "logs"
+        logs = logs_dir(run_dir)
         return srun(step, component, nodelist, code, logs, self.scratch, opening, argv)
 
     def command(

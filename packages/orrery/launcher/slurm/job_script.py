@@ -15,6 +15,7 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import job_name
 from orrery.manifest.plan import NodeGroup, StagePlan
 from orrery.manifest.schema import Hardware
+from orrery.runtime.run_directory import log_path
 
 IN_JOB = "ORRERY_SLURM"  # set only in our jobs
 MEMORY_MB = 6000  # the minimum for a stage
@@ -88,6 +89,6 @@ def batch_command(
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
-        *(f"--output={run_dir.resolve()}/logs/slurm.%j.log", "--open-mode=append"),
+        *(f"--output={log_path(run_dir.resolve(), 'slurm.%j')}", "--open-mode=append"),
         *(f"--chdir={root}", *shlex.split(options), f"--wrap={script}"),
     ]

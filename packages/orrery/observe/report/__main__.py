@@ -6,6 +6,7 @@ from orrery.manifest.publish import make_folder, write_atomic
 from orrery.observe.report.data import RunData, reading, wall_s
 from orrery.observe.report.page import render, summary
 from orrery.runtime.role_context import role_process
+from orrery.runtime.run_directory import report_page
 
 
 def main() -> None:
@@ -13,7 +14,7 @@ def main() -> None:
         ctx.health.doing("drawing the report")
         start_s = time.time()
         run = RunData.load(ctx.run_dir)
-        page = ctx.run_dir / "report" / "index.html"
+        page = report_page(ctx.run_dir)
         make_folder(page.parent)
         with reading("metrics/"):
             spent_s, others_s = wall_s(run), wall_s(run, "report")

@@ -21,6 +21,14 @@ from orrery.manifest.plan import plan
 from orrery.manifest.schema import Manifest
 from orrery.observe.report.columns import Span, Spans, Table
 from orrery.runtime.metrics import Attempts, Row, rows, used_by_process
+from orrery.runtime.run_directory import (
+    MANIFEST,
+    STAGES,
+    done_path,
+    evaluated_path,
+    metrics_dir,
+    result_path,
+)
 
 Interval = tuple[float, float]
 
@@ -62,16 +70,16 @@ class RunData:
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":
         """Load a run. Raise OrreryError if its manifest or a file is invalid."""
-        manifest = load(run_dir / "manifest.json")
-        stages = [path.parent.name for path in (run_dir / "stages").glob("*/DONE")]
+        manifest = load(run_dir / MANIFEST)
+        stages = [path.parent.name for path in run_dir.glob(f"{STAGES}/*/DONE")]
         return cls(
             run_dir=run_dir,
             manifest=manifest,
-            stages={stage: _done(run_dir / "stages" / stage / "DONE") for stage in stages},
-            **_metrics(run_dir / "metrics"),
-            spans=_spans(run_dir / "metrics"),
-            result=_result(run_dir / "stages" / "evaluate" / "result.json"),
-            evaluated=_evaluated(run_dir / "rollouts" / "evaluate.jsonl"),
+            stages={stage: _done(done_path(run_dir, stage)) for stage in stages},
+            **_metrics(metrics_dir(run_dir)),
+            spans=_spans(metrics_dir(run_dir)),
+            result=_result(result_path(run_dir, "evaluate")),
+            evaluated=_evaluated(evaluated_path(run_dir)),
         )
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
+from orrery.runtime.run_directory import WIRE, weights_path
 from orrery.runtime.scratch import SHARED_MEMORY, memory_prefix
 from orrery.wire import nfs
 from orrery.wire.fingerprint import array_fingerprint, digest, tensor_fingerprint
@@ -38,7 +39,7 @@ SHARD_BYTES = 1 << 30
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
     """Return the folder of this attempt's versions. The launcher removes it after the stage."""
     if num_nodes > 1:
-        return Path(run_dir) / "weights" / "wire" / f"attempt{attempt}"
+        return weights_path(run_dir, WIRE) / f"attempt{attempt}"
     return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
 
 
