@@ -9,7 +9,6 @@ incoming gradient read twice, x read, x's gradient read and written.
     python benchmarks/kernels/adapters.py
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from experts import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, TOKENS, outcome, routes, timed
-from timing import BYTES, copy_out, require
+from timing import BYTES, record_share, require, smoke_and_device
 
 from orrery.kernels.expert_rows import sort_by_expert
 from orrery.kernels.grouped_matmul import (
@@ -28,7 +27,6 @@ from orrery.kernels.grouped_matmul import (
     grouped_matmul,
     reference_grouped_matmul,
 )
-from record import record
 
 RANK = 16
 GOAL = 0.7  # of the bound, both projections forward and backward, balanced routing
@@ -78,17 +76,10 @@ def bound_ms(rows: int, num_in: int, num_out: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    args = parser.parse_args()
-    if not args.smoke and not torch.cuda.is_available():
-        sys.exit("adapters: there is no GPU here; run it on a host with one, or with --smoke")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    experts, slots, tokens = (8, 2, 32) if args.smoke else (EXPERTS, SLOTS, TOKENS[0])
-    projections = {"gate_up": (16, 16), "down": (8, 16)} if args.smoke else PROJECTIONS
-    rank, rows = 8 if args.smoke else RANK, tokens * slots
+    smoke, device = smoke_and_device("adapters", __doc__)
+    experts, slots, tokens = (8, 2, 32) if smoke else (EXPERTS, SLOTS, TOKENS[0])
+    projections = {"gate_up": (16, 16), "down": (8, 16)} if smoke else PROJECTIONS
+    rank, rows = 8 if smoke else RANK, tokens * slots
     table, errors, shares = [], {}, {}
     for routing in ("balanced", "skewed"):
         expert = routes(tokens, experts, slots, routing == "skewed", device)
@@ -137,17 +128,14 @@ def main() -> None:
             print(
                 f"{routing}: {backend} adds {ms:.3f} ms, {best / ms:.0%} of the bound", flush=True
             )
-    if args.smoke:
+    if smoke:
         return
-    path = Path(__file__).with_suffix(".json")
-    record(
-        path,
+    record_share(
+        Path(__file__).with_suffix(".json"),
         figure="Adapters of rank 16 beside a mixture's frozen experts, forward and backward, "
         "16,384 tokens: share of the bound",
         value=shares["balanced"]["one operator"]["of_the_bound"],
-        unit="of the bound",
         goal=GOAL,
-        better="higher",
         details={
             "triton": version("triton"),
             "rank": rank,
@@ -156,7 +144,6 @@ def main() -> None:
         },
         rows=table,
     )
-    copy_out(path)
 
 
 if __name__ == "__main__":

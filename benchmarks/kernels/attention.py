@@ -15,8 +15,6 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
-import shutil
 import statistics
 import sys
 import time
@@ -28,6 +26,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import copy_out
+
 from orrery.kernels.attention import (
     Documents,
     backends,
@@ -493,8 +493,7 @@ def main() -> None:
         },
         rows=[row if row is chosen else row | {"goal": None} for row in rows],
     )
-    if os.environ.get("OUT"):
-        shutil.copy(path, Path(os.environ["OUT"]) / "attention.json")
+    copy_out(path)
     chosen_rows = [row for row in (*small, *rows) if row["form"] == "chosen"]
     wrong = [row["variant"] for row in chosen_rows if not row.get("passes")]
     if wrong or not graph["passes"]:

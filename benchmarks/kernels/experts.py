@@ -9,7 +9,6 @@ greater of its FLOPs at 650 TFLOP/s and its bytes, each tensor once, at 4.2 TB/s
     python benchmarks/kernels/experts.py
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
+from timing import BYTES, GEMM_FLOPS, milliseconds, record_share, require, smoke_and_device
 
 from orrery.kernels.expert_rows import (
     HAS_TRITON,
@@ -35,7 +34,6 @@ from orrery.kernels.expert_rows import (
     swiglu_rows,
 )
 from orrery.kernels.grouped_matmul import grouped_matmul, reference_grouped_matmul
-from record import record
 
 TOKENS = (16_384, 65_536)  # the reference and compiled code use the first
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 128, 8, 2_048, 768
@@ -204,14 +202,7 @@ def _compiled(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    smoke = parser.parse_args().smoke
-    if not smoke and not torch.cuda.is_available():
-        sys.exit("experts: there is no GPU here; run it on a host with one, or with --smoke")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    smoke, device = smoke_and_device("experts", __doc__)
     sizes = (8, 2, 16, 8) if smoke else (EXPERTS, SLOTS, HIDDEN, INTERMEDIATE)
     all_tokens = (32,) if smoke else TOKENS
     triton = device == "cuda" and HAS_TRITON
@@ -254,23 +245,19 @@ def main() -> None:
                     flush=True,
                 )
     if not smoke:
-        path = Path(__file__).with_suffix(".json")
         layers = [row for row in rows if row["variant"].startswith("layer")]
         layers = [row for row in layers if row["variant"].endswith("16384 tokens, balanced")]
         chosen = max(layers, key=lambda row: row["value"])
         chosen["goal"] = GOAL
-        record(
-            path,
+        record_share(
+            Path(__file__).with_suffix(".json"),
             figure="Experts of a mixture forward and backward, share of the bound: "
             f"{chosen['variant']}",
             value=chosen["value"],
-            unit="of the bound",
             goal=GOAL,
-            better="higher",
             details=details,
             rows=rows,
         )
-        copy_out(path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ parts of the first. The bound is the sum of
     python benchmarks/kernels/lm_head.py
 """
 
-import argparse
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,11 +20,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, require
+from timing import BYTES, GEMM_FLOPS, milliseconds, record_share, require, smoke_and_device
 
 from orrery.kernels import token_logprob as lm_head
 from orrery.kernels.token_logprob import reference_token_logprob, token_logprob
-from record import record
 
 VOCAB = 151_936
 TOKENS, REFERENCE_TOKENS = 16_384, 2_048
@@ -156,14 +154,7 @@ def parts(inputs: list[Tensor], arriving: list[Tensor], backend: Any) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    smoke = parser.parse_args().smoke
-    if not smoke and not torch.cuda.is_available():
-        sys.exit("lm_head: there is no GPU here; run it on a host with one, or with --smoke")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    smoke, device = smoke_and_device("lm_head", __doc__)
     vocab, tokens, reference_tokens, sizes = (
         (1_000, 64, 32, (16,)) if smoke else (VOCAB, TOKENS, REFERENCE_TOKENS, HIDDEN)
     )
@@ -211,18 +202,14 @@ def main() -> None:
     chosen = next(row for row in rows if row["variant"].startswith(start))
     chosen["goal"] = GOAL
     if not smoke:
-        path = Path(__file__).with_suffix(".json")
-        record(
-            path,
+        record_share(
+            Path(__file__).with_suffix(".json"),
             figure="LM head forward and backward, share of the bound, hidden 2,048, 16,384 tokens",
             value=chosen["value"],
-            unit="of the bound",
             goal=GOAL,
-            better="higher",
             details=details,
             rows=rows,
         )
-        copy_out(path)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 The bounds are of one H200, as measured with large bfloat16 products and copies.
 """
 
+import argparse
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from record import record
+
 GEMM_FLOPS = 650e12  # a second, large bfloat16 products
 BYTES = 4.2e12  # a second, device memory
+
+
+def smoke_and_device(name: str, doc: str | None) -> tuple[bool, str]:
+    """Parse `--smoke`, and return it with the device. Exit if a real run finds no GPU."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
+    smoke, has_gpu = parser.parse_args().smoke, torch.cuda.is_available()
+    if not smoke and not has_gpu:
+        sys.exit(f"{name}: there is no GPU here; run it on a host with one, or with --smoke")
+    return smoke, "cuda" if has_gpu else "cpu"
+
+
+def record_share(path: Path, value: float, goal: float, **fields: Any) -> None:
+    """Record a share of the bound, and copy the record out."""
+    record(path, value=value, unit="of the bound", goal=goal, better="higher", **fields)
+    copy_out(path)
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
