@@ -30,8 +30,8 @@ from timing import copy_out
 
 from orrery.kernels.attention import (
     Documents,
-    backends,
     cudnn,
+    dispatch,
     flash,
     reference_varlen_attention,
     varlen_attention,
@@ -75,7 +75,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Layout], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-PLAIN = backends.BACKENDS["plain"]
+PLAIN = dispatch.BACKENDS["plain"]
 
 
 class Contender(NamedTuple):
@@ -133,7 +133,7 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the contenders, and the reasons why others are absent."""
     found, absent = {}, {}
     for name in ("cudnn_dense", "cudnn_packed", "flash4", "flash"):
-        backend = backends.BACKENDS[name]
+        backend = dispatch.BACKENDS[name]
         found[name] = Contender(backend.forward, backward_of(backend), backend.supports)
     for name, library, package in (
         ("cudnn_packed", cudnn.load_library(), "nvidia-cudnn-frontend"),
@@ -341,7 +341,7 @@ def speed(
     if not contender.supports(q, k, layout):
         return row | {"left_out": "this form does not take the layout"}
     if name == "chosen":
-        row["chosen"] = backends.candidates(q, k, layout)[0]
+        row["chosen"] = dispatch.candidates(q, k, layout)[0]
     try:
 
         def ahead() -> tuple[Tensor, Any]:
@@ -453,7 +453,7 @@ def main() -> None:
         flush=True,
     )
     # `chosen` no longer uses backends that failed on the small packs.
-    left_out = sorted(backends._failed)
+    left_out = sorted(dispatch._failed)
     rows: list[dict[str, Any]] = []
     heading()
     for heads in HEADS:

@@ -21,8 +21,8 @@ from orrery.kernels.attention import (
     Documents,
     attention_backward,
     attention_forward,
-    backends,
     cudnn,
+    dispatch,
     flash,
     portable,
     reference_varlen_attention,
@@ -35,7 +35,7 @@ from orrery.kernels.attention.layout import Layout
 from orrery.kernels.attention.portable import Grids
 
 padded, batched, plain, cudnn_packed = (
-    backends.BACKENDS[name] for name in ("padded", "batched", "plain", "cudnn_packed")
+    dispatch.BACKENDS[name] for name in ("padded", "batched", "plain", "cudnn_packed")
 )
 
 PACKS = {
@@ -211,7 +211,7 @@ def test_backends_of_a_cpu_agree_and_can_take_over_from_one_another(dtype):
     q, k, v, cu = pack([9, 7, 20])
     q, k, v = (x.to(dtype) for x in (q, k, v))
     layout = Layout(cu, cu, 20, 20, True, 8**-0.5)
-    assert backends.candidates(q, k, layout) == ["padded", "plain"]
+    assert dispatch.candidates(q, k, layout) == ["padded", "plain"]
     out, lse = padded.forward(q, k, v, layout)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[
         dtype
@@ -256,7 +256,7 @@ def test_a_backend_that_fails_is_left_out_and_the_next_one_answers(module, monke
         asked.append(1)
         raise kind("No valid execution plans built.")
 
-    monkeypatch.setattr(backends, "_failed", set())
+    monkeypatch.setattr(dispatch, "_failed", set())
     monkeypatch.setattr(padded, "forward", no_plan)
     with caplog.at_level("WARNING"):
         for _ in range(2):
@@ -276,18 +276,18 @@ def test_what_flash_attention_4_refuses_another_backend_computes(kind):
         flash._as_runtime_error(),
     ):
         raise kind("no")
-    assert type(caught.value) is RuntimeError  # `backends` then runs the next one
+    assert type(caught.value) is RuntimeError  # `dispatch` then runs the next one
 
 
 def test_running_out_of_memory_is_not_taken_for_a_backend_that_cannot(monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(backends, "_failed", set())
+    monkeypatch.setattr(dispatch, "_failed", set())
     monkeypatch.setattr(padded, "forward", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         varlen_attention(*pack([5, 8]))
-    assert not backends._failed
+    assert not dispatch._failed
 
 
 def test_compiled_kernels_are_kept_where_nobody_else_can_put_any(monkeypatch, tmp_path):
@@ -388,8 +388,9 @@ def test_attention_is_not_recomputed_where_a_checkpoint_policy_names_it_nor_by_t
         calls[name] += 1
         return run(*arguments)
 
-    for name, run in (("forward", backends.forward), ("backward", backends.backward)):
-        monkeypatch.setattr(backends, name, functools.partial(counted, name, run))
+    for name in ("forward", "backward"):
+        run = getattr(dispatch, f"run_{name}")
+        monkeypatch.setattr(dispatch, f"run_{name}", functools.partial(counted, name, run))
 
     def policy(_, op, *args, **kwargs):
         named = op is torch.ops.orrery.varlen_attention_forward.default
@@ -618,7 +619,7 @@ def test_counts_are_rounded_up_by_less_than_a_half():
 def test_float32_on_a_gpu_agrees_with_the_reference(lengths):
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=64))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, 64**-0.5)
-    assert backends.candidates(q.float(), k.float(), layout) == ["batched", "plain"]
+    assert dispatch.candidates(q.float(), k.float(), layout) == ["batched", "plain"]
     actual = outcome(varlen_attention, *(x.float() for x in (q, k, v)), cu_seqlens)
     expected = outcome(
         reference_varlen_attention, *(x.float().double() for x in (q, k, v)), cu_seqlens
@@ -637,9 +638,9 @@ def test_backends_of_a_gpu_agree_with_the_reference_within_bfloat16(lengths, bac
     q, k, v, cu_seqlens = (x.cuda() for x in pack(lengths, head_dim=head_dim))
     layout = Layout(cu_seqlens, cu_seqlens, max(lengths), max(lengths), True, head_dim**-0.5)
     if backend != "chosen":
-        if not backends.BACKENDS[backend].supports(q.bfloat16(), k.bfloat16(), layout):
+        if not dispatch.BACKENDS[backend].supports(q.bfloat16(), k.bfloat16(), layout):
             pytest.skip(f"{backend} does not take this here")
-        monkeypatch.setattr(backends, "BACKENDS", {backend: backends.BACKENDS[backend]})
+        monkeypatch.setattr(dispatch, "BACKENDS", {backend: dispatch.BACKENDS[backend]})
     actual = outcome(varlen_attention, *(x.bfloat16() for x in (q, k, v)), cu_seqlens)
     expected = outcome(
         reference_varlen_attention, *(x.bfloat16().double() for x in (q, k, v)), cu_seqlens
@@ -658,14 +659,14 @@ def test_backends_of_a_gpu_take_queries_and_keys_of_different_tokens(backend, mo
     _, k, v, cu_k = pack([129, 64, 0, 700], head_dim=64, seed=1)
     q, k, v = (x.cuda().bfloat16() for x in (q, k, v))
     layout = Layout(cu_q.cuda(), cu_k.cuda(), 513, 700, False, 64**-0.5)
-    if not backends.BACKENDS[backend].supports(q, k, layout):
+    if not dispatch.BACKENDS[backend].supports(q, k, layout):
         pytest.skip(f"{backend} does not take this here")
     dout = torch.linspace(-1, 1, q.numel(), device="cuda").view_as(q).bfloat16()
     wide = [x.double() for x in (dout, q, k, v)]
     out, lse = plain.forward(*wide[1:], layout)
     expected = out, lse, *plain.backward(wide[0], (*wide[1:], out, lse), layout)
-    given = backends.BACKENDS[backend].forward(q, k, v, layout)
-    actual = *given, *backends.BACKENDS[backend].backward(dout, (q, k, v, *given), layout)
+    given = dispatch.BACKENDS[backend].forward(q, k, v, layout)
+    actual = *given, *dispatch.BACKENDS[backend].backward(dout, (q, k, v, *given), layout)
     for a, e in zip(actual, expected, strict=True):
         seen = e > -torch.inf
         assert (a[~seen] == -torch.inf).all()

@@ -13,7 +13,7 @@ import rank_threads
 import torch
 from trainer_cases import MOE, manifest
 
-from orrery.kernels.attention import Documents, backends, flash, reference_varlen_attention
+from orrery.kernels.attention import Documents, dispatch, flash, reference_varlen_attention
 from orrery.models.layers import Attention, Experts, MixtureOfExperts, rotary_angles
 from orrery.trainer.parallel.context_parallel import zigzag
 from orrery.trainer.parallel.expert_parallel import make_exchange
@@ -43,8 +43,8 @@ def calls(monkeypatch):
     """
     seen, flash4, first_that_runs, lock = (
         [],
-        backends.BACKENDS["flash4"],
-        backends._run_first_that_succeeds,
+        dispatch.BACKENDS["flash4"],
+        dispatch._run_first_that_succeeds,
         threading.Lock(),
     )
 
@@ -63,9 +63,9 @@ def calls(monkeypatch):
         pytest.skip("NOT TESTED: FlashAttention 4 is not installed")
     passes = {name: noted(name) for name in ("forward", "backward")}
     monkeypatch.setitem(
-        backends.BACKENDS, "flash4", SimpleNamespace(supports=flash4.supports, **passes)
+        dispatch.BACKENDS, "flash4", SimpleNamespace(supports=flash4.supports, **passes)
     )
-    monkeypatch.setattr(backends, "_run_first_that_succeeds", one_by_one)
+    monkeypatch.setattr(dispatch, "_run_first_that_succeeds", one_by_one)
     return seen
 
 
@@ -80,7 +80,7 @@ def check_calls(calls, device, num_ranks):
         if device == "cuda" and is_hopper()
         else []
     )
-    assert not backends._failed
+    assert not dispatch._failed
 
 
 def draw(seed, *shape, device="cpu", dtype=torch.float64):

@@ -5,7 +5,6 @@ from orrery.kernels.attention.dispatch import (
     attention_forward,
     reference_varlen_attention,
     varlen_attention,
-    varlen_attention_with_lse,
 )
 from orrery.kernels.attention.layout import Documents
 
@@ -15,5 +14,4 @@ __all__ = [
     "attention_forward",
     "reference_varlen_attention",
     "varlen_attention",
-    "varlen_attention_with_lse",
 ]

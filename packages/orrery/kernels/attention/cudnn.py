@@ -210,24 +210,18 @@ class ExecutionPlan(NamedTuple):
 def _plan(shape: PlanShape, backward: bool) -> ExecutionPlan:
     cudnn = load_library()
     with _ready(shape.device) as handle:
-        graph, tensors = build_graph(cudnn, shape, backward, handle)
+        builder = _GraphBuilder(cudnn, shape, handle)
+        if backward:
+            builder.add_backward()
+        else:
+            builder.add_forward()
+        graph = builder.graph
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return ExecutionPlan(graph, tensors, graph.get_workspace_size())
-
-
-def build_graph(
-    cudnn: Any, shape: PlanShape, backward: bool, handle: Any = None
-) -> tuple[Any, dict[str, Any]]:
-    graph = _GraphBuilder(cudnn, shape, handle)
-    if backward:
-        graph.add_backward()
-    else:
-        graph.add_forward()
-    return graph.graph, graph.tensors
+        return ExecutionPlan(graph, builder.tensors, graph.get_workspace_size())
 
 
 class _GraphBuilder:

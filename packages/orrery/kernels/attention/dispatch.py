@@ -1,5 +1,7 @@
-"""Public attention functions and their two custom operators.
+"""Public attention functions, their two custom operators, and the choice of a backend.
 
+- `BACKENDS` has the fastest first. If one fails, the next runs, and the failed backend is not tried
+  again in this process.
 - `torch.compile(fullgraph=True)` traces the operators with symbolic lengths: a new packing does not
   recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
@@ -8,12 +10,37 @@
 
 # mypy: disable-error-code="no-untyped-def"
 import itertools
+import logging
 
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention import backends
-from orrery.kernels.attention.layout import Documents, Layout, lse_dtype
+from orrery.kernels.attention.cudnn import CudnnDense, CudnnPacked
+from orrery.kernels.attention.flash import Flash2, Flash4
+from orrery.kernels.attention.layout import (
+    AttentionBackend,
+    Documents,
+    Gradients,
+    Layout,
+    Output,
+    Saved,
+    lse_dtype,
+)
+from orrery.kernels.attention.portable import Batched, Padded, Plain
+
+log = logging.getLogger("orrery.kernels.attention")
+
+BACKENDS: dict[str, AttentionBackend] = {
+    "flash4": Flash4(),
+    "cudnn_dense": CudnnDense(),
+    "cudnn_packed": CudnnPacked(),
+    "flash": Flash2(),
+    "padded": Padded(),
+    "batched": Batched(),
+    "plain": Plain(),
+}
+
+_failed: set[str] = set()
 
 
 def varlen_attention(
@@ -32,7 +59,7 @@ def varlen_attention(
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
     offsets, longest = cu_seqlens.cu_seqlens, cu_seqlens.max_seqlen
     sides = (offsets, offsets, longest, longest, True)
-    return varlen_attention_with_lse(q_THD, k_TGD, v_TGD, *sides)[0]
+    return _attend(q_THD, k_TGD, v_TGD, *sides)[0]
 
 
 def reference_varlen_attention(
@@ -53,7 +80,7 @@ def reference_varlen_attention(
     return torch.cat(outputs)
 
 
-def varlen_attention_with_lse(
+def _attend(
     q_THD: Tensor,
     k_SGD: Tensor,
     v_SGD: Tensor,
@@ -78,7 +105,7 @@ def varlen_attention_with_lse(
 
 
 # Without a graph, for callers of `attention_backward`.
-attention_forward = torch.no_grad()(varlen_attention_with_lse)
+attention_forward = torch.no_grad()(_attend)
 
 
 @torch.no_grad()
@@ -119,7 +146,7 @@ def varlen_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, D] and lse [H, T] of q [T, H, D], k and v [S, G, D]."""
     layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
-    return backends.forward(q, k, v, layout)
+    return run_forward(q, k, v, layout)
 
 
 @varlen_attention_forward.register_fake
@@ -143,7 +170,7 @@ def varlen_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale)
-    return backends.backward(dout, (q, k, v, out, lse), layout)
+    return run_backward(dout, (q, k, v, out, lse), layout)
 
 
 @varlen_attention_backward.register_fake
@@ -168,3 +195,58 @@ def _backward(ctx, dout, _):
 
 
 varlen_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
+    """Return the backends for these inputs, best first and `plain` last."""
+    names = [name for name in BACKENDS if name not in _failed]
+    return [name for name in names if BACKENDS[name].supports(q, k, layout)]
+
+
+def run_forward(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Output:
+    """Return out [T, H, D] and log-sum-exp [H, T], both contiguous."""
+    if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
+        lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=lse_dtype(q_THD))
+        return q_THD.new_zeros(q_THD.shape), lse_HT
+    inputs = _contiguous((q_THD, k_SGD, v_SGD))
+    return _run_first_that_succeeds("forward", q_THD, k_SGD, layout, *inputs)
+
+
+def run_backward(dout_THD: Tensor, saved: Saved, layout: Layout) -> Gradients:
+    """Return dq, dk, dv, contiguous, in their inputs' dtypes."""
+    q_THD, k_SGD, *_ = saved
+    if q_THD.shape[0] == 0 or k_SGD.shape[0] == 0:
+        return tuple(x.new_zeros(x.shape) for x in saved[:3])
+    saved = _contiguous(saved)
+    return _run_first_that_succeeds("backward", q_THD, k_SGD, layout, dout_THD.contiguous(), saved)
+
+
+def _run_first_that_succeeds(
+    pass_: str, q: Tensor, k: Tensor, layout: Layout, *tensors: Tensor | Saved
+) -> tuple[Tensor, ...]:
+    *optional, last = candidates(q, k, layout)
+    for name in optional:
+        try:
+            return _contiguous(getattr(BACKENDS[name], pass_)(*tensors, layout))
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            _failed.add(name)
+            log.warning(
+                "attention backend %s fails in the %s pass and is left out from here on "
+                "(q %s, k %s, %d documents): %s",
+                *(name, pass_, list(q.shape), list(k.shape), layout.num_documents, error),
+            )
+    return _contiguous(getattr(BACKENDS[last], pass_)(*tensors, layout))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether another backend can help, as when a library has no plan.
+
+    Out of memory and device faults, subclasses of RuntimeError, would recur.
+    """
+    return type(error) is RuntimeError or type(error).__module__.startswith(("cudnn", "cutlass"))
+
+
+def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in tensors)
