@@ -3,3 +3,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "inference"))  # network_alone
 sys.path.insert(0, str(Path(__file__).parent))  # two_turns
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "faults"))  # listeners

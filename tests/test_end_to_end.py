@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from listeners import listening, undeclared
 
-from orrery.launcher.listeners import listening, undeclared
 from orrery.manifest.identity import canonical_json, load, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read

@@ -32,7 +32,8 @@ import psutil
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.launcher.listeners import Socket, listening, undeclared
+from listeners import Socket, listening, undeclared
+
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK

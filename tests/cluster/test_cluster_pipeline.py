@@ -256,7 +256,8 @@ def test_four_nodes_lose_a_role_and_then_a_node_and_end_well(cluster: Cluster, f
 
 SOCKETS = """
 import json, sys, psutil, socket
-from orrery.launcher.listeners import listening, undeclared
+sys.path.insert(0, sys.argv[2])
+from listeners import listening, undeclared
 roles = {int(pid): role for pid, role in json.loads(sys.argv[1]).items()}
 [host] = [a.address for a in psutil.net_if_addrs()["eth0"] if a.family == socket.AF_INET]
 found = listening(roles)
@@ -269,7 +270,8 @@ def _sockets(cluster: Cluster, run: Run, node: str) -> tuple[int, list[str]]:
     names = [role["name"] for role in run.status()["roles"] if role["node"] == node]
     roles = {run.health(name)["pid"]: name.split(".")[0] for name in names}
     python = str(cluster.checkout / ".venv/bin/python")
-    return tuple(json.loads(cluster.on(node, python, "-c", SOCKETS, json.dumps(roles)).stdout))
+    words = python, "-c", SOCKETS, json.dumps(roles), str(cluster.checkout / "benchmarks/faults")
+    return tuple(json.loads(cluster.on(node, *words).stdout))
 
 
 def test_ctrl_c_while_queued_and_while_running_leaves_no_job(cluster: Cluster, fresh):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import cli, lock
+from orrery.launcher import cli
 from orrery.launcher import status as statuses
 from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
-from orrery.launcher.status import RoleStatus, Status, newest_checkpoint
+from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -223,7 +223,10 @@ def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
     checkout, other, monkeypatch
 ):
     run = begun(checkout, other)
-    with lock.hold(other.path), pytest.raises(OrreryError, match="another launcher runs this run"):
+    with (
+        hold_lock(other.path),
+        pytest.raises(OrreryError, match="another launcher runs this run"),
+    ):
         adopt(run, other)
     write(
         checkout / "runs" / f".{run.path.name}.partial" / "status.json", "{}"

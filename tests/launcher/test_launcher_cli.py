@@ -375,9 +375,9 @@ def test_status_shows_stages_and_what_each_waits_for_and_notices_a_dead_launcher
         run_dir
     )
     with health.waiting("batch 13 from orchestrator"):
-        from orrery.launcher import lock
+        from orrery.launcher import status
 
-        with lock.hold(run_dir):
+        with status.hold_lock(run_dir):
             code, out, _ = orrery(capsys, "status")
     assert code == 0
     assert (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher.describe_plan import describe_stage
+from orrery.launcher.pipeline import describe_stage
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.job_script import components, sbatch_options
 from orrery.launcher.slurm.steps import step_plans

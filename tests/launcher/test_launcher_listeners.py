@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from orrery.launcher.listeners import LISTENERS, listening, table, undeclared
+from listeners import LISTENERS, listening, table, undeclared
 
 LOOPBACK = "127.0.0.1"
 # A process that listens on the sockets in its arguments until its standard input ends.

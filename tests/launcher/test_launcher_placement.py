@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orrery.launcher.placement import environment, share_cores, share_devices
+from orrery.launcher.process import environment, share_cores, share_devices
 from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan
 from orrery.runtime import scratch

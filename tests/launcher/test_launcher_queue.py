@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.steps import failed_node, task_endings
-from orrery.launcher.stop import stop_run
 from orrery.manifest.errors import OrreryError
 
 # squeue's JOB STATE CODES, whole

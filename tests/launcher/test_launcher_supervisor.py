@@ -17,7 +17,7 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import cleanup, lock, status
+from orrery.launcher import cleanup, status
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
 from orrery.launcher.status import newest_checkpoint
@@ -396,13 +396,13 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
 def test_a_second_launcher_of_the_same_run_gets_one_sentence(run_dir):
     first = launch(run_dir, ("trainer", ["ready", "wait"]))
     ready(run_dir, "trainer.0")
-    assert lock.holder(run_dir).pid == first.pid
+    assert status.lock_holder(run_dir).pid == first.pid
     code, stderr = end(launch(run_dir, ("trainer", ["ready", "wait"])))
     assert code == 2 and stderr.count("\n") == 1
     assert f"another launcher runs this run (pid {first.pid})" in stderr
     first.send_signal(signal.SIGTERM)
     end(first)
-    assert lock.holder(run_dir) is None
+    assert status.lock_holder(run_dir) is None
 
 
 def test_every_start_is_a_new_attempt_and_appends_to_the_logs(run_dir):
@@ -551,25 +551,25 @@ def test_a_full_disk_ends_the_stage_with_a_sentence_and_leaves_no_process(run_di
 
 def test_the_launcher_of_a_run_is_known_after_the_wall_clock_was_set(tmp_path, monkeypatch):
     boot_s = psutil.boot_time()
-    with lock.hold(tmp_path):
+    with status.hold_lock(tmp_path):
         monkeypatch.setattr(
             "psutil._pslinux.boot_time", lambda: boot_s + 1200.0
         )  # the kernel's answer after a step of 20 minutes
-        found = lock.holder(tmp_path)
+        found = status.lock_holder(tmp_path)
         assert found is not None and found.pid == os.getpid(), (
             "`orrery status` would say that it died"
         )
-    assert lock.holder(tmp_path) is None
+    assert status.lock_holder(tmp_path) is None
 
 
 def test_someone_who_looks_for_the_holder_keeps_no_launcher_from_starting(run_dir):
-    with lock.hold(run_dir):
+    with status.hold_lock(run_dir):
         pass
     with open(run_dir / ".lock") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
-        with lock.hold(run_dir):
-            assert lock.holder(run_dir).pid == os.getpid()
+        with status.hold_lock(run_dir):
+            assert status.lock_holder(run_dir).pid == os.getpid()
 
 
 def test_a_sink_that_cannot_start_costs_one_line_and_not_the_run(tmp_path, monkeypatch, capsys):

@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orrery.launcher import lock
 from orrery.launcher import status as statuses
 from orrery.launcher.runs import Run, resume_command
-from orrery.launcher.status import newest_checkpoint
+from orrery.launcher.status import hold_lock, newest_checkpoint
 from orrery.manifest.diff import diff
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json
@@ -67,7 +66,7 @@ def adopt(run: Run, other: Run) -> str:
             f"type `orrery diff {other.path.name} {run.manifest.name}` for all of them"
         )
     made = run.path.with_name(f".{run.path.name}.partial")
-    with lock.hold(other.path), lock.hold(made):
+    with hold_lock(other.path), hold_lock(made):
         for left in made.iterdir():  # from a killed process
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

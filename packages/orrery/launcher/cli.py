@@ -104,7 +104,7 @@ def plan(
     to: Annotated[Path | None, typer.Option("--write", metavar="FOLDER", help=WRITE_HELP)] = None,
 ) -> None:
     """Print nodes, devices, images, submission and commands of a run's stages. Start nothing."""
-    from orrery.launcher.describe_plan import describe_stage, write_plan
+    from orrery.launcher.pipeline import describe_stage, write_plan
     from orrery.launcher.runs import planned
     from orrery.launcher.site import load_site
     from orrery.manifest.workspace import find_workspace
@@ -201,9 +201,9 @@ def stop(
     checkpoint: Annotated[bool, typer.Option("--checkpoint", help=CHECKPOINT_HELP)] = False,
 ) -> None:
     """Stop a run, or cancel its Slurm jobs. It can be resumed."""
+    from orrery.launcher.preemption import stop_run
     from orrery.launcher.runs import find
     from orrery.launcher.site import load_site
-    from orrery.launcher.stop import stop_run
     from orrery.manifest.workspace import find_workspace
 
     workspace = find_workspace()

@@ -1,30 +1,193 @@
-"""The checked-in runs for the Snakefile: targets, stages, their order and their submission.
+"""The plan of the stages on this site: its text, its written files, and the Snakefile's pipeline.
 
-A checked-in manifest that differs from its rendered spec is an OrreryError.
+- A missing run folder, image or job is a word in <>.
+- A written script holds the command that Snakemake's executor submits, or the stage's command
+  without Slurm.
+- A checked-in manifest that differs from its rendered spec is an OrreryError.
 """
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from orrery.launcher.describe_plan import describe_stage
+from orrery.launcher import images
+from orrery.launcher.containers import apptainer, image_of, scratch_of
+from orrery.launcher.process import role_argv
+from orrery.launcher.runs import Run
 from orrery.launcher.site import Site, cluster, load_site
-from orrery.launcher.slurm.job_script import sbatch_options
-from orrery.manifest import plan as plans
+from orrery.launcher.slurm.job_script import (
+    Component,
+    batch_command,
+    components,
+    devices_per_node,
+    nodes,
+    sbatch_options,
+)
+from orrery.launcher.slurm.steps import StepPlan, srun, step_plans
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StageName, StagePlan, plan
+from orrery.manifest.plan import stage as stage_plan
 from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
+from orrery.manifest.support import notes
 from orrery.manifest.workspace import Workspace, find_workspace
-from orrery.runtime.run_directory import done_path
+from orrery.runtime.health import listed
+from orrery.runtime.run_directory import MANIFEST, code_dir, done_path, logs_dir
 
-STAGES = get_args(plans.StageName)
+STAGES = get_args(StageName)
 RUNS = Path("runs")
 MARKER = re.compile(str(done_path(RUNS / "(?P<run>[^/]+)", "(?P<stage>[^/]+)")))
+
+
+def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspace) -> list[str]:
+    one, hardware = stage_plan(manifest, name), manifest.hardware
+    if site.slurm is None:
+        how = "processes here"
+        if one.num_nodes > 1:
+            how = "needs a cluster, and there is no site file with [slurm]"
+        groups = map(partial(_group, manifest, one), one.groups)
+        return [_head(manifest, one, how), *groups, *notes(manifest)]
+    parts = components(hardware, one, site.slurm)
+    steps = step_plans(one, parts, site.slurm)
+    job = "one Slurm job"
+    if len(parts) > 1:
+        job = f"one heterogeneous Slurm job of {len(parts)} components"
+    lines = [_head(manifest, one, job)]
+    for number, part in enumerate(parts):
+        held = ", ".join(map(_names_of_steps, _by_role(steps, number)))
+        where = f"component {number} ({part.group.name}): {_nodes(part, hardware.accelerator)}"
+        lines.append(f"  {where}: {held}")
+    lines += notes(manifest)
+    if one.num_nodes > 1 and site.network is None:
+        lines.append(
+            "  note: network.interface: the site file has none, so nodes cannot reach one another: "
+            "the stage is refused"
+        )
+    lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
+    for number in range(len(parts)):
+        for first, *more in _by_role(steps, number):
+            line = _srun_line(first, len(parts) > 1, manifest, one, site, workspace)
+            lines.append(f"  {shlex.join(line)}")
+            if more:
+                lines.append(f"  likewise, a step each: {_names_of_steps(more)}")
+    return lines
+
+
+def _by_role(steps: Iterable[StepPlan], component: int) -> list[list[StepPlan]]:
+    inside = (step for step in steps if step.component == component)
+    return [list(each) for _, each in groupby(inside, lambda step: step.role)]
+
+
+def _head(manifest: Manifest, one: StagePlan, how: str) -> str:
+    count = len(one.processes)
+    processes = f"{count} process{'es' if count > 1 else ''}"
+    folder = run_dir("", manifest).name
+    return f"{one.name} of {folder}: {how}, {_count(one.num_nodes, 'node')}, {processes}"
+
+
+def _group(manifest: Manifest, one: StagePlan, group: NodeGroup) -> str:
+    processes = [process for node in nodes(group) for process in one.by_node.get(node, ())]
+    devices, kind = devices_per_node(one, group), manifest.hardware.accelerator.upper()
+    if kind == "CPU":
+        kind = "cores" if devices > 1 else "core"
+    each = f" × {devices} {kind}" if devices else ""
+    return f"  {group.name}: {_count(group.num_nodes, 'node')}{each}: {_names(processes)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _nodes(part: Component, accelerator: str) -> str:
+    what = f"{part.gpus} {accelerator.upper()}" if part.gpus else f"{part.cpus} cores"
+    return f"{_count(part.group.num_nodes, 'node')} × {what}"
+
+
+def _names(processes: Iterable[ProcessPlan]) -> str:
+    return listed(f"{process.role}.{process.index}" for process in processes)
+
+
+def _names_of_steps(steps: Iterable[StepPlan]) -> str:
+    return _names(process for step in steps for process in step.processes)
+
+
+def _srun_line(
+    step: StepPlan,
+    heterogeneous: bool,
+    manifest: Manifest,
+    one: StagePlan,
+    site: Site,
+    workspace: Workspace,
+) -> list[str]:
+    folder = Path("runs") / run_dir("", manifest).name
+    code = code_dir(folder) / "<digest>"
+    argv = role_argv("python3", step.module, folder, one.name, 0, 0)
+    argv[argv.index("--attempt") + 1] = "<attempt>"
+    scratch = scratch_of(site.containers, "<job>")
+    if site.containers is not None:
+        hardware = images.hardware_of(manifest.hardware.accelerator)
+        try:
+            image = image_of(site.containers, workspace, manifest.hardware, step.role)
+        except OrreryError:
+            name = f"{images.IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
+            image = workspace.root / site.containers.images / name
+        image = Path(workspace.shown(image))
+        gpus = hardware == "cuda"
+        argv = apptainer(site.containers, image, folder, code, scratch, gpus, argv)
+    component = step.component if heterogeneous else None
+    nodelist = "<nodes>" if step.num_nodes > 1 else "<node>"
+    return srun(step, component, nodelist, code, logs_dir(folder), scratch, f"=== {one.name}", argv)
+
+
+def write_plan(
+    run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
+) -> list[Path]:
+    """Write the new folder `folder`, whole or not at all. Return its files."""
+    if folder.exists() or folder.is_symlink():
+        raise OrreryError(
+            f"{folder}: is there already; name a folder that is not, or remove this one"
+        )
+    described = [
+        line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
+    ]
+    texts = {MANIFEST: pretty_json(run.manifest), "plan.txt": "\n".join(described) + "\n"}
+    for name in stages:
+        file = f"{run.stages.index(name) + 1}_{name}.sh"
+        texts[file] = _script(run, name, site, workspace)
+    made = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
+    try:
+        made.mkdir(parents=True)
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8")
+            if name.endswith(".sh"):
+                (made / name).chmod(0o755)
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return [folder / name for name in texts]
+
+
+def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
+    command = ["orrery", "run", run.path.name, name]
+    if site.slurm is not None:
+        options = sbatch_options(run.manifest.hardware, stage_plan(run.manifest, name), site.slurm)
+        command = batch_command(run.path, name, options, shlex.join(command), site, workspace.root)
+    title = f"# {name} of {run.path.name}, from {workspace.root}"
+    return f"#!/bin/sh\n{title}\nexec {shlex.join(command)}\n"
+
+
+# The Snakefile's pipeline
 
 
 @dataclass(frozen=True)
@@ -57,7 +220,7 @@ class Pipeline:
                 raise OrreryError(
                     f"target {target}: no checked-in manifest has the run folder {run!r}; {hint}"
                 )
-            stages = [one.name for one in plans.plan(self.manifests[run])]
+            stages = [one.name for one in plan(self.manifests[run])]
             if stage not in stages:
                 raise OrreryError(
                     f"target {target}: this run has no stage {stage!r}; "
@@ -65,7 +228,7 @@ class Pipeline:
                 )
 
     def before(self, run: str, stage: str) -> list[str]:
-        after = plans.stage(self.manifests[run], stage).after
+        after = stage_plan(self.manifests[run], stage).after
         return [str(done_path(RUNS / run, one)) for one in after]
 
     def no_slurm(self) -> str:
@@ -79,7 +242,7 @@ class Pipeline:
         if self.site.slurm is None:
             return ""
         manifest = self.manifests[run]
-        return sbatch_options(manifest.hardware, plans.stage(manifest, stage), self.site.slurm)
+        return sbatch_options(manifest.hardware, stage_plan(manifest, stage), self.site.slurm)
 
     def describe(self, run: str, stage: str) -> str:
         return "\n".join(describe_stage(self.manifests[run], stage, self.site, self.workspace))

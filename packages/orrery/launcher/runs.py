@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from orrery.launcher import lock
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job_script import IN_JOB
 from orrery.launcher.stage import Job
+from orrery.launcher.status import lock_holder
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load, pretty_json, run_dir
@@ -194,4 +194,4 @@ def resume_command(
 
 def newest(workspace: Workspace) -> Path | None:
     paths = list(filter(has_layout, all_runs(workspace)))
-    return next(iter([path for path in paths if lock.holder(path) is not None] or paths), None)
+    return next(iter([path for path in paths if lock_holder(path) is not None] or paths), None)

@@ -1,23 +1,29 @@
-"""`status.json`, `DONE` and checkpoints: the state of a run in its folder.
+"""`status.json`, checkpoints and the lock: the state of a run in its folder.
 
-If `status.json` says `running` and no process holds the run's lock, the launcher died.
+- One launcher per run holds an flock on the run's lock. The kernel frees it with the launcher.
+- The lock's file holds host, pid and start time, to detect a reused pid.
+- If `status.json` says `running` and no process holds the run's lock, the launcher died.
 """
 
+import fcntl
 import json
 import os
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from orrery.launcher import lock
 from orrery.launcher.slurm import queue
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_as
 from orrery.manifest.publish import write_atomic
-from orrery.runtime.run_directory import STATUS, whole_checkpoints
+from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
+LOOKED_AT_S = 1.0  # `lock_holder` takes the lock briefly too
 
 
 @dataclass
@@ -64,7 +70,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
     if status.state not in ("running", "stopping"):
         return False
     if status.slurm_job is None or status.host == socket.gethostname():
-        return lock.holder(run_dir) is None
+        return lock_holder(run_dir) is None
     try:
         state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
         return state is None or queue.state_of(state, status.slurm_job) != "running"
@@ -76,3 +82,79 @@ def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
     if stage not in ("sft", "rl"):
         return None
     return max((one.step for one in whole_checkpoints(run_dir, stage)), default=None)
+
+
+# The lock
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / LOCK
+
+
+@dataclass(frozen=True)
+class Holder:
+    host: str
+    pid: int
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
+@contextmanager
+def hold_lock(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
+    """Hold the run's lock. Raise OrreryError if it is not free after `within_s`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        limit_s = time.monotonic() + within_s
+        while not _locked(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > limit_s:
+                who = f" ({found})" if (found := lock_holder(run_dir)) else ""
+                raise OrreryError(
+                    f"{run_dir}: another launcher runs this run{who}; type "
+                    f"`orrery status {run_dir.name}` to watch it or `orrery stop {run_dir.name}` "
+                    "to end it"
+                )
+            time.sleep(0.02)
+        text = f"{socket.gethostname()} {os.getpid()} {_started(os.getpid())}\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_holder(run_dir: Path) -> Holder | None:
+    """Return the run's launcher, None if the lock is free or just taken."""
+    try:
+        descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return None
+    try:
+        if _locked(descriptor, fcntl.LOCK_SH):
+            return None
+        words = os.pread(descriptor, 400, 0).decode(errors="replace").split()
+    finally:
+        os.close(descriptor)
+    try:
+        found, started = Holder(words[0], int(words[1])), int(words[2])
+        return found if not found.is_here or _started(found.pid) == started else None
+    except (IndexError, ValueError, OSError):
+        return None
+
+
+def _started(pid: int) -> int:
+    """Return the start time in ticks since boot, unlike psutil's wall clock."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

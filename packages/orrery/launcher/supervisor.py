@@ -18,14 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from orrery.launcher import cleanup, failure, inputs, lock, preemption, receipt
+from orrery.launcher import cleanup, failure, inputs, preemption, receipt
 from orrery.launcher import status as statuses
-from orrery.launcher.placement import environment, share_cores, share_devices
 from orrery.launcher.preemption import Preemption, catch_signals
-from orrery.launcher.process import Process
+from orrery.launcher.process import Process, environment, share_cores, share_devices
 from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
 from orrery.launcher.stage import Interrupts, Job, Outcome, RunningStage
+from orrery.launcher.status import LOOKED_AT_S, hold_lock
 from orrery.launcher.view import Observer, View
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.publish import sync_folders, write_atomic
@@ -63,8 +63,8 @@ def run_stage(job: Job) -> Outcome:
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
     with ExitStack() as stack:
         interrupts = stack.enter_context(catch_signals())
-        within_s = RESTART_LOCK_S if restarted else lock.LOOKED_AT_S
-        stack.enter_context(lock.hold(job.run_dir, within_s))
+        within_s = RESTART_LOCK_S if restarted else LOOKED_AT_S
+        stack.enter_context(hold_lock(job.run_dir, within_s))
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
             if not marker.exists():

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from orrery.launcher import containers
-from orrery.launcher.placement import cluster_environment
-from orrery.launcher.process import ended_within, header, role_argv
+from orrery.launcher.process import cluster_environment, ended_within, header, role_argv
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job_script import components

@@ -18,8 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from orrery.launcher.placement import KINDS
-from orrery.launcher.process import ended_within, last_line, signal_or_code
+from orrery.launcher.process import KINDS, ended_within, last_line, signal_or_code
 from orrery.launcher.site import Slurm
 from orrery.launcher.slurm.job_script import Component, gres, nodes
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
