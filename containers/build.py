@@ -23,8 +23,8 @@ from typing import get_args
 from debian import fetch, read_lock
 from normalise import normalise
 
-from orrery.launcher import images
-from orrery.launcher.images import Built, Hardware, Image
+from orrery.launcher import containers
+from orrery.launcher.containers import Built, Hardware, Image
 from orrery.manifest.workspace import Workspace, find_workspace
 
 FETCH_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
@@ -32,7 +32,7 @@ FETCH_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) -> Built:
     """Build an image into `folder`. Raise CalledProcessError if a tool fails."""
-    recipe = images.recipe(workspace, image, hardware)
+    recipe = containers.recipe(workspace, image, hardware)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"orrery-{image}-", ignore_cleanup_errors=True) as name:
         work = Path(name)
@@ -41,19 +41,21 @@ def build(workspace: Workspace, image: Image, hardware: Hardware, folder: Path) 
             _prefetch(workspace.root / f"containers/debian.{hardware}.lock", folder / "debian")
         else:
             (work / "base.sif").symlink_to(_built(workspace, folder, "base", hardware))
-            lock = next(part for part in images.parts(image, hardware) if part.startswith("locks/"))
+            lock = next(
+                part for part in containers.parts(image, hardware) if part.startswith("locks/")
+            )
             compiler = _built(workspace, folder, "base", "cuda")
             script = workspace.root / "containers/python.sh"
             arguments = [lock, environment["BUILD_PACKAGES"], compiler]
             subprocess.run(["bash", script, *arguments], env=environment, check=True)
         _apptainer(workspace.root / f"containers/{image}.def", hardware, work, environment)
         normalise(work / "image.sif")
-        built = Built(recipe, images.sha256(work / "image.sif"))
+        built = Built(recipe, containers.sha256(work / "image.sif"))
         part = folder / f".{image}-{hardware}.{os.getpid()}"
         shutil.copyfile(work / "image.sif", part)
         part.chmod(0o755)
-        part.replace(folder / images.file_name(image, hardware, built.sif))
-    record = images.record_path(workspace, folder, image, hardware)
+        part.replace(folder / containers.file_name(image, hardware, built.sif))
+    record = containers.record_path(workspace, folder, image, hardware)
     record.parent.mkdir(exist_ok=True)
     record.write_text(json.dumps(built._asdict()) + "\n")
     return built
@@ -98,7 +100,7 @@ def _apptainer(
 ) -> None:
     alone = ["unshare", "--user", "--map-root-user"] if os.geteuid() == 0 else []
     argument = ["--build-arg", f"HARDWARE={hardware}"] if definition.name == "base.def" else []
-    options = ["--force", *argument, f"--mksquashfs-args={images.MKSQUASHFS}"]
+    options = ["--force", *argument, f"--mksquashfs-args={containers.MKSQUASHFS}"]
     build = ["apptainer", "--silent", "build", *options, "image.sif", str(definition)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run([*alone, *build], cwd=work, env=environment, text=True, **pipes)
@@ -108,23 +110,25 @@ def _apptainer(
 
 
 def _built(workspace: Workspace, folder: Path, image: Image, hardware: Hardware) -> Path:
-    record = images.record_path(workspace, folder, image, hardware)
-    return (folder / images.file_name(image, hardware, images.read_record(record).sif)).absolute()
+    record = containers.record_path(workspace, folder, image, hardware)
+    return (
+        folder / containers.file_name(image, hardware, containers.read_record(record).sif)
+    ).absolute()
 
 
 def against_lock(name: str, built: Built, locked: Built | None) -> str:
     """Compare a built image with `images.lock`, in one sentence."""
     if locked is None:
-        return f"{name}: {built.sif[:16]}; it is not in {images.LOCK} yet"
+        return f"{name}: {built.sif[:16]}; it is not in {containers.LOCK} yet"
     if locked == built:
-        return f"{name}: {built.sif[:16]}, as {images.LOCK} says"
+        return f"{name}: {built.sif[:16]}, as {containers.LOCK} says"
     if locked.recipe != built.recipe:
         return (
-            f"{name}: {built.sif[:16]}; the recipe has changed since {images.LOCK} was written, "
-            "so this is another image"
+            f"{name}: {built.sif[:16]}; the recipe has changed since {containers.LOCK} was "
+            "written, so this is another image"
         )
     return (
-        f"{name}: {built.sif[:16]} is not the {locked.sif[:16]} of {images.LOCK}, though the "
+        f"{name}: {built.sif[:16]} is not the {locked.sif[:16]} of {containers.LOCK}, though the "
         f"recipe is the same: {_version('apptainer', '--version')} or "
         f"{_version('mksquashfs', '-version')} differs from what wrote the lock"
     )
@@ -137,22 +141,22 @@ def _version(*command: str) -> str:
 
 def write_lock(workspace: Workspace, records: list[Path]) -> None:
     """Merge records (`<image>-<hardware>-<recipe>.json`) into images.lock."""
-    lock = images.locked(workspace)
+    lock = containers.locked(workspace)
     for record in records:
         image, hardware, _ = record.name.split("-")
-        lock[f"{hardware}/{image}"] = images.read_record(record)
+        lock[f"{hardware}/{image}"] = containers.read_record(record)
     text = json.dumps({name: built._asdict() for name, built in sorted(lock.items())}, indent=2)
-    (workspace.root / images.LOCK).write_text(text + "\n")
+    (workspace.root / containers.LOCK).write_text(text + "\n")
 
 
 def main(argv: list[str]) -> None:
     workspace = find_workspace(Path(__file__))
-    known = {(image, hardware) for image in images.IMAGES for hardware in get_args(Hardware)}
+    known = {(image, hardware) for image in containers.IMAGES for hardware in get_args(Hardware)}
     match argv:
         case ["build", image, hardware, folder] if (image, hardware) in known:
             built = build(workspace, image, hardware, Path(folder))  # type: ignore[arg-type]
             name = f"{hardware}/{image}"
-            print(against_lock(name, built, images.locked(workspace).get(name)))
+            print(against_lock(name, built, containers.locked(workspace).get(name)))
         case ["lock", *records] if records:
             write_lock(workspace, [Path(record) for record in records])
         case _:

@@ -4,7 +4,7 @@
 # TMPDIR says where the work is done (a memory file system is much faster), --config images=FOLDER where the images go.
 import sys
 
-from orrery.launcher.images import IMAGES, record_path
+from orrery.launcher.containers import IMAGES, record_path
 from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()

@@ -28,7 +28,7 @@ from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job_script import batch_command
+from orrery.launcher.slurm.job import batch_command
 from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.support import check_supported

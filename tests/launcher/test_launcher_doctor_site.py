@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from orrery.launcher import containers, doctor, doctor_probe
+from orrery.launcher.containers import recipe
 from orrery.launcher.doctor import examine_site, judge_images, judge_patches
 from orrery.launcher.doctor_judge import (
     Answer,
@@ -29,7 +30,6 @@ from orrery.launcher.doctor_judge import (
     parse_nodes,
     parse_probes,
 )  # fmt: skip
-from orrery.launcher.images import recipe
 from orrery.launcher.site import Site
 from orrery.manifest.workspace import Workspace
 

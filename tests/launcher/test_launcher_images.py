@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import images
-from orrery.launcher.images import Built
+from orrery.launcher import containers
+from orrery.launcher.containers import Built
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
 
@@ -43,9 +43,9 @@ def pins(lock: str) -> dict[str, str]:
 @pytest.fixture
 def checkout(tmp_path) -> Workspace:
     """The files that decide what is in images, to be changed at will."""
-    for image in images.IMAGES:
+    for image in containers.IMAGES:
         for hardware in ("cpu", "cuda"):
-            for part in images.parts(image, hardware):
+            for part in containers.parts(image, hardware):
                 (tmp_path / part).parent.mkdir(exist_ok=True)
                 shutil.copy(ROOT / part, tmp_path / part)
     return Workspace(tmp_path)
@@ -56,9 +56,9 @@ def built(checkout) -> Path:
     """The trainer's image in the folder `images`, a few bytes long, and in the lock."""
     content = b"the trainer's packages"
     sif = hashlib.sha256(content).hexdigest()
-    lock = {"cpu/trainer": Built(images.recipe(checkout, "trainer", "cpu"), sif)._asdict()}
-    (checkout.root / images.LOCK).write_text(json.dumps(lock))
-    path = checkout.root / "images" / images.file_name("trainer", "cpu", sif)
+    lock = {"cpu/trainer": Built(containers.recipe(checkout, "trainer", "cpu"), sif)._asdict()}
+    (checkout.root / containers.LOCK).write_text(json.dumps(lock))
+    path = checkout.root / "images" / containers.file_name("trainer", "cpu", sif)
     path.parent.mkdir()
     path.write_bytes(content)
     return path
@@ -95,25 +95,27 @@ def test_login_and_orchestrator_hold_no_torch(lock):
 
 
 def test_a_recipe_moves_with_each_of_its_parts_and_with_no_other(checkout):
-    before = images.recipe(checkout, "trainer", "cpu")
-    for part in images.parts("trainer", "cpu"):
+    before = containers.recipe(checkout, "trainer", "cpu")
+    for part in containers.parts("trainer", "cpu"):
         path = checkout.root / part
         content = path.read_bytes()
         path.write_bytes(content + b"\n")
-        assert images.recipe(checkout, "trainer", "cpu") != before, part
+        assert containers.recipe(checkout, "trainer", "cpu") != before, part
         path.write_bytes(content)
     for other in ("containers/inference.def", "locks/inference.cpu.txt", "locks/trainer.cuda.txt"):
         (checkout.root / other).write_text("another")
-    assert images.recipe(checkout, "trainer", "cpu") == before
+    assert containers.recipe(checkout, "trainer", "cpu") == before
 
 
 def test_roles_of_one_image_have_one_recipe(checkout):
-    assert images.recipe(checkout, "router", "cpu") == images.recipe(checkout, "inference", "cpu")
+    assert containers.recipe(checkout, "router", "cpu") == containers.recipe(
+        checkout, "inference", "cpu"
+    )
     assert (
         len(
             {
-                images.recipe(checkout, image, hardware)
-                for image in images.IMAGES
+                containers.recipe(checkout, image, hardware)
+                for image in containers.IMAGES
                 for hardware in ("cpu", "cuda")
             }
         )
@@ -122,7 +124,7 @@ def test_roles_of_one_image_have_one_recipe(checkout):
 
 
 def test_a_role_gets_the_file_of_the_lock(checkout, built):
-    assert images.find(checkout, built.parent, "trainer", "cpu", verify=True) == built
+    assert containers.find_image(checkout, built.parent, "trainer", "cpu", verify=True) == built
 
 
 def test_an_image_that_was_never_built_says_what_to_type(checkout, built):
@@ -133,7 +135,7 @@ def test_an_image_that_was_never_built_says_what_to_type(checkout, built):
             r"lock_cuda`"
         ),
     ):
-        images.find(checkout, built.parent, "router", "cuda")
+        containers.find_image(checkout, built.parent, "router", "cuda")
 
 
 def test_a_recipe_that_moved_on_says_what_to_type(checkout, built):
@@ -142,7 +144,7 @@ def test_a_recipe_that_moved_on_says_what_to_type(checkout, built):
     with pytest.raises(
         OrreryError, match=r"the recipe of cpu/trainer has changed since .* lock_cpu`"
     ):
-        images.find(checkout, built.parent, "trainer", "cpu")
+        containers.find_image(checkout, built.parent, "trainer", "cpu")
 
 
 def test_a_missing_file_is_named(checkout, built):
@@ -150,28 +152,28 @@ def test_a_missing_file_is_named(checkout, built):
     with pytest.raises(
         OrreryError, match=rf"images/{built.name}: the image is missing; type `.* trainer_cpu`"
     ):
-        images.find(checkout, built.parent, "trainer", "cpu")
+        containers.find_image(checkout, built.parent, "trainer", "cpu")
 
 
 def test_a_damaged_file_is_found_when_asked(checkout, built):
     built.write_bytes(b"something else")
-    assert images.find(checkout, built.parent, "trainer", "cpu") == built
+    assert containers.find_image(checkout, built.parent, "trainer", "cpu") == built
     with pytest.raises(OrreryError, match=r"the file is not the one of containers/images\.lock"):
-        images.find(checkout, built.parent, "trainer", "cpu", verify=True)
+        containers.find_image(checkout, built.parent, "trainer", "cpu", verify=True)
 
 
 def test_a_role_without_an_image_is_named(checkout):
     with pytest.raises(OrreryError, match="there is none for the role 'referee'"):
-        images.recipe(checkout, "referee", "cpu")
+        containers.recipe(checkout, "referee", "cpu")
 
 
 def test_a_note_goes_when_its_image_is_gone(checkout, built):
-    note = images.record_path(checkout, built.parent, "trainer", "cpu")
+    note = containers.record_path(checkout, built.parent, "trainer", "cpu")
     note.parent.mkdir()
-    note.write_text(json.dumps(images.locked(checkout)["cpu/trainer"]._asdict()))
-    assert images.record_path(checkout, built.parent, "trainer", "cpu").exists()
+    note.write_text(json.dumps(containers.locked(checkout)["cpu/trainer"]._asdict()))
+    assert containers.record_path(checkout, built.parent, "trainer", "cpu").exists()
     built.unlink()
-    assert not images.record_path(checkout, built.parent, "trainer", "cpu").exists()
+    assert not containers.record_path(checkout, built.parent, "trainer", "cpu").exists()
 
 
 def sif(launch: bytes, noise: int) -> bytes:
@@ -338,7 +340,7 @@ IN_THE_IMAGE = {
 def test_an_image_holds_what_its_role_imports_and_no_more(image):
     folder = Path(os.environ.get("ORRERY_IMAGES", ROOT / "images"))
     try:
-        path = images.find(Workspace(ROOT), folder, image, "cpu", verify=True)
+        path = containers.find_image(Workspace(ROOT), folder, image, "cpu", verify=True)
     except OrreryError as error:
         pytest.skip(str(error))
     modules, has_torch = IN_THE_IMAGE[image]

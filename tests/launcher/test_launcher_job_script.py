@@ -9,8 +9,7 @@ import pytest
 
 from orrery.launcher.pipeline import describe_stage
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job_script import components, sbatch_options
-from orrery.launcher.slurm.steps import step_plans
+from orrery.launcher.slurm.job import components, sbatch_options, step_plans
 from orrery.manifest.identity import load
 from orrery.manifest.plan import plan, stage
 from orrery.manifest.workspace import Workspace

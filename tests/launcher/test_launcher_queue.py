@@ -9,7 +9,7 @@ import pytest
 
 from orrery.launcher.preemption import stop_run
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.steps import failed_node, task_endings
+from orrery.launcher.slurm.job import failed_node, task_endings
 from orrery.manifest.errors import OrreryError
 
 # squeue's JOB STATE CODES, whole

@@ -11,9 +11,8 @@ from orrery.launcher.containers import CODE, snapshot
 from orrery.launcher.site import Containers, Site
 from orrery.launcher.slurm import allocation as of_allocation
 from orrery.launcher.slurm.allocation import allocation
-from orrery.launcher.slurm.job_script import components
+from orrery.launcher.slurm.job import components, step_plans
 from orrery.launcher.slurm.queue import clean_environment
-from orrery.launcher.slurm.steps import step_plans
 from orrery.manifest.identity import load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Hardware

@@ -13,7 +13,7 @@ import psutil
 
 from orrery.launcher.process import PROCESS, Process
 from orrery.launcher.site import Site
-from orrery.launcher.slurm.steps import SlurmTask
+from orrery.launcher.slurm.job import SlurmTask
 from orrery.launcher.stage import RunningStage
 from orrery.launcher.status import Status
 from orrery.runtime import scratch

@@ -1,5 +1,7 @@
-"""The container of a role: its command line and its code.
+"""The image of a role, and the container that its command runs in.
 
+- An image holds packages, never code. `containers/images.lock` has each image's recipe (the digest
+  of the files that decide its content) and the sha256 of its SIF file.
 - The code is a read-only snapshot in the run's folder.
 - A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp. No
   `--contain`: ranks, engines and NCCL share /dev/shm and InfiniBand.
@@ -7,20 +9,142 @@
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
-from orrery.launcher import images
 from orrery.launcher.site import Containers
+from orrery.manifest import schema
+from orrery.manifest.digest import sha256
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_as
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.publish import make_folder, publish_folder
-from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
 from orrery.runtime.run_directory import code_dir
+
+Image = Literal["base", "trainer", "inference", "orchestrator"]
+Hardware = Literal["cpu", "cuda"]
+
+LOCK = "containers/images.lock"
+IMAGES: tuple[Image, ...] = get_args(Image)
+IMAGE_OF: dict[str, Image] = {
+    "trainer": "trainer",
+    "inference": "inference",
+    "router": "inference",
+    "kv_store": "inference",
+    "orchestrator": "orchestrator",
+    "report": "orchestrator",
+}
+TOOLS = ("debian.py", "bytecode.py", "normalise.py")
+MKSQUASHFS = (
+    "-comp zstd -Xcompression-level 1 -all-root -no-xattrs -all-time 1700000000 "
+    "-mkfs-time 1700000000"
+)
+
+
+class Built(NamedTuple):
+    recipe: str
+    sif: str
+
+
+def hardware_of(accelerator: str) -> Hardware:
+    return "cpu" if accelerator == "cpu" else "cuda"
+
+
+def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
+    files = ["base.def", f"debian.{hardware}.lock", *TOOLS]
+    if image == "base":
+        return tuple(f"containers/{name}" for name in files)
+    files += [f"{image}.def", "debian.cuda.lock"]  # the GPU base has the compiler
+    files += ["python.sh", "contested.py", "sdists.in", "make_wheels.py"]
+    lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
+    folder = dict.fromkeys(f"containers/{name}" for name in files)
+    return (*folder, f"locks/{lock}.txt", ".python-version")
+
+
+def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
+    image = _image(role)
+    digests = {part: sha256(workspace.root / part) for part in parts(image, hardware)}
+    text = json.dumps([image, hardware, digests, MKSQUASHFS], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_name(image: Image, hardware: Hardware, sif: str) -> str:
+    """Return the name with the digest, because Snakemake knows images by name."""
+    return f"{image}-{hardware}-{sif[:16]}.sif"
+
+
+def locked(workspace: Workspace) -> dict[str, Built]:
+    path = workspace.root / LOCK
+    if not path.exists():
+        return {}
+    return read_as(path, dict[str, Built], f"check out the commit's own {LOCK}")
+
+
+def find_image(
+    workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
+) -> Path:
+    """Return the file in `images_dir` of a role's (or image's) image.
+
+    Raise OrreryError if the recipe differs from the lock's, or the file is missing or (`verify`)
+    damaged.
+    """
+    image = _image(role)
+    name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
+    build = f"snakemake -s pipelines/images.smk --cores all --config images={folder}"
+    one = locked(workspace).get(name)
+    if one is None:
+        raise OrreryError(f"{LOCK}: there is no image {name}; type `{build} lock_{hardware}`")
+    if one.recipe != recipe(workspace, image, hardware):
+        raise OrreryError(
+            f"{LOCK}: the recipe of {name} has changed since its image was built; "
+            f"type `{build} lock_{hardware}`"
+        )
+    path = images_dir / file_name(image, hardware, one.sif)
+    if not path.is_file():
+        raise OrreryError(
+            f"{workspace.shown(path)}: the image is missing; "
+            f"type `{build} {image}_{hardware}`, or copy the file there"
+        )
+    if verify and sha256(path) != one.sif:
+        raise OrreryError(
+            f"{workspace.shown(path)}: the file is not the one of {LOCK}; "
+            f"remove it and type `{build} {image}_{hardware}`"
+        )
+    return path
+
+
+def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
+    """Return the present image's record. Remove a record without image."""
+    name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
+    path = images_dir / "built" / name
+    if path.exists():
+        file = images_dir / file_name(image, hardware, read_record(path).sif)
+        if not file.is_file():
+            path.unlink()
+    return path
+
+
+def read_record(path: Path) -> Built:
+    return read_as(path, Built, "remove it, and the image is built again")
+
+
+def _image(role: str) -> Image:
+    known: dict[str, Image] = {image: image for image in IMAGES} | IMAGE_OF
+    if role not in known:
+        names = ", ".join(known)
+        raise OrreryError(f"image: there is none for the role {role!r}; there are {names}")
+    return known[role]
+
+
+# The container
+
 
 CODE = "/orrery/code"  # the snapshot, on every image's PYTHONPATH
 APPTAINER_OPTIONS = (
@@ -58,14 +182,14 @@ def without_apptainer_options(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not re.match(APPTAINER_OPTIONS, name)}
 
 
-def image_of(site: Containers, workspace: Workspace, hardware: Hardware, role: str) -> Path:
+def image_of(site: Containers, workspace: Workspace, hardware: schema.Hardware, role: str) -> Path:
     """Return the image file of a role. Raise OrreryError if it is missing."""
-    kind = images.hardware_of(hardware.accelerator)
-    return images.find(workspace, workspace.root / site.images, images.IMAGE_OF[role], kind)
+    kind = hardware_of(hardware.accelerator)
+    return find_image(workspace, workspace.root / site.images, IMAGE_OF[role], kind)
 
 
 def images_of(
-    site: Containers | None, workspace: Workspace, hardware: Hardware, plan: StagePlan
+    site: Containers | None, workspace: Workspace, hardware: schema.Hardware, plan: StagePlan
 ) -> dict[str, Path]:
     if site is None:
         return {}

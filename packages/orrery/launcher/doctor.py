@@ -23,6 +23,7 @@ import psutil
 
 from orrery.launcher import containers
 from orrery.launcher import status as statuses
+from orrery.launcher.containers import IMAGES, LOCK, Hardware, find_image, locked
 from orrery.launcher.doctor_judge import (
     GIB,
     RUNS_GIB,
@@ -43,10 +44,9 @@ from orrery.launcher.doctor_judge import (
     parse_nodes,
     parse_probes,
 )
-from orrery.launcher.images import IMAGES, LOCK, Hardware, find, locked
 from orrery.launcher.runs import all_runs, runs_root
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job_script import gres
+from orrery.launcher.slurm.job import gres
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
@@ -271,7 +271,7 @@ def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
             if image == "base":
                 continue
             try:
-                found[f"{hardware}/{image}"] = find(workspace, folder, image, hardware)
+                found[f"{hardware}/{image}"] = find_image(workspace, folder, image, hardware)
             except OrreryError as error:
                 found[f"{hardware}/{image}"] = str(error)
     return found

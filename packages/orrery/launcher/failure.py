@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from orrery.launcher.process import Process
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.steps import SlurmTask, failed_node
+from orrery.launcher.slurm.job import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.health import FAILED, listed

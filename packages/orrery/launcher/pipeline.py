@@ -17,20 +17,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from orrery.launcher import images
-from orrery.launcher.containers import apptainer, image_of, scratch_of
+from orrery.launcher.containers import IMAGE_OF, apptainer, hardware_of, image_of, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.runs import Run
 from orrery.launcher.site import Site, cluster, load_site
-from orrery.launcher.slurm.job_script import (
+from orrery.launcher.slurm.job import (
     Component,
+    StepPlan,
     batch_command,
     components,
     devices_per_node,
     nodes,
     sbatch_options,
+    srun,
+    step_plans,
 )
-from orrery.launcher.slurm.steps import StepPlan, srun, step_plans
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import pretty_json, run_dir
@@ -134,11 +135,11 @@ def _srun_line(
     argv[argv.index("--attempt") + 1] = "<attempt>"
     scratch = scratch_of(site.containers, "<job>")
     if site.containers is not None:
-        hardware = images.hardware_of(manifest.hardware.accelerator)
+        hardware = hardware_of(manifest.hardware.accelerator)
         try:
             image = image_of(site.containers, workspace, manifest.hardware, step.role)
         except OrreryError:
-            name = f"{images.IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
+            name = f"{IMAGE_OF[step.role]}-{hardware}-<missing>.sif"
             image = workspace.root / site.containers.images / name
         image = Path(workspace.shown(image))
         gpus = hardware == "cuda"

@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 from orrery.launcher import cleanup, failure
 from orrery.launcher.process import PROCESS, Process, reap
-from orrery.launcher.slurm.steps import SlurmTask
+from orrery.launcher.slurm.job import SlurmTask
 from orrery.launcher.stage import TERMINATED, RunningStage
 from orrery.manifest.errors import OrreryError
 from orrery.observe import hang_detector

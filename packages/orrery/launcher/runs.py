@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm.allocation import allocation
-from orrery.launcher.slurm.job_script import IN_JOB
+from orrery.launcher.slurm.job import IN_JOB
 from orrery.launcher.stage import Job
 from orrery.launcher.status import lock_holder
 from orrery.manifest.check import nearest

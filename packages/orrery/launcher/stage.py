@@ -16,7 +16,7 @@ from typing import Literal
 from orrery.launcher.process import Process
 from orrery.launcher.site import Site
 from orrery.launcher.slurm.allocation import Allocation
-from orrery.launcher.slurm.steps import SlurmTask
+from orrery.launcher.slurm.job import SlurmTask
 from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.workspace import Workspace

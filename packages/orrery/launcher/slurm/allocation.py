@@ -17,8 +17,15 @@ from orrery.launcher import containers
 from orrery.launcher.process import cluster_environment, ended_within, header, role_argv
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job_script import components
-from orrery.launcher.slurm.steps import SlurmTask, Step, StepPlan, srun, step_options, step_plans
+from orrery.launcher.slurm.job import (
+    SlurmTask,
+    Step,
+    StepPlan,
+    components,
+    srun,
+    step_options,
+    step_plans,
+)
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
 from orrery.manifest.workspace import Workspace
