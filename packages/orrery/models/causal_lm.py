@@ -49,7 +49,7 @@ class LmHead(nn.Module):
 class CausalLm(nn.Module):
     """Packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
-    A family defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `forward`.
+    A family defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
 
     layers: nn.ModuleList
@@ -80,6 +80,13 @@ class CausalLm(nn.Module):
         [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a device-to-host
         copy.
         """
+        documents = Documents(cu_seqlens, max_seqlen)
+        return self.hidden_states(token_ids_T, positions_T, documents, routed_experts_TLK)
+
+    def hidden_states(
+        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
+    ) -> Tensor:
+        """Return `forward`'s result."""
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
@@ -163,26 +170,20 @@ class Decoder(CausalLm):
     def lm_head_weight(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens: Tensor,
-        routed_experts_TLK: Tensor | None = None,
-        max_seqlen: int | None = None,
+    def hidden_states(
+        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
     ) -> Tensor:
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
         rotary = (int(config.head_dim * config.rotary_fraction), config.rope_theta)
         angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
-        documents = Documents(cu_seqlens, max_seqlen)
         differ = []
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         for index, layer in enumerate(self.layers):
-            if routed_experts_TLK is None or index < first:
+            if routes is None or index < first:
                 hidden_TD = layer(hidden_TD, angles, documents)
             else:
-                replayed_TK = routed_experts_TLK[:, index - first]
+                replayed_TK = routes[:, index - first]
                 hidden_TD, num_differing = layer(hidden_TD, angles, documents, replayed_TK)
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None

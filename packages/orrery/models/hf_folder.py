@@ -8,10 +8,9 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,13 @@ def remove_weights(directory: Path) -> None:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    _publish(path, partial(save_file, tensors, metadata={"format": "pt"}))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes files private
+        publish_file(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def finish(directory: Path, files: dict[str, list[HfTensor]], config: dict[str, Any]) -> None:
@@ -179,16 +184,6 @@ def finish(directory: Path, files: dict[str, list[HfTensor]], config: dict[str, 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _publish_json(directory / INDEX_FILE, index)
     _publish_json(directory / CONFIG_FILE, config)
-
-
-def _publish(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files private
-        publish_file(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _umask() -> int:

@@ -85,17 +85,11 @@ class HuggingFaceLm(CausalLm):
     def lm_head_weight(self) -> Tensor:
         return self.lm_head.head_weight()
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens: Tensor,
-        routed_experts_TLK: Tensor | None = None,
-        max_seqlen: int | None = None,
+    def hidden_states(
+        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
     ) -> Tensor:
-        if routed_experts_TLK is not None:
+        if routes is not None:
             raise ValueError("a network of transformers cannot replay experts' choices")
-        documents = Documents(cu_seqlens, max_seqlen)
         # An empty pack runs one token, because gradients and collectives are still needed.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)

@@ -52,7 +52,11 @@ COMPARED_SEPARATELY = _POSITIONS + _ROTATION
 def check_config(model: Model, directory: Path) -> None:
     """Raise OrreryError at the first difference between `config.json` and the manifest."""
     file, wanted = directory / CONFIG_FILE, hf_config(model)
-    content = _read_config(file)
+    if not file.exists():
+        raise OrreryError(
+            f"model.init.path: {directory} holds no {file.name}. Name a Hugging Face directory"
+        )
+    content = read_object(file, "copy the directory again")
     is_ours = model.family != "hugging_face"
     model_type = wanted.get("model_type")
     if (found := content.get("model_type", model_type)) != model_type:
@@ -134,14 +138,6 @@ def _mismatch(
         f"model.{field} {_json(said)}: {file} says {key} {_json(found)}. "
         f"Write model.{field}: {_json(found)}"
     )
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise OrreryError(
-            f"model.init.path: {file.parent} holds no {file.name}. Name a Hugging Face directory"
-        )
-    return read_object(file, "copy the directory again")
 
 
 def _parse_config(content: dict[str, Any], source: str) -> Any:
