@@ -28,7 +28,7 @@ TREE = Path(find_spec("vllm").submodule_search_locations[0])
 # What patches (and the worker extension) replace or rely on, beyond what they import: file, then
 # class and attribute.
 CORRECTED = {
-    "../attestation.py": [
+    "../plugin.py": [
         ("v1/worker/gpu_worker.py", "Worker.weight_transfer_engine"),
         ("v1/worker/gpu_worker.py", "Worker.finish_weight_update"),
     ],
@@ -72,7 +72,7 @@ CORRECTED = {
             "PullReqMeta.pull_tasks_count",
         ),
     ],
-    "../attestation.py (caches)": [
+    "../plugin.py (caches)": [
         (
             "distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py",
             "NixlBaseConnectorWorker._reqs_to_send",

@@ -75,7 +75,7 @@ def server_arguments(
         "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
         "--generation-config": "vllm",  # only requests say how to sample
         "--weight-transfer-config": json.dumps({"backend": backend}),
-        "--worker-extension-cls": "orrery.inference.attestation.AttestingWorker",
+        "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
         "--middleware": "orrery.inference.token.RequireToken",
         "--uvicorn-log-level": "warning",
     }

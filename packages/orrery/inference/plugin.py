@@ -1,18 +1,26 @@
-"""The entry point `orrery` of `vllm.general_plugins`, loaded in each vLLM process.
+"""The parts that vLLM loads by name: an entry point and an extension of its worker.
 
-- Registers the receivers of weights and adapters by name. Only a worker imports them.
-- Ties every vLLM process to its parent, so none survives a killed server.
-- Names the run in shared memory (SHARED), so that the next start can remove it.
+- `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
+  weights and adapters by name (only a worker imports them), and applies the patches. It ties every
+  vLLM process to its parent, so none survives a killed server.
+- `AttestingWorker` attests weights, and ends waits of prefill and decode engines. Every worker of
+  an engine answers a call by /collective_rpc.
 """
 
+import asyncio
 import multiprocessing
 import os
+from collections import Counter
+from typing import Any
 
 from orrery.inference.assemble import ADAPTER_BACKEND, BACKEND
 from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
+from orrery.wire.fingerprint import digest
 
-SHARED = "ORRERY_SHARED_MEMORY"  # `runtime.scratch.role_memory_prefix`
+# The run's name in shared memory, so that the next start can remove it. See
+# `runtime.scratch.role_memory_prefix`.
+SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
 
@@ -32,3 +40,84 @@ def register() -> None:
     os.register_at_fork(after_in_child=die_with_parent)  # a fork does not load plugins again
     if multiprocessing.parent_process() is not None:  # a spawned child does
         die_with_parent()
+
+
+class AttestingWorker:
+    """A mixin for vLLM's worker class (`--worker-extension-cls`).
+
+    - `untaken` and `give_up_update` run between loading and finishing. An engine has a version only
+      if all its workers have taken it.
+    - Without `keep_no_longer` and `read_no_more` blocks stay until their lease ends
+      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer, Mooncake's only after the
+      lease.
+    """
+
+    weight_transfer_engine: Any
+    finish_weight_update: Any
+
+    def untaken(self) -> str | None:
+        """Return why this worker lacks the current version, or None."""
+        failure: str | None = self.weight_transfer_engine.failure
+        return failure
+
+    def give_up_update(self) -> None:
+        """End the current update without its version."""
+        self.weight_transfer_engine.failure = (
+            self.untaken() or "another worker of this engine has not taken it"
+        )
+        self.finish_weight_update()
+
+    def fingerprints(self) -> dict[str, list[str]]:
+        """Return HF name → [16 hex digits, "resident" | "as_consumed"]."""
+        return {
+            name: [f"{fingerprint:016x}", how] for name, (fingerprint, how) in _held(self).items()
+        }
+
+    def attested(self) -> dict[str, Any]:
+        """Return the "digest" of all held tensors, and "how" many were attested each way."""
+        held = _held(self)
+        fingerprints = {name: fingerprint for name, (fingerprint, _) in held.items()}
+        return {
+            "digest": digest(fingerprints),
+            "how": dict(Counter(how for _, how in held.values())),
+        }
+
+    def update_parts(self) -> dict[str, float]:
+        """Return the last update's seconds by part. Empty for adapters."""
+        parts = getattr(self.weight_transfer_engine, "parts", None)
+        seconds = {} if parts is None else parts.seconds
+        return {name: round(each, 6) for name, each in seconds.items()}
+
+    def keep_no_longer(self, names: list[str]) -> None:
+        """Free blocks of requests (NIXL) or transfers (Mooncake) on a prefill engine."""
+        worker = _connector_worker()
+        if not hasattr(worker, "reqs_need_send"):
+            worker._reqs_to_send |= {name: 0.0 for name in names if name in worker._reqs_to_send}
+            return
+
+        async def expire() -> None:
+            for name in names:
+                if (kept := worker.reqs_need_send.get(name)) is not None:
+                    kept.expire_time = 0.0
+
+        asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
+
+    def read_no_more(self, kv_engine_id: str) -> None:
+        """Fail a decode engine's reads from this engine, now and later."""
+        from orrery.inference.patches.vllm_kv_transfer import give_up_pulls_of
+
+        worker = _connector_worker()
+        if hasattr(worker, "receiver_loop"):
+            giving_up = give_up_pulls_of(worker, kv_engine_id)
+            asyncio.run_coroutine_threadsafe(giving_up, worker.receiver_loop).result()
+
+
+def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
+    """Return `held`. A method could clash with vLLM's worker."""
+    return getattr(worker.weight_transfer_engine, "held", None) or {}
+
+
+def _connector_worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@
   engine repacks it.
 - An update must fill every tensor of the first load, or it fails by name and `held` stays empty.
 - Workers never raise: vLLM 0.32 would mix up their results. The client asks each worker for its
-  error (`attestation`). If any failed, all discard the update.
+  error (`plugin`). If any failed, all discard the update.
 """
 
 import abc

@@ -111,6 +111,7 @@ PATCHES = (
         "the engine core sends every token of every request, which takes longer than a GPU step",
         "vLLM has an interval for the engine core (--stream-interval is the API server's)",
         "test_inference_whole_answers.py",
+        "vllm-project/vllm#27869",
     ),
     Patch(
         "vllm_processes.answer_for_every_rank",
@@ -125,6 +126,7 @@ PATCHES = (
         "the ranks' TCPStore has no token and listens on every interface",
         "vLLM always gives it a socket bound to one host",
         "test_inference_wide_engine.py",
+        "vllm-project/vllm#52638",
     ),
     Patch(
         "vllm_processes.name_shared_memory",
@@ -146,6 +148,7 @@ PATCHES = (
         "a pause waits until a paused engine has read all blocks, hence for the end of their lease",
         'a "keep" pause returns at once with unread blocks',
         "test_inference_prefill_decode.py",
+        "vllm-project/vllm#58041",
     ),
     Patch(
         "vllm_kv_transfer.bootstrap_on_one_address",
@@ -174,6 +177,7 @@ PATCHES = (
         "a read from a dead engine hangs until after the lease, and holds its blocks",
         "a producer's death fails its reads",
         "test_inference_prefill_decode.py",
+        "vllm-project/vllm#35943",
     ),
     Patch(
         "vllm_routes.routes_on_cpu",
@@ -188,6 +192,7 @@ PATCHES = (
         "routes are lost with a block that leaves the device, and the engine ends when it returns",
         "vLLM's store of routes follows the tiers",
         "test_inference_kv_offload.py",
+        "vllm-project/vllm#56402",
     ),
     Patch(
         "vllm_routes.beside_transfer",
@@ -195,6 +200,7 @@ PATCHES = (
         "prefill and decode engines do not start with routes",
         "vLLM returns routes with P/D",
         "test_inference_prefill_decode.py",
+        "vllm-project/vllm#55584",
     ),
 )
 
