@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import bench, cli, describe, export, images
+from orrery.launcher import bench, cli, containers, describe, export
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
@@ -188,7 +188,7 @@ def test_an_export_at_a_site_with_slurm_is_a_small_job_that_needs_no_torch_here(
     )
     monkeypatch.delenv("ORRERY_SITE", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "12")  # the shell of another job, whose step it is not
-    monkeypatch.setattr(images, "find", lambda *words: checkout / "trainer.sif")
+    monkeypatch.setattr(containers, "find_image", lambda *words: checkout / "trainer.sif")
     tools = tmp_path / "tools"
     tools.mkdir()
     said = (

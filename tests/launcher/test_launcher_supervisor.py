@@ -17,7 +17,7 @@ import psutil
 import pytest
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
-from orrery.launcher import cleanup, status
+from orrery.launcher import stage, status
 from orrery.launcher.failure import named_processes
 from orrery.launcher.process import ended_within
 from orrery.launcher.status import newest_checkpoint
@@ -221,7 +221,7 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_not_waited_for():
     ending = SimpleNamespace(
         processes=[Held()], interrupts=SimpleNamespace(received=[]), deadline_scale=0.5
     )
-    sentence = cleanup.end_all(ending, 0.0)
+    sentence = stage.end_all(ending, 0.0)
     assert sentence.startswith(
         "inference.0 (process 7 on node1) did not end within 5 s of SIGKILL, so the kernel holds it"
     )
@@ -324,7 +324,7 @@ def test_caches_and_sockets_are_looked_for_where_the_site_has_its_roles_put_them
     for name in ("orrery-kv-run-a-rl", "orrery-0123abcd-inference.0-x"):
         (tmp_path / name).mkdir()
     prefixes = "orrery-kv-run-a-", "orrery-0123abcd-"
-    cleanup.remove_scratch(prefixes, SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
+    stage.remove_scratch(prefixes, SimpleNamespace(environment={"TMPDIR": str(tmp_path)}))
     assert list(tmp_path.iterdir()) == []
 
 

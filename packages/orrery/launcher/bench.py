@@ -83,18 +83,16 @@ def _figures(record: dict, name: Path) -> list[Figure]:
     return found
 
 
-def print_table(root: Path) -> bool:
+def print_table(root: Path) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("figure", "variant", "value", "unit", "goal", "holds", "hardware", "measured"):
         table.add_column(column, justify="right" if column in ("value", "goal") else "left")
-    every = figures(root)
-    for one in every:
+    for one in figures(root):
         goal = "" if one.goal is None else f"{one.sign} {one.goal:g}"
         holds = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[one.holds]
         value, date = f"{one.value:.4g}", one.measured_at[:10]
         table.add_row(one.name, one.variant, value, one.unit, goal, holds, one.hardware, date)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
-    return all(one.holds is not False for one in every)
 
 
 def run(root: Path, figure: str) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,6 +177,13 @@ def enter_image(gpus: bool) -> list[str]:
     command = ["apptainer", "-s", "exec", "--cleanenv", "--no-home"]
     command += ["--no-mount", "home,tmp,cwd,hostfs,bind-paths"]
     return command + (["--nv"] if gpus else [])
+
+
+def with_modules(site: Containers | None, argv: list[str]) -> list[str]:
+    """Return `argv`, in a login shell that loads the site's modules."""
+    if site is None or not site.modules:
+        return argv
+    return ["bash", "-lc", f'module load {shlex.join(site.modules)} && exec "$@"', "bash", *argv]
 
 
 def without_apptainer_options(env: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import socket
 import subprocess
@@ -46,7 +45,7 @@ from orrery.launcher.doctor_judge import (
 )
 from orrery.launcher.runs import all_runs, runs_root
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job import gres
+from orrery.launcher.slurm.job import gres, where
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
@@ -246,17 +245,12 @@ def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
 def _options(slurm: Slurm, nodes: Sequence[Node]) -> list[str]:
     gpus = max(node.num_gpus(slurm.gpu_type) for node in nodes)
     return [
-        *_where(slurm),
+        *where(slurm),
         *(f"--time={slurm.time_limit_min}", "--nodes=1"),
         *(f"--cpus-per-task={slurm.cpus_per_node}", f"--mem={slurm.memory_per_node_mb}M"),
         *([f"--gres={gres(slurm, gpus)}"] if gpus else []),
         *("--requeue", *slurm.extra),
     ]
-
-
-def _where(slurm: Slurm) -> list[str]:
-    account = [f"--account={slurm.account}"] if slurm.account else []
-    return [f"--partition={slurm.partition}", *account]
 
 
 def _images(workspace: Workspace, site: Site) -> dict[str, Path | str]:
@@ -332,7 +326,7 @@ def _probe(
     word = secrets.token_hex(4)
     folder = runs_root(workspace) / f".doctor-{word}"
     argv = [
-        *("srun", f"--job-name=orrery-doctor-{word}", *_where(slurm), "--time=5"),
+        *("srun", f"--job-name=orrery-doctor-{word}", *where(slurm), "--time=5"),
         *(f"--immediate={START_S}", "--input=none"),
         f"--nodelist={','.join(node.name for node in idle)}",
         *(f"--nodes={len(idle)}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=2000M"),
@@ -355,7 +349,7 @@ def _probe(
 def _probe_command(
     workspace: Workspace, site: Site, folder: Path, gpus: int, images: Mapping[str, Path | str]
 ) -> list[str]:
-    where = site.containers
+    place = site.containers
     options = {
         "folder": str(folder),
         "interface": site.network.interface if site.network else "",
@@ -365,15 +359,12 @@ def _probe_command(
         "images": {name: str(path) for name, path in images.items() if isinstance(path, Path)},
         "folders": {
             "runs": str(runs_root(workspace)),
-            "scratch": where.scratch if where else "/tmp",
+            "scratch": place.scratch if place else "/tmp",
         },
-        "mounts": [mount.split(":")[0] for mount in where.mounts] if where else [],
+        "mounts": [mount.split(":")[0] for mount in place.mounts] if place else [],
         "wait_s": WAIT_S,
         "limit_s": PROBE_S - 20,
     }
     script = str(Path(__file__).with_name("doctor_probe.py"))
     command = ["/usr/bin/env", "python3", script, json.dumps(options)]
-    if where and where.modules:
-        load = f'module load {shlex.join(where.modules)} && exec "$@"'
-        command = ["bash", "-lc", load, "probe", *command]
-    return command
+    return containers.with_modules(place, command)

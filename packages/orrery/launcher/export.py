@@ -4,7 +4,6 @@ A login node has no torch and little memory. Complete checkpoints are read witho
 """
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from orrery.launcher import containers
 from orrery.launcher.runs import Run
 from orrery.launcher.site import Site
+from orrery.launcher.slurm.job import where
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.workspace import Workspace
@@ -45,20 +45,18 @@ def run(
 def _in_image(
     found: Run, argv: Sequence[str], to: Path | None, workspace: Workspace, site: Site
 ) -> list[str]:
-    where = site.containers
-    assert where is not None
+    place = site.containers
+    assert place is not None
     if to is not None:
         parent = to.resolve().parent
         parent.mkdir(parents=True, exist_ok=True)
-        where = where.model_copy(update={"mounts": (*where.mounts, str(parent))})
-    image = containers.image_of(where, workspace, found.manifest.hardware, "trainer")
+        place = place.model_copy(update={"mounts": (*place.mounts, str(parent))})
+    image = containers.image_of(place, workspace, found.manifest.hardware, "trainer")
     code = containers.snapshot(workspace, found.path)
-    scratch = containers.scratch_of(where, f"export-{os.getpid()}-{found.path.name}")
+    scratch = containers.scratch_of(place, f"export-{os.getpid()}-{found.path.name}")
     command = ["python3", *argv]
-    inside = containers.apptainer(where, image, found.path, code, scratch, False, command)
-    if where.modules:
-        load = f'module load {shlex.join(where.modules)} && exec "$@"'
-        inside = ["bash", "-lc", load, "export", *inside]
+    inside = containers.apptainer(place, image, found.path, code, scratch, False, command)
+    inside = containers.with_modules(site.containers, inside)
     return ["bash", "-c", IN_A_FOLDER, "export", str(scratch), *inside]
 
 
@@ -82,8 +80,7 @@ def srun(site: Site) -> Sequence[str]:
     assert slurm is not None
     return [
         *("srun", "--job-name=orrery-export"),
-        f"--partition={slurm.cpu_partition or slurm.partition}",
-        *([f"--account={slurm.account}"] if slurm.account else []),
+        *where(slurm, slurm.cpu_partition),
         *(f"--time={slurm.time_limit_min}", "--nodes=1", "--ntasks=1"),
         f"--cpus-per-task={min(CPUS, slurm.cpus_per_node)}",
         f"--mem={min(MEMORY_MB, slurm.memory_per_node_mb)}M",

@@ -7,12 +7,12 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from orrery.manifest.diff import RECEIPT, read_receipt
+from orrery.launcher.receipt import recorded
+from orrery.manifest.diff import RECEIPT
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import STAGES, WEIGHTS, inputs_path
@@ -39,11 +39,12 @@ def verify(
     `remedy(stage that made it)`. `stop` ends the check early.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
-    told, unknown = _outputs(run_dir), []
+    told, unknown = recorded(run_dir), []
     for maker in stages_read(stage, stages):
+        files = told.get(maker, {}).get("outputs")
         outputs = {
             path: (maker, digest)
-            for path, digest in told.get(maker, {}).items()
+            for path, digest in (files.items() if isinstance(files, dict) else ())
             if path.startswith((f"{WEIGHTS}/", f"{STAGES}/"))
         }
         if not outputs:
@@ -74,17 +75,6 @@ def verify(
 def command(run_dir: Path, stage: str, maker: str, resume: str) -> str:
     alone = f"orrery run {run_dir.name}"
     return f"{alone} {maker} && {resume}" if resume == f"{alone} {stage}" else resume
-
-
-def _outputs(run_dir: Path) -> dict[str, Mapping[str, str]]:
-    if not (run_dir / RECEIPT).exists():
-        return {}
-    try:
-        stages: dict[str, Any] = read_receipt(run_dir / RECEIPT)["stages"]
-    except OrreryError:
-        return {}
-    outputs = {name: entry.get("outputs") for name, entry in stages.items()}
-    return {name: files for name, files in outputs.items() if isinstance(files, dict)}
 
 
 def _found(path: Path, expected: str, stop: Callable[[], bool]) -> str | None:

@@ -156,7 +156,7 @@ class ImageReader:
 def changes(
     run_dir: Path, stages: Sequence[str], stage: str, code: CodeState, images: Mapping[str, Path]
 ) -> str:
-    entries, last = _recorded(run_dir), None
+    entries, last = recorded(run_dir), None
     for before in (stage, *reversed(stages[: stages.index(stage)])):
         for row in entries.get(before, {"attempts": []})["attempts"]:
             last = last if row["state"] == "unrecorded" else row
@@ -190,7 +190,8 @@ def code_changes(before: CodeState, after: CodeState) -> str:
     )
 
 
-def _recorded(run_dir: Path) -> dict[str, Any]:
+def recorded(run_dir: Path) -> dict[str, Any]:
+    """Return the receipt's stages, none if it is missing or unreadable."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -198,7 +199,7 @@ def _recorded(run_dir: Path) -> dict[str, Any]:
 
 
 def _known(run_dir: Path) -> dict[str, Facts]:
-    rows = [row for entry in _recorded(run_dir).values() for row in entry["attempts"]]
+    rows = [row for entry in recorded(run_dir).values() for row in entry["attempts"]]
     images = [one for row in rows for one in row.get("images", {}).values()]
     return {
         one["file"]: one for one in images if one["sha256"] and "unknown" not in one["versions"]

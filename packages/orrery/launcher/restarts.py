@@ -10,10 +10,10 @@ import signal
 import time
 from collections import Counter, deque
 
-from orrery.launcher import cleanup, failure
+from orrery.launcher import failure
 from orrery.launcher.process import PROCESS, Process, reap
 from orrery.launcher.slurm.job import SlurmTask
-from orrery.launcher.stage import TERMINATED, RunningStage
+from orrery.launcher.stage import TERMINATED, RunningStage, end_strays
 from orrery.manifest.errors import OrreryError
 from orrery.observe import hang_detector
 from orrery.runtime.health import FAILED, Health
@@ -100,7 +100,7 @@ class EngineRestarts:
         stage = self.stage
         process.kill()
         if isinstance(process, Process):
-            cleanup.end_strays(stage.processes, self._start, process.env[PROCESS])
+            end_strays(stage.processes, self._start, process.env[PROCESS])
             self._replaced.append(process.pid)
         for folder in (stage.endpoints, health_dir(stage.run_dir, stage.name)):
             (folder / f"{process.name}.json").unlink(missing_ok=True)

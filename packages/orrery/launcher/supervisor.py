@@ -18,13 +18,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from orrery.launcher import cleanup, failure, inputs, preemption, receipt
+from orrery.launcher import failure, inputs, preemption, receipt
 from orrery.launcher import status as statuses
 from orrery.launcher.preemption import Preemption, catch_signals
 from orrery.launcher.process import Process, environment, share_cores, share_devices
 from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
-from orrery.launcher.stage import Interrupts, Job, Outcome, RunningStage
+from orrery.launcher.stage import (
+    Interrupts,
+    Job,
+    Outcome,
+    RunningStage,
+    end_all,
+    end_leftovers,
+    end_strays,
+    remove_scratch,
+    remove_weights,
+    scratch_prefixes,
+)
 from orrery.launcher.status import LOOKED_AT_S, hold_lock
 from orrery.launcher.view import Observer, View
 from orrery.manifest.errors import OrreryError, explain_os_error
@@ -82,9 +93,9 @@ class Supervisor:
     def __init__(self, job: Job, interrupts: Interrupts):
         self.job, run_dir = job, job.run_dir
         self.last = statuses.read(run_dir)
-        self.scratch = cleanup.scratch_prefixes(run_dir)
+        self.scratch = scratch_prefixes(run_dir)
         if self.last is not None:
-            cleanup.end_leftovers(run_dir, self.last)
+            end_leftovers(run_dir, self.last)
         self._remove_files()
         self.stage = RunningStage(job, interrupts, begin_attempt(run_dir))
         hide_memory()
@@ -99,8 +110,8 @@ class Supervisor:
         self.began_s, self.wall_s = time.monotonic(), 0.0
 
     def _remove_files(self) -> None:
-        cleanup.remove_weights(self.job.run_dir)
-        cleanup.remove_scratch(self.scratch, self.job.site)
+        remove_weights(self.job.run_dir)
+        remove_scratch(self.scratch, self.job.site)
 
     def run(self) -> Outcome:
         stage, run_dir, name = self.stage, self.stage.run_dir, self.stage.name
@@ -152,14 +163,14 @@ class Supervisor:
     def _end(self, outcome: Outcome, observer: Observer, view: View) -> Outcome:
         stage, allocation = self.stage, self.job.allocation
         grace_s = {"done": SERVERS_END_S, "failed": FAILED_END_S}.get(outcome.state, STOPPED_END_S)
-        if stuck := cleanup.end_all(stage, grace_s):
+        if stuck := end_all(stage, grace_s):
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         if outcome.requeue == "ask" and allocation is not None:
             preemption.requeue(stage)  # first: the rest takes time, and Slurm will end us
         observer.close()
         view.close()
         stage.metrics.close()
-        cleanup.end_strays(stage.processes, self.start)
+        end_strays(stage.processes, self.start)
         if allocation is not None:
             allocation.clean(*self.scratch, scratch.memory_prefix(stage.run_dir))
         self._remove_files()

@@ -73,13 +73,16 @@ def gres(slurm: Slurm, count: int) -> str:
     return f"gpu:{slurm.gpu_type}:{count}" if slurm.gpu_type else f"gpu:{count}"
 
 
+def where(slurm: Slurm, partition: str = "") -> list[str]:
+    account = [f"--account={slurm.account}"] if slurm.account else []
+    return [f"--partition={partition or slurm.partition}", *account]
+
+
 def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
     parts = []
     for number, one in enumerate(components(hardware, plan, slurm)):
-        partition = slurm.partition if one.gpus else slurm.cpu_partition or slurm.partition
         options = [
-            f"--partition={partition}",
-            *([f"--account={slurm.account}"] if slurm.account else []),
+            *where(slurm, "" if one.gpus else slurm.cpu_partition),
             f"--time={slurm.time_limit_min}",
             f"--nodes={one.group.num_nodes}",
             "--ntasks-per-node=1",
