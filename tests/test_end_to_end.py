@@ -25,6 +25,7 @@ from orrery.wire.checkpoints import steps, verify, whole_dir
 from orrery.wire.column_files import read_batch
 from orrery.wire.token import Purpose, authorization
 from orrery.wire.weight_wire import weight_dir
+from orrery.wire.weight_wire.coordinator import CURRENT, connect, find_wire
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
@@ -350,30 +351,34 @@ def pid_of(folder: Path, name: str) -> int:
 
 
 def kill_in_a_take(launcher: subprocess.Popen, folder: Path, name: str) -> int:
-    """Kill an engine during a transfer that cannot end, because another engine stands still.
+    """Kill an engine during a transfer that cannot end, because the engine stands still.
 
-    Transfers are short, so the trainer waits until the engine has begun. If the transfer ended
-    before that, try the next version.
+    Transfers are short, so the trainer stands still from its grant until the engine has begun. If
+    the transfer ended before that, try the next version.
     """
     trainer, engine = (psutil.Process(pid_of(folder, each)) for each in ("trainer.0", name))
     wire = weight_dir(
         folder, rows(folder, "trainer", stage="rl", event=None)[-1]["attempt"], num_nodes=1
     )
-    is_on = False
+    store, is_on, last = connect(find_wire(wire)), False, 0
+
+    def current() -> int:
+        return store.get(CURRENT, int, "trainer 0, the transfer")
+
     while not is_on:
         before = set(wire.glob("version_*.json"))
         while not (found := set(wire.glob("version_*.json")) - before):
             assert launcher.poll() is None, launcher.communicate()[0]
+            last = current()  # of the version before
             time.sleep(0.001)
         version = int(found.pop().stem.removeprefix("version_"))
+        until = time.monotonic() + 5
+        while current() in (0, last) and time.monotonic() < until:
+            time.sleep(0.001)
         trainer.suspend()
         try:
             until = time.monotonic() + 5
-            # A claim of this version: the update to the one before is over in every engine.
-            while (
-                not (has_begun := any(wire.glob(f"claim_{version}_*")) and is_paused(folder, name))
-                and time.monotonic() < until
-            ):
+            while not (has_begun := is_paused(folder, name)) and time.monotonic() < until:
                 time.sleep(0.002)
             processes = [engine, *engine.children(recursive=True)] if has_begun else []
             for each in processes:

@@ -35,6 +35,7 @@ from orrery.inference.token import GENERATE, RequireToken
 from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read
+from orrery.wire import control_socket
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch, make_receiver, make_sender, zeromq
 from orrery.wire.token import Purpose, authorization
@@ -104,8 +105,9 @@ async def of_requests() -> dict[str, float]:
 
 async def batches_s(is_authenticated: bool) -> float:
     """Return the CPU seconds that both ends of a wire spend on a batch of one small micro-batch."""
-    original = zeromq._authenticate
-    zeromq._authenticate = original if is_authenticated else lambda socket, is_sender: None
+    original = control_socket.authenticate
+    replaced = original if is_authenticated else lambda socket, is_sender: None
+    control_socket.authenticate = zeromq.authenticate = replaced
     columns = Columns(np.array([0, 64]), {"token_id": np.zeros(64, np.int32)})
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ async def batches_s(is_authenticated: bool) -> float:
             sender.close()
         return spent_s / NUM_BATCHES
     finally:
-        zeromq._authenticate = original
+        control_socket.authenticate = zeromq.authenticate = original
 
 
 def of_values() -> float:

@@ -55,7 +55,9 @@ def arguments() -> argparse.Namespace:
 # A trainer rank
 
 
-def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: Path) -> None:
+def trainer(
+    run_dir: Path, kind: str, rank: int, size: int, port: int, folder: Path, control: str
+) -> None:
     """Does what it is told on standard input, and answers with seconds."""
     import torch
     import torch.distributed as dist
@@ -92,9 +94,9 @@ def trainer(run_dir: Path, kind: str, rank: int, size: int, port: int, folder: P
     elif kind == "adapters":
         publisher = AdapterPublisher(policy, WeightPublisher(folder) if rank == 0 else None, dtype)
     else:
-        publisher = DirectPublisher(
-            policy, WeightSender(kind, folder, "127.0.0.1", rank, size, device), dtype, ctx
-        )
+        source = WeightSender(kind, folder, "127.0.0.1", rank, size, device)
+        publisher = direct = DirectPublisher(policy, source, dtype, ctx)
+        direct.listen(control)
     version = -1
     print(ANSWER + json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -140,7 +142,9 @@ def inference(run_dir: Path) -> None:
 class Trainers:
     """All ranks, as one."""
 
-    def __init__(self, run_dir: Path, kind: str, size: int, devices: str, folder: Path) -> None:
+    def __init__(
+        self, run_dir: Path, kind: str, size: int, devices: str, folder: Path, control: str
+    ) -> None:
         from orrery.runtime.network import free_ports
 
         [port] = free_ports(1)
@@ -152,7 +156,7 @@ class Trainers:
                 sys.executable,
                 __file__,
                 "trainer",
-                *map(str, (run_dir, kind, rank, size, port, folder)),
+                *map(str, (run_dir, kind, rank, size, port, folder, control)),
             ]
             self.ranks.append(
                 subprocess.Popen(
@@ -196,12 +200,16 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
     """One wire."""
     from orrery.orchestrator.engines.client import EngineClient
     from orrery.orchestrator.engines.update import update_engine
-    from orrery.wire.weight_wire import ADAPTER, WeightWatch, acquire_lease, release_lease
+    from orrery.wire.control_socket import ControlSocket
+    from orrery.wire.weight_wire import ADAPTER, DIRECT_KINDS, WeightWatch
+    from orrery.wire.weight_wire.leases import LeaseClient
 
     with tempfile.TemporaryDirectory(prefix="orrery-weights-", dir="/dev/shm") as made:
-        folder = Path(made)
+        folder, control = Path(made), ControlSocket("127.0.0.1", 0)
+        leases = LeaseClient.over(control)
+        control.start()
         trainers = await asyncio.to_thread(
-            Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder
+            Trainers, run_dir, kind, args.trainers, args.devices.split("/")[0], folder, control.url
         )
         rows, number, stop = [], 0, False
         taken, begun, num_spanning = (
@@ -249,12 +257,15 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 file_bytes = sum(
                     file.stat().st_size for file in published.folder.glob("*.safetensors")
                 )
-                claimed = acquire_lease(published, ["engine 0"])
-                assert claimed is not None
+                leased = published
+                if kind in DIRECT_KINDS:
+                    granted = await leases.start_transfer(published, ["engine 0"])
+                    assert granted is not None
+                    leased = granted
                 begun = version
-                report = await update_engine(engine, claimed)
+                report = await update_engine(engine, leased)
                 taken = version
-                release_lease(claimed)
+                leases.release()
                 if (
                     not flight
                 ):  # from the first version on: what the engine had before may be of another wire
@@ -275,6 +286,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
             stop = True
             tokens = sum(await asyncio.gather(*flight))
         await asyncio.to_thread(trainers.end)
+        control.close()
     counted = rows[1:]
     return {
         "variant": kind,
@@ -409,8 +421,8 @@ def main() -> None:
         inference(Path(args.rest[0]))
         return
     if args.role == "trainer":
-        run_dir, kind, rank, size, port, folder = args.rest
-        trainer(Path(run_dir), kind, int(rank), int(size), int(port), Path(folder))
+        run_dir, kind, rank, size, port, folder, control = args.rest
+        trainer(Path(run_dir), kind, int(rank), int(size), int(port), Path(folder), control)
         return
     from record import record
 

@@ -2,7 +2,7 @@
 of a test; a wire that damages what it
 carries; what the trainer computes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 
 from orrery.models.weights import named_hf_slices
 from orrery.orchestrator.engines.messages import Generation
-from orrery.wire.weight_wire import Published, abandon_transfer
+from orrery.wire.weight_wire import Published
 from orrery.wire.weight_wire.buckets import HeldTensor
-from orrery.wire.weight_wire.coordinator import PartTimer
-from orrery.wire.weight_wire.leases import read_transfer
+from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
+from orrery.wire.weight_wire.leases import LeaseClient
 from orrery.wire.weight_wire.plan import Box, TensorInfo
 from orrery.wire.weight_wire.receiver import WeightReceiver
 from orrery.wire.weight_wire.sender import WeightSender, _SendLoop
@@ -25,29 +25,32 @@ CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 14  # so that there are many rounds
 
 
-@contextmanager
-def direct_trainer(
-    folder: Path, kind: str = "nccl"
-) -> Iterator[Callable[[int, torch.nn.Module], Published]]:
-    """Gives what publishes a version: the weights of a module. At the end it waits for whoever has
-    claimed one.
-    """
-    folder.mkdir(mode=0o700)
-    source = WeightSender(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
+class DirectTrainer:
+    """Publishes versions: the weights of a module. `leases` is the orchestrator's end."""
 
-    def publish(version: int, module: torch.nn.Module) -> Published:
+    def __init__(self, source: WeightSender) -> None:
+        self._source = source
+        self.leases = LeaseClient(lambda request: self.leases.reported(source.apply(request)))
+
+    def __call__(self, version: int, module: torch.nn.Module) -> Published:
         def held() -> list[HeldTensor]:
             return [
                 HeldTensor(hf.name, hf.shape, torch.float32, box, local)
                 for hf, box, local in named_hf_slices(module)
             ]
 
-        published = source.publish(version, held, list(module.parameters()))
+        published = self._source.publish(version, held, list(module.parameters()))
         assert published is not None
         return published
 
+
+@contextmanager
+def direct_trainer(folder: Path, kind: str = "nccl") -> Iterator[DirectTrainer]:
+    """Yield a trainer. At the end it waits for leased versions."""
+    folder.mkdir(mode=0o700)
+    source = WeightSender(kind, folder, "127.0.0.1", 0, 1, CPU, BUCKET_BYTES)
     try:
-        yield publish
+        yield DirectTrainer(source)
         source.settle()
     finally:
         source.close()
@@ -90,15 +93,13 @@ def end_half_way(claimed: Published, engine: str) -> None:
     def whole(tensors: list[TensorInfo]) -> dict[str, tuple[Box, ...]]:
         return {tensor.name: (tuple((0, size) for size in tensor.shape),) for tensor in tensors}
 
-    taking = read_transfer(claimed.path)
-    assert taking is not None
     other = WeightReceiver(engine, 0, 1, CPU)
-    other.join(claimed.folder.parent, whole)
-    rounds = other.receive(taking, PartTimer())
+    other.join(claimed.folder, whole)
+    rounds = other.receive(claimed.transfer, PartTimer())
     for _ in range(3):
         next(rounds)
     rounds.close()
-    abandon_transfer(claimed.folder)
+    fail_transfer(claimed.folder, claimed.transfer)
 
 
 def our_logprobs(

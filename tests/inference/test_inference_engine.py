@@ -50,9 +50,6 @@ from orrery.runtime import scratch
 from orrery.wire.weight_wire import (
     DIRECT_KINDS,
     Published,
-    acquire_lease,
-    release_lease,
-    retry_transfer,
 )
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
@@ -98,8 +95,8 @@ def policies(run_dir, publisher):
     return Policies(run_dir, publisher)
 
 
-def drive(url, scenario):
-    return with_fleet(scenario, [url])
+def drive(url, scenario, leases=None):
+    return with_fleet(scenario, [url], leases=leases)
 
 
 async def sample(
@@ -192,8 +189,9 @@ def test_slices_of_a_direct_wire_go_in_between_two_tokens_of_a_request_and_are_a
         )
 
     with direct_trainer(tmp_path / "wire", kind) as publish:
-        published, report, held_by, flight, after = drive(server[1], scenario)
-    assert acquire_lease(published, ["engine 0"]) is None, "the trainer has gone on"
+        published, report, held_by, flight, after = drive(server[1], scenario, publish.leases)
+    again = asyncio.run(publish.leases.start_transfer(published, ["engine 0"]))
+    assert again is None, "the trainer has gone on"
     assert {name: each.fingerprint for name, each in held_by[0].items()} == published.fingerprints
     assert sum(report.attested.values()) == len(published.fingerprints)
     assert flight.finish_reason == "length" and len(flight.token_ids) == 300
@@ -245,7 +243,7 @@ def test_a_bit_that_flips_on_a_direct_wire_names_its_tensor_before_any_token(
         return await flight, await sample(fleet, f"after-damage-{kind}")
 
     with direct_trainer(tmp_path / "wire", kind) as publish:
-        flight, after = drive(server[1], scenario)
+        flight, after = drive(server[1], scenario, publish.leases)
     assert (
         flight.finish_reason == "length"
         and (np.diff(flight.versions) >= 0).all()
@@ -266,16 +264,16 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
     async def scenario(fleet):
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, version, module)
-        claimed = acquire_lease(published, ["engine 0", "engine 1"])
+        claimed = await publish.leases.start_transfer(published, ["engine 0", "engine 1"])
         await engine.pause()
         ending = asyncio.to_thread(end_half_way, claimed, "engine 1")
         taken, _ = await asyncio.gather(
             engine.update_weights(claimed), ending, return_exceptions=True
         )
         nothing = await engine.fingerprints()
-        again = retry_transfer(claimed, ["engine 0"])
+        again = await publish.leases.start_transfer(claimed, ["engine 0"])
         report = await update_engine(engine, again)
-        release_lease(again)
+        publish.leases.release()
         return (
             taken,
             nothing,
@@ -286,7 +284,9 @@ def test_an_engine_whose_take_another_ends_half_way_takes_the_version_again_with
         )
 
     with direct_trainer(tmp_path / "wire") as publish:
-        taken, nothing, report, held_by, published, after = drive(server[1], scenario)
+        taken, nothing, report, held_by, published, after = drive(
+            server[1], scenario, publish.leases
+        )
     assert isinstance(taken, UpdateInterrupted) and nothing == {}
     assert {
         name: each.fingerprint for name, each in held_by.items()

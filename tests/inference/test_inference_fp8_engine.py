@@ -3,6 +3,7 @@ each update brings.
 """
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -101,7 +102,8 @@ def test_an_update_is_rounded_as_the_first_weights_are(server, run_dir, publishe
         )
     else:
         with direct_trainer(tmp_path / "wire") as publish:
-            found = with_fleet(lambda fleet: scenario(fleet, publish), [server])
+            play = partial(scenario, publish=publish)
+            found = with_fleet(play, [server], leases=publish.leases)
     (_, start), (other, there), (same, back) = found
     assert (there.versions == first_version).all() and (back.versions == first_version + 1).all()
     for generation, module in ((there, other), (back, same)):  # what bfloat16 adds remains

@@ -28,7 +28,6 @@ from orrery.manifest.identity import load
 from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
 from orrery.orchestrator.engines.update import update_engine
 from orrery.runtime import scratch
-from orrery.wire.weight_wire import acquire_lease, release_lease, retry_transfer
 from orrery.wire.weight_wire.coordinator import ARRIVAL_S
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
@@ -92,9 +91,9 @@ async def holds_nothing(engine):
 async def takes_it_again(fleet, claimed, module):
     """The engine does, alone, and serves it from every rank."""
     [engine] = fleet.engines
-    again = retry_transfer(claimed, [engine.name])
+    again = await fleet._leases.start_transfer(claimed, [engine.name])
     report = await update_engine(engine, again)
-    release_lease(again)
+    fleet._leases.release()
     assert report.version == claimed.version and report.digest == claimed.digest
     assert {
         name: each.fingerprint for name, each in (await engine.fingerprints()).items()
@@ -117,7 +116,7 @@ def test_a_transfer_that_another_engine_ends_fails_in_all_workers_and_is_repeate
     async def scenario(fleet):
         [engine] = fleet.engines
         published = await asyncio.to_thread(publish, 1, module)
-        claimed = acquire_lease(published, ["engine 0", "engine 1"])
+        claimed = await publish.leases.start_transfer(published, ["engine 0", "engine 1"])
         flights = await in_flight(
             fleet,
             *[
@@ -142,7 +141,7 @@ def test_a_transfer_that_another_engine_ends_fails_in_all_workers_and_is_repeate
             )
 
     with direct_trainer(tmp_path / "wire") as publish:
-        with_fleet(scenario, [server[1]])
+        with_fleet(scenario, [server[1]], leases=publish.leases)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,8 @@ def test_what_one_worker_did_not_receive_no_worker_holds(
 
     async def scenario(fleet):
         [engine] = fleet.engines
-        claimed = acquire_lease(await asyncio.to_thread(publish, 2, module), ["engine 0"])
+        published = await asyncio.to_thread(publish, 2, module)
+        claimed = await publish.leases.start_transfer(published, ["engine 0"])
         await engine.pause()
         (run_dir / f"fault.{NUM_WORKERS - 1}").write_text(whose)
         with pytest.raises(UpdateFailed, match=says) as failed:
@@ -174,7 +174,7 @@ def test_what_one_worker_did_not_receive_no_worker_holds(
         await takes_it_again(fleet, claimed, module)
 
     with direct_trainer(tmp_path / "wire") as publish:
-        with_fleet(scenario, [server[1]])
+        with_fleet(scenario, [server[1]], leases=publish.leases)
 
 
 def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(
@@ -182,7 +182,8 @@ def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(
 ):
     async def scenario(fleet):
         [engine] = fleet.engines
-        claimed = acquire_lease(await asyncio.to_thread(publish, 3, module), ["engine 0"])
+        published = await asyncio.to_thread(publish, 3, module)
+        claimed = await publish.leases.start_transfer(published, ["engine 0"])
         await engine.pause()
         (run_dir / "absent.2").write_text("tensor 'q' has no place")
         begin = time.monotonic()
@@ -197,7 +198,7 @@ def test_a_worker_that_does_not_come_to_a_take_keeps_nobody_waiting(
         await takes_it_again(fleet, claimed, module)
 
     with direct_trainer(tmp_path / "wire") as publish:
-        with_fleet(scenario, [server[1]])
+        with_fleet(scenario, [server[1]], leases=publish.leases)
 
 
 def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
@@ -221,7 +222,7 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
             await fleet.update(await asyncio.to_thread(publish, 4, module))
 
     with direct_trainer(tmp_path / "wire") as publish:
-        with_fleet(scenario, [url])
+        with_fleet(scenario, [url], leases=publish.leases)
     assert process.wait(10) == 1
     assert (
         "error: inference 0: the engine core died"

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from orchestrator_engine_stand_in import HELD, StandIn, run
@@ -32,7 +31,7 @@ from orrery.runtime.role_context import RoleContext
 from orrery.wire import rendezvous
 from orrery.wire.fingerprint import digest
 from orrery.wire.weight_wire import Published
-from orrery.wire.weight_wire.leases import ELSEWHERE, GONE, open_leases, read_transfer
+from orrery.wire.weight_wire.leases import ELSEWHERE, GONE, LeaseClient, LeaseTable
 
 FINGERPRINTS = {"a": 1, "b": 2**64 - 1}
 PUBLISHED = Published(3, "/", FINGERPRINTS, digest(FINGERPRINTS))
@@ -162,6 +161,22 @@ def test_equal_fingerprints_compare_silently():
 # Engines that are lost and come back
 
 
+class Trainer:
+    """The trainer's leases, and the orchestrator's end of them. It publishes version 3 first."""
+
+    def __init__(self):
+        self.table = LeaseTable()
+        self.leases = LeaseClient(lambda request: self.leases.reported(self.table.apply(request)))
+
+    def publish(self, folder, version=3):
+        folder.mkdir(exist_ok=True)
+        self.table.open(version)
+        return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
+
+    def step(self):
+        self.table.settle(3, 20, lambda: None)
+
+
 @dataclass
 class Engines:
     """Stand-ins for two engines, their router, and the restarted second engine."""
@@ -189,7 +204,7 @@ class Engines:
         ]
 
 
-def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
+def lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=None):
     """`scenario(Engines)` over engine 0, engine 1, router and engine 1 once more."""
     monkeypatch.setattr("orrery.runtime.token._kept", "t")
     monkeypatch.setattr(recovery_module, "TEND_S", 0.01)
@@ -197,7 +212,10 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
     stand_ins = list(stand_ins) or [StandIn() for _ in range(4)]
 
     async def main(urls):
-        async with EnginePool(urls[:2], urls[2], restarting=ctx, model="adapter") as fleet:
+        leases = trainer and trainer.leases
+        async with EnginePool(
+            urls[:2], urls[2], restarting=ctx, model="adapter", leases=leases
+        ) as fleet:
             return await asyncio.wait_for(scenario(Engines(ctx, fleet, urls, stand_ins)), 20)
 
     try:
@@ -209,13 +227,13 @@ def lossy(tmp_path, monkeypatch, scenario, *stand_ins):
 LOST = {"/metrics": (500, {}), "/health": (503, {})}  # what a stand-in answers from then on
 
 
-async def back_without_a_version(engines, folder, lost):
+async def back_without_a_version(engines, folder, lost, trainer):
     """Both engines hold version 3; engine 1 is lost and returns when that version is gone."""
-    await engines.fleet.update(direct(folder))
+    await engines.fleet.update(trainer.publish(folder))
     lost.fail |= LOST
     await engines.fleet.metrics()
     assert engines.waits() == {"inference.1 to serve again"}
-    (folder / "version_3.json").unlink()  # the trainer steps, and an evaluation keeps version 3
+    trainer.step()  # an evaluation keeps version 3
     engines.start_again()
     await until(lambda: engines.waits() == set())
 
@@ -485,14 +503,6 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
 ALONG = f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"
 
 
-def direct(folder, version=3):
-    """What a trainer publishes on a direct wire."""
-    folder.mkdir(exist_ok=True)
-    (folder / "wire.json").touch()
-    (folder / f"version_{version}.json").touch()
-    return Published(version, str(folder), PUBLISHED.fingerprints, PUBLISHED.digest)
-
-
 @pytest.mark.parametrize(
     "workers",
     [[ALONG], [None, ALONG]],
@@ -501,15 +511,15 @@ def direct(folder, version=3):
 def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_lease(
     tmp_path, monkeypatch, workers
 ):
-    folder, seen = tmp_path / "wire", []
+    folder, seen, trainer = tmp_path / "wire", [], Trainer()
 
     def look(body):
-        [path] = folder.glob("claim_3_*.json")
-        taking = read_transfer(body["update_info"]["path"])
-        seen.append((path.name, taking.engines))
+        number = body["update_info"]["transfer"]
+        seen.append((trainer.table._leased, trainer.table.transfer(number).engines))
         if len(seen) == 1:  # the lost one's failure is told, so nobody waits for it
-            while Path(body["update_info"]["path"]).exists():
+            while trainer.table.transfer(number):
                 time.sleep(0.01)
+            assert trainer.table._leased == 3
 
     def end(body):
         while not seen:
@@ -532,7 +542,7 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
 
     async def scenario(engines):
         fleet = engines.fleet
-        report = await fleet.update(direct(folder))
+        report = await fleet.update(trainer.publish(folder))
         assert report.version == 3 and report.update_s < 0.2 <= report.paused_s, (
             "it was paused through both takes"
         )
@@ -546,19 +556,16 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
         assert engines.stand_ins[0].paths().count("/finish_weight_update") == 1
         engines.start_again()
         await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
-        await until(
-            lambda: (
-                sorted(path.name for path in folder.iterdir()) == ["version_3.json", "wire.json"]
-            )
-        )  # its claim is given back
+        await until(lambda: trainer.table._leased is None)
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
     tmp_path, monkeypatch
 ):
     late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
+    trainer = Trainer()
     stand_ins = [
         StandIn(untaken_at_first=[[ALONG], [late]]),
         StandIn(untaken_at_first=[[ALONG], [late]]),
@@ -568,31 +575,33 @@ def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenc
 
     async def scenario(engines):
         fleet = engines.fleet
-        assert await fleet.update(direct(tmp_path / "wire")) is None
+        assert await fleet.update(trainer.publish(tmp_path / "wire")) is None
         assert fleet.registry.at(Phase.STALE) == [0, 1] and all(
             "/resume" not in one.paths() for one in stand_ins
         ), "they stand paused"
-        assert (await fleet.update(direct(tmp_path / "wire", version=4))).version == 4
+        assert (await fleet.update(trainer.publish(tmp_path / "wire", version=4))).version == 4
         assert fleet.registry.at(Phase.HEALTHY) == [0, 1]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_a_take_that_fails_twice_though_nobody_is_lost_ends_the_run(tmp_path, monkeypatch):
+    trainer = Trainer()
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[None, ALONG]), StandIn(), StandIn()]
 
     async def scenario(engines):
         with pytest.raises(UpdateInterrupted, match="trainer 0 did not send its slices"):
-            await engines.fleet.update(direct(tmp_path / "wire"))
+            await engines.fleet.update(trainer.publish(tmp_path / "wire"))
         assert [stand_in.paths().count("/update_weights") for stand_in in stand_ins] == [2, 2, 0, 0]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for_another(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(pool_module, "ALONG_S", 0.2)
+    trainer = Trainer()
     stand_ins = [
         StandIn(untaken_at_first=[[ALONG]]),
         StandIn(hang={"/update_weights"}),
@@ -602,65 +611,65 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
 
     async def scenario(engines):
         fleet = engines.fleet
-        assert (await fleet.update(direct(tmp_path / "wire"))).version == 3
+        assert (await fleet.update(trainer.publish(tmp_path / "wire"))).version == 3
         assert fleet.registry.at(Phase.HEALTHY) == [0]
         assert (
             "engine 1 hung in a take that was over for another 0.2 s before"
             in fleet.registry[1].why
         )
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_a_returning_engine_that_hangs_keeps_the_trainer_only_until_its_call_ends(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(client_module, "LOAD_TIMEOUT_S", 0.5)
+    trainer = Trainer()
     stand_ins = [StandIn(), StandIn(fail=dict(LOST)), StandIn(), StandIn(hang={"/update_weights"})]
     folder, request = tmp_path / "wire", {"max_tokens": 1, "temperature": 1.0, "cache_salt": "3"}
 
     async def scenario(engines):
         fleet = engines.fleet
         await fleet.metrics()
-        assert (await fleet.update(direct(folder))).version == 3
+        assert (await fleet.update(trainer.publish(folder))).version == 3
         engines.start_again()
         await until(lambda: "/update_weights" in stand_ins[3].paths())
-        (folder / "version_3.json").rename(
-            folder / "closed_3.json"
-        )  # as a trainer that wants to step; it waits for claims
+        stepping = asyncio.create_task(asyncio.to_thread(trainer.step))  # it waits for leases
         served = 0
-        while open_leases(folder, 3):
+        while not stepping.done():
             await fleet.generate([1], request_id=f"r{served}", **request)
             served += 1
         assert served and fleet.registry.at(Phase.HEALTHY) == [0]
         await until(lambda: fleet.registry.at(Phase.FENCED) == [1])
         assert "did not finish /update_weights within 0.5 s" in fleet.registry[1].why
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
+        assert (await fleet.update(trainer.publish(folder, 4))).version == 4 and fleet.registry.at(
             Phase.HEALTHY
         ) == [0]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_after_all_engines_were_lost_and_the_version_is_gone_the_update_is_over(
     tmp_path, monkeypatch
 ):
     gone = {"/pause": (500, {}), "/health": (503, {})}
+    trainer = Trainer()
     stand_ins = [StandIn(fail=dict(gone)), StandIn(fail=dict(gone)), StandIn(), StandIn()]
 
     async def scenario(engines):
         folder, fleet = tmp_path / "wire", engines.fleet
-        updating = asyncio.create_task(fleet.update(direct(folder)))
+        updating = asyncio.create_task(fleet.update(trainer.publish(folder)))
         await until(lambda: fleet.registry.at(Phase.FENCED) == [0, 1])
-        (folder / "version_3.json").unlink()  # the trainer steps
+        trainer.step()
         engines.start_again()
         assert await updating is None
         assert fleet.registry.at(Phase.STALE) == [1] and not fleet.is_serving
-        assert (await fleet.update(direct(folder, 4))).version == 4 and fleet.registry.at(
+        assert (await fleet.update(trainer.publish(folder, 4))).version == 4 and fleet.registry.at(
             Phase.HEALTHY
         ) == [1]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_an_update_whose_files_have_gone_while_no_engine_was_there_is_over_for_a_newer_one(
@@ -688,33 +697,35 @@ def test_the_clock_of_a_returned_engine_stands_while_it_waits_for_the_next_versi
     tmp_path, monkeypatch
 ):
     back, seen = {"inference.1 to serve again"}, []
+    trainer = Trainer()
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
         folder, fleet = tmp_path / "wire", engines.fleet
-        await back_without_a_version(engines, folder, stand_ins[1])
+        await back_without_a_version(engines, folder, stand_ins[1], trainer)
         assert fleet.registry.at(Phase.STALE) == [1] and fleet.is_serving
         monkeypatch.setattr(recovery_module, "RETURN_S", 0.0)
         await asyncio.sleep(0.1)
         fleet.check()
         monkeypatch.setattr(recovery_module, "RETURN_S", 600.0)
         stand_ins[3].before["/update_weights"] = lambda _: seen.append(engines.waits())
-        assert (await fleet.update(direct(folder, 4))).version == 4
+        assert (await fleet.update(trainer.publish(folder, 4))).version == 4
         await until(lambda: fleet.registry.at(Phase.HEALTHY) == [0, 1])
         assert seen == [back] and engines.waits() == set(), (
             "it has a version to take, and has taken it"
         )
         assert [row["version"] for row in engines.rows("engine_healthy")] == [4]
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_path, monkeypatch):
+    trainer = Trainer()
     stand_ins = [StandIn(), StandIn(), StandIn(), StandIn()]
 
     async def scenario(engines):
         fleet = engines.fleet
-        await back_without_a_version(engines, tmp_path / "wire", stand_ins[1])
+        await back_without_a_version(engines, tmp_path / "wire", stand_ins[1], trainer)
         stand_ins[0].fail |= LOST
         await fleet.metrics()
         assert not fleet.is_serving
@@ -727,16 +738,17 @@ def test_the_clock_of_a_waiting_engine_begins_anew_when_no_engine_serves(tmp_pat
                 fleet.check()
                 await asyncio.sleep(0.01)
 
-    lossy(tmp_path, monkeypatch, scenario, *stand_ins)
+    lossy(tmp_path, monkeypatch, scenario, *stand_ins, trainer=trainer)
 
 
 def test_without_restarts_the_first_loss_ends_the_run_in_the_words_of_the_one_at_fault(tmp_path):
+    trainer = Trainer()
     stand_ins = [StandIn(untaken=[ALONG]), StandIn(untaken=[ALONG, "cut off"])]
 
     async def scenario(urls):
         async with EnginePool(urls, urls[0]) as fleet:
             with pytest.raises(UpdateFailed, match="engine 1 did not take version 3: cut off"):
-                await fleet.update(direct(tmp_path / "wire"))
+                await fleet.update(trainer.publish(tmp_path / "wire"))
 
     run(stand_ins, scenario)
     assert stand_ins[0].paths().count("/update_weights") == 1

@@ -1,5 +1,6 @@
 """Trainers and engines of a direct wire, as threads of one process."""
 
+import asyncio
 import contextlib
 import threading
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import torch
 from orrery.wire.weight_wire.buckets import HeldTensor, in_bucket
 from orrery.wire.weight_wire.coordinator import PartTimer
 from orrery.wire.weight_wire.files import WeightWatch
-from orrery.wire.weight_wire.leases import read_transfer
+from orrery.wire.weight_wire.leases import LeaseClient
 from orrery.wire.weight_wire.plan import dtype_of, shape_of
 from orrery.wire.weight_wire.receiver import WeightReceiver
 from orrery.wire.weight_wire.sender import WeightSender
@@ -120,15 +121,14 @@ class Engine:
         self.got, self.parts, self.damage = {}, None, None
 
     def take(self, published, arriving=lambda: None, at_the_last_round=lambda: None):
-        taking = read_transfer(published.path)
-        self.target.join(published.folder.parent, self.needs)
+        self.target.join(published.folder, self.needs)
         arriving()
         self.got, self.parts = {}, PartTimer()
         needs = self.needs(list(self.target.tensors.values()))
         missing = sum(
             torch.Size(shape_of(box)).numel() for boxes in needs.values() for box in boxes
         )
-        with contextlib.closing(self.target.receive(taking, self.parts)) as rounds:
+        with contextlib.closing(self.target.receive(published.transfer, self.parts)) as rounds:
             for one, bucket in rounds:
                 for name, box, offset in one.slices:
                     assert (name, box) not in self.got
@@ -139,6 +139,17 @@ class Engine:
                 if not missing:
                     at_the_last_round()
         return self.target.attest()
+
+
+class Leases:
+    """The orchestrator's end, in this process."""
+
+    def __init__(self, source):
+        self.client = LeaseClient(lambda request: self.client.reported(source.apply(request)))
+        self.abandon, self.release = self.client.abandon, self.client.release
+
+    def start(self, published, *engines):
+        return asyncio.run(self.client.start_transfer(published, engines))
 
 
 def together(*calls):

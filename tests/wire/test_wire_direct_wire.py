@@ -10,21 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from direct_wire import BUCKET_BYTES, SHAPES, Engine, together, trainers, weights
+from direct_wire import BUCKET_BYTES, SHAPES, Engine, Leases, together, trainers, weights
 
 from orrery.wire.fingerprint import tensor_fingerprint
 from orrery.wire.weight_wire import (
     TransferFailed,
     WireFailed,
-    abandon_transfer,
-    acquire_lease,
     coordinator,
     links,
-    release_lease,
-    retry_transfer,
 )
 from orrery.wire.weight_wire.coordinator import Coordinator, PartTimer
-from orrery.wire.weight_wire.leases import ELSEWHERE, GONE, read_transfer
+from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
 from orrery.wire.weight_wire.links import GroupLink
 from orrery.wire.weight_wire.receiver import WeightReceiver
 from orrery.wire.weight_wire.sender import _SendLoop
@@ -74,6 +70,7 @@ def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_finger
 ):
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2), Engine("engine 1", 0, 1)]
     with trainers(kind, tmp_path / "wire", num_ranks, replicas) as (ranks, watch):
+        leases = Leases(ranks[0].source)
         for version in (0, 1, 5):
             published = publish(ranks, version)
             assert watch.latest() == published
@@ -81,15 +78,15 @@ def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_finger
                 name: tensor_fingerprint(whole.bfloat16())
                 for name, whole in weights(version).items()
             }
-            claimed = acquire_lease(published, ["engine 0", "engine 1"])
+            claimed = leases.start(published, "engine 0", "engine 1")
             for held in together(*(partial(engine.take, claimed) for engine in engines)):
                 assert held == published.fingerprints
-            release_lease(claimed)
+            leases.release()
             for engine in engines:
                 check(engine, version)
             settle(ranks)
             assert watch.latest() is None
-            assert acquire_lease(published, ["engine 0"]) is None
+            assert leases.start(published, "engine 0") is None
         assert [(version, error) for version, error, _ in ranks[0].takes] == [
             (0, ""),
             (1, ""),
@@ -99,18 +96,21 @@ def test_every_engine_rank_gets_its_slices_and_every_rank_knows_the_whole_finger
 
 def test_a_version_that_nobody_claims_keeps_nobody_waiting(tmp_path, kind):
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         publish(ranks, 0)
         settle(ranks)
         published = publish(ranks, 1)
-        release_lease(acquire_lease(published, ["engine 0"]))
+        leases.start(published, "engine 0")
+        leases.release()
         settle(ranks)
 
 
 def test_a_trainer_waits_with_its_step_for_what_was_claimed(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 3)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
 
         def step(rank):
             rank.source.settle()
@@ -129,36 +129,37 @@ def test_after_an_engine_ends_during_a_transfer_the_others_form_a_group_and_it_c
 ):
     whole, ending = Engine("engine 0", 0, 1), Engine("engine 1", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 0)
-        claimed = acquire_lease(published, ["engine 0", "engine 1"])
+        claimed = leases.start(published, "engine 0", "engine 1")
         settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
 
         def end_in_the_middle():
-            ending.target.join(claimed.folder.parent, ending.needs)
-            rounds = ending.target.receive(read_transfer(claimed.path), PartTimer())
+            ending.target.join(claimed.folder, ending.needs)
+            rounds = ending.target.receive(claimed.transfer, PartTimer())
             next(rounds)
             settling.start()
             rounds.close()
-            abandon_transfer(claimed.folder)  # as the fleet does where an engine does not answer
+            leases.abandon(claimed)  # as the fleet does where an engine does not answer
 
         failed, ended = together(lambda: whole.take(claimed), end_in_the_middle)
         assert ended is None and isinstance(failed, TransferFailed), failed
-        again = retry_transfer(claimed, ["engine 0"])
+        again = leases.start(claimed, "engine 0")
         assert settling.is_alive(), "the trainer steps while engines are half-way"
         assert whole.take(again) == published.fingerprints
         check(whole, 0)
-        release_lease(again)
+        leases.release()
         settling.join(60)
         assert not settling.is_alive()
         (failed_version, first, _), (version, second, _) = ranks[0].takes
         assert failed_version == 0 and "engine 1 (rank 0)" in first and (version, second) == (0, "")
         back, published = Engine("engine 1", 0, 1), publish(ranks, 1)
         for engines in ([back], [whole, back]):
-            claimed = acquire_lease(published, [engine.target.engine for engine in engines])
+            claimed = leases.start(published, *(engine.target.engine for engine in engines))
             assert together(*(partial(engine.take, claimed) for engine in engines)) == [
                 published.fingerprints
             ] * len(engines)
-            release_lease(claimed)
+            leases.release()
         kept = [
             ranks[0].source._store.store.check([f"member/{engine.target._member}"])
             for engine in (whole, back, ending)
@@ -176,8 +177,9 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
         raise ValueError("layer 'q' lacks 3 elements")
 
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         for version in (0, 1):  # in a group that forms, and in one that has formed before
-            claimed = acquire_lease(publish(ranks, version), ["engine 0"])
+            claimed = leases.start(publish(ranks, version), "engine 0")
             begin = time.monotonic()
             told, failed = together(
                 partial(engines[0].take, claimed),
@@ -187,13 +189,13 @@ def test_an_engine_of_which_one_rank_fails_alone_takes_nothing_and_all_its_ranks
             assert isinstance(
                 told, TransferFailed
             ) and "engine 0 (rank 1) did not receive everything" in str(told)
-            again = retry_transfer(claimed, ["engine 0"])
+            again = leases.start(claimed, "engine 0")
             held = together(*(partial(engine.take, again) for engine in engines))
             assert held[0] == held[1] and isinstance(held[0], dict), held
             assert time.monotonic() - begin < 10
             for engine in engines:
                 check(engine, version)
-            release_lease(again)
+            leases.release()
             settle(ranks)
 
 
@@ -205,37 +207,38 @@ def test_a_retry_after_the_trainer_has_stepped_hears_that_its_version_is_gone(tm
         raise WireFailed("the connection broke")
 
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
-        claimed = acquire_lease(publish(ranks, 0), ["engine 0"])
+        leases = Leases(ranks[0].source)
+        claimed = leases.start(publish(ranks, 0), "engine 0")
         together(
             partial(engines[0].take, claimed),
             partial(engines[1].take, claimed, at_the_last_round=fail),
         )
         settle(ranks)
-        again = retry_transfer(claimed, ["engine 0"])
-        for failed in together(*(partial(engine.take, again) for engine in engines)):
-            assert isinstance(failed, TransferFailed) and str(failed).endswith(f"version 0 {GONE}")
-        release_lease(again)
-        claimed = acquire_lease(publish(ranks, 1), ["engine 0"])
+        assert leases.start(claimed, "engine 0") is None
+        assert ranks[0].source.leases.report.refusal == f"version 0 {GONE}"
+        leases.release()
+        claimed = leases.start(publish(ranks, 1), "engine 0")
         together(*(partial(engine.take, claimed) for engine in engines))
         for engine in engines:
             check(engine, 1)
-        release_lease(claimed)
+        leases.release()
 
 
 def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 0)
-        claimed = acquire_lease(published, ["engine 0", "engine 1"])
+        claimed = leases.start(published, "engine 0", "engine 1")
         begin = time.monotonic()
         [failed] = together(
             lambda: engine.take(
-                claimed, arriving=threading.Timer(0.1, abandon_transfer, [claimed.folder]).start
+                claimed, arriving=threading.Timer(0.1, leases.abandon, [claimed]).start
             )
         )
         assert isinstance(failed, TransferFailed) and ELSEWHERE in str(failed)
         assert time.monotonic() - begin < 10
-        release_lease(claimed)
+        leases.release()
         settle(
             ranks
         )  # waits for no take that never began: rank 0 may tell of it later than the engine hears
@@ -251,11 +254,12 @@ def test_an_engine_that_does_not_come_ends_the_take_by_its_name(tmp_path, kind, 
     monkeypatch.setenv("ORRERY_DEADLINE_SCALE", "0.005")
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 1) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 0)
-        claimed = acquire_lease(published, ["engine 0", "engine 1"])
+        claimed = leases.start(published, "engine 0", "engine 1")
         with pytest.raises(WireFailed, match=r"engine 1 \(rank 0\) did not come"):
             engine.take(claimed)
-        release_lease(claimed)
+        leases.release()
         settle(ranks)
 
 
@@ -273,12 +277,13 @@ def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_
 
     monkeypatch.setattr(Coordinator, "_order", order)
     with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 3)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
 
         def step():
             assert has_arrived.wait(60)
-            release_lease(claimed)
+            leases.release()
             settle(ranks)
             for rank in ranks:
                 rank.load(99)
@@ -288,9 +293,9 @@ def test_a_take_that_comes_after_its_claim_was_given_back_reads_no_weights_that_
         assert stepped is None and isinstance(failed, TransferFailed), failed
         assert not engine.got
         published = publish(ranks, 4)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
         assert engine.take(claimed) == published.fingerprints
-        release_lease(claimed)
+        leases.release()
         settle(ranks)  # the engine may have all before the trainer has heard so
         assert [(version, bool(error)) for version, error, _ in ranks[0].takes] == [
             (3, True),
@@ -311,14 +316,15 @@ def test_a_take_that_has_begun_keeps_the_step_waiting_though_its_claim_is_given_
 
     monkeypatch.setattr(_SendLoop, "_carry_out", carry_out)
     with trainers("nccl", tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 3)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
         taking = threading.Thread(
             target=together, args=(lambda: engine.take(claimed),), daemon=True
         )
         taking.start()
         assert is_sending.wait(60)
-        release_lease(claimed)
+        leases.release()
         settling = threading.Thread(target=settle, args=(ranks,), daemon=True)
         settling.start()
         settling.join(0.3)
@@ -334,11 +340,12 @@ def test_updates_leave_nothing_behind_in_store_and_folder(tmp_path, kind):
     engines = [Engine("engine 0", 0, 2), Engine("engine 0", 1, 2)]
     seen = []
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         for version in range(3):
-            claimed = acquire_lease(publish(ranks, version), ["engine 0"])
+            claimed = leases.start(publish(ranks, version), "engine 0")
             for held in together(*(partial(engine.take, claimed) for engine in engines)):
                 assert isinstance(held, dict), held
-            release_lease(claimed)
+            leases.release()
             settle(ranks)
             seen.append(
                 (
@@ -352,8 +359,9 @@ def test_updates_leave_nothing_behind_in_store_and_folder(tmp_path, kind):
 def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alone(tmp_path, kind):
     engine = Engine("engine 0", 0, 1)
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 0)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
         original, flipped = WeightReceiver._await_round, []
 
         def damaged(self, index, parts):
@@ -367,7 +375,7 @@ def test_a_bit_that_flips_in_a_bucket_shows_in_the_fingerprint_of_its_tensor_alo
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(WeightReceiver, "_await_round", damaged)
             held = engine.take(claimed)
-        release_lease(claimed)
+        leases.release()
         assert flipped and {
             name for name in held if held[name] != published.fingerprints[name]
         } == {"expert.2.up"}
@@ -451,8 +459,9 @@ def stranger_at(folder):
 
 def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
     with trainers(kind, tmp_path / "wire", 2) as (ranks, _):
+        leases = Leases(ranks[0].source)
         published = publish(ranks, 1)
-        claimed = acquire_lease(published, ["engine 0"])
+        claimed = leases.start(published, "engine 0")
         store, secret = stranger_at(tmp_path / "wire")
         together(partial(Engine("engine 0", 0, 1).take, claimed))
         keys = [
@@ -465,7 +474,7 @@ def test_a_stranger_at_the_store_reads_no_secret(tmp_path, kind):
             with suppress(torch.distributed.DistStoreError):  # a rank removed the key meanwhile
                 values.append(bytes(store.get(key)))
         assert values and not [value for value in values if secret.encode() in value]
-        release_lease(claimed)
+        leases.release()
         settle(ranks)
 
 

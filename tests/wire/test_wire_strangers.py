@@ -16,6 +16,7 @@ import zmq.asyncio
 from test_wire_rollout_wire import DEADLINE_S, batch_of, check, relay_to, taken, wire_of
 
 from orrery.manifest.errors import RunFailed
+from orrery.wire import control_socket
 from orrery.wire.rollout_wire import bulk, files, make_receiver, zeromq
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +49,7 @@ def peer_of(url, has_token):
     dealer = context.socket(zmq.DEALER)
     try:
         if has_token:
-            zeromq._authenticate(dealer, is_sender=False)
+            control_socket.authenticate(dealer, is_sender=False)
         dealer.connect(url)
         yield dealer
     finally:
@@ -136,8 +137,8 @@ def test_neither_the_token_nor_a_key_travels(tmp_path):
                 receiver.close()
             [everything] = passed
             assert len(everything) > 500 and TOKEN.encode() not in everything
-            secret = zeromq.derived_key(f"rollout wire {zeromq.PROTOCOL}, sender")
-            public = zeromq.z85.decode(zmq.curve_public(zeromq.z85.encode(secret)))
+            secret = control_socket.derived_key(f"rollout wire {zeromq.PROTOCOL}, sender")
+            public = control_socket.z85.decode(zmq.curve_public(control_socket.z85.encode(secret)))
             assert not any(each in everything for each in (bytes.fromhex(TOKEN), secret, public))
 
     asyncio.run(run())
@@ -169,12 +170,12 @@ def test_a_huge_message_takes_no_memory(tmp_path, has_token):
     stranger = f"""
 import zmq
 from orrery.runtime import token
-from orrery.wire.rollout_wire import zeromq
+from orrery.wire import control_socket
 token._kept = {TOKEN!r}
 context = zmq.Context()
 dealer = context.socket(zmq.DEALER)
 if {has_token}:
-    zeromq._authenticate(dealer, is_sender=False)
+    control_socket.authenticate(dealer, is_sender=False)
 dealer.connect(input())
 dealer.sndtimeo = 2000
 try:
@@ -218,8 +219,9 @@ def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
                     await peer.send_multipart([message] if message else [b"", b""])
                 await peer.send(b"last")
                 # By chance some are valid asks, of the protocol's types and this rank.
-                num_true = sum(wire.sender._read([message]) is not None for message in messages)
-                await until(lambda: wire.sender.num_foreign >= 2 * (NUM_MALFORMED - num_true) + 1)
+                read = [wire.sender.control.read([message]) for message in messages]
+                num_true = sum(one is not None and wire.sender._is_ours(one) for one in read)
+                await until(lambda: wire.sender.num_foreign >= NUM_MALFORMED - num_true + 1)
             assert num_true < NUM_MALFORMED / 10
 
     asyncio.run(run())

@@ -45,13 +45,8 @@ from orrery.inference.patches.vllm import (
 )
 from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
 from orrery.wire.weight_wire import read_weights
-from orrery.wire.weight_wire.coordinator import PartTimer
-from orrery.wire.weight_wire.leases import (
-    Transfer,
-    TransferFailed,
-    abandon_transfer,
-    read_transfer,
-)
+from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
+from orrery.wire.weight_wire.leases import TransferFailed, WireFailed
 from orrery.wire.weight_wire.plan import Box, TensorInfo, dtype_of
 from orrery.wire.weight_wire.receiver import Round, WeightReceiver
 
@@ -72,6 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
+    transfer: int = 0  # of a direct wire
 
 
 class Consumed(NamedTuple):
@@ -106,9 +102,9 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.failure = str(error) or type(error).__name__
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
-            if is_ours:
-                with contextlib.suppress(OSError):  # the other ranks need not wait
-                    abandon_transfer(Path(update_info.path))
+            if is_ours and update_info.transfer:
+                with contextlib.suppress(WireFailed, RuntimeError):  # the other ranks need not wait
+                    fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
         """Finish an update. After a failure in any worker `held` stays empty."""
@@ -149,14 +145,13 @@ class Receiver(Backend):
         self.parts.add("start_s", begin)
 
     def _receive(self, update: UpdateInfo) -> None:
-        taking = read_transfer(update.path)
-        if taking is None:
+        if not update.transfer:
             self.model.load_weights(self._fingerprinted(update))
             self._check_complete(update)
         else:
             # No `torch.device` context: under it dynamo recurses endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
-                self._take(update, taking)
+                self._take(update)
 
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
         begin = time.perf_counter()
@@ -191,7 +186,7 @@ class Receiver(Backend):
         if self._target is not None:
             self._target.drop()
 
-    def _take(self, update: UpdateInfo, taking: Transfer) -> None:
+    def _take(self, update: UpdateInfo) -> None:
         """Copy this rank's slices from a direct wire as they arrive."""
         if self._target is None:
             parallel = self.parallel_config
@@ -200,10 +195,10 @@ class Receiver(Backend):
             self._target = WeightReceiver(update.engine, rank, num_ranks, self.device)
         target = self._target
         begin = time.perf_counter()
-        target.join(Path(update.path).parent, self._learn)
+        target.join(Path(update.path), self._learn)
         self.parts.add("learn_s", begin)
         loading = Loading(self.model, self._needs)
-        with contextlib.closing(target.receive(taking, self.parts)) as rounds:
+        with contextlib.closing(target.receive(update.transfer, self.parts)) as rounds:
             for one, bucket in rounds:
                 begin = time.perf_counter()
                 loading.load(self._runs_of(one), bucket)

@@ -14,7 +14,7 @@ async def rl(ctx: RoleContext) -> None:
     wire = assemble.sender(ctx)
     try:
         try:
-            pool = await assemble.engine_pool(ctx)
+            pool = await assemble.engine_pool(ctx, assemble.leases(ctx, wire))
         except Preempted as preempted:  # before any batch was sent
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines:

@@ -23,7 +23,8 @@ from orrery.tasks.chat import Renderer
 from orrery.wire import checkpoints, rendezvous
 from orrery.wire.rollout_wire import RolloutSender, make_sender
 from orrery.wire.token import run_token
-from orrery.wire.weight_wire import make_watch, served_model
+from orrery.wire.weight_wire import DIRECT_KINDS, make_watch, served_model
+from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ READ_S = 1800.0  # for slow shared file systems, scaled
 SERVERS_START_S = 600.0  # for vLLM's imports and compilation, scaled
 
 
-async def engine_pool(ctx: RoleContext) -> EnginePool:
+async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their clients.
 
     Raise Preempted, with the stage's start step, if preempted meanwhile.
@@ -50,6 +51,7 @@ async def engine_pool(ctx: RoleContext) -> EnginePool:
         handovers=[engine.info for engine in engines[: inference.prefill_replicas]],
         model=served_model(ctx.manifest, ctx.stage),
         canary=Canary.of(ctx.manifest),
+        leases=leases,
     )
 
 
@@ -91,8 +93,18 @@ def renderer(ctx: RoleContext, *stages: str) -> Renderer:
 def sender(ctx: RoleContext) -> RolloutSender:
     kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
     wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
-    rendezvous.publish(ctx, wire.url)
+    is_direct = ctx.manifest.transport.weights in DIRECT_KINDS
+    rendezvous.publish(ctx, wire.url, **({"control": wire.control.url} if is_direct else {}))
     return wire
+
+
+def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
+    """Return our end of a direct weight wire's leases, or None on other wires."""
+    if ctx.manifest.transport.weights not in DIRECT_KINDS:
+        return None
+    client = LeaseClient.over(wire.control)
+    wire.control.start()
+    return client
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:

@@ -101,6 +101,8 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     if resumed is not None and world.is_first:
         publisher.restore(resumed / "trainer")
     orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
+    if isinstance(publisher, DirectPublisher):
+        publisher.listen(orchestrator.info["control"])
     receiver = make_receiver(manifest.transport.rollouts, ctx.run_dir, orchestrator.url, ctx.index)
     try:
         yield RlLoop(

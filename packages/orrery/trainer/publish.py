@@ -125,6 +125,11 @@ class DirectPublisher(Publisher):
         with self._ctx.health.waiting(what, deadline_s=scaled(SETTLE_S)):
             return self._source.settle()
 
+    def listen(self, url: str) -> None:
+        """Grant leases over the orchestrator's control socket at `url`, on rank 0."""
+        if self._source.rank == 0:
+            self._source.listen(url)
+
     def close(self) -> None:
         self._source.close()
 

@@ -214,7 +214,9 @@ class EngineClient:
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """
         version = published.version
-        update = {"path": str(published.path), "version": version, "engine": self.name}
+        update: dict[str, Any] = {"path": published.path, "version": version, "engine": self.name}
+        if published.transfer:
+            update["transfer"] = published.transfer
         await self._control(
             "/update_weights", {"update_info": update}, scaled(LOAD_TIMEOUT_S), UpdateFailed
         )

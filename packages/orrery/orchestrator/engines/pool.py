@@ -36,13 +36,7 @@ from orrery.orchestrator.engines.recovery import EngineRecovery
 from orrery.orchestrator.engines.registry import EngineRegistry, Phase
 from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
 from orrery.runtime.timing import scaled
-from orrery.wire.weight_wire.leases import (
-    ROUND_S,
-    abandon_transfer,
-    acquire_lease,
-    release_lease,
-    retry_transfer,
-)
+from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 
 if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
@@ -65,6 +59,7 @@ class EnginePool:
         handovers: Sequence[Mapping[str, Any]] = (),
         model: str | None = None,
         canary: Canary | None = None,
+        leases: LeaseClient | None = None,
     ) -> None:
         """Raise OrreryError for several engines without a router.
 
@@ -73,6 +68,7 @@ class EnginePool:
         - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
+        - `leases`: of a direct wire.
         """
         if not engine_urls:
             raise OrreryError("engine fleet: no engine; give at least one engine address")
@@ -82,6 +78,7 @@ class EnginePool:
                 "set inference.router.kind to 'vllm_router'"
             )
         self._token, self._model, self._canary = token, model, canary
+        self._leases = leases
         self.engines = [self.client(index, url) for index, url in enumerate(engine_urls)]
         self.router = None
         if router_url is not None:
@@ -205,8 +202,6 @@ class EnginePool:
             stale = self.registry.at(Phase.STALE)
             incarnations = {index: self.registry[index].incarnation for index in stale}
             failures = await self.transfer(published, stale)
-            if failures is None:
-                return None
             self._raise_if_fatal(failures, len(stale))
             for index, error in failures.items():
                 why = f"update to version {published.version}: {error}"
@@ -231,23 +226,26 @@ class EnginePool:
 
     async def transfer(
         self, published: "Published", indices: list[int]
-    ) -> dict[int, BaseException] | None:
-        """Update these engines. Return the failures by engine, or None if the version is gone.
+    ) -> dict[int, BaseException]:
+        """Update these engines. Return the failures by engine. Note a version that is gone.
 
         On a direct wire a lost engine interrupts the others. They retry under the same lease, or
         stay paused until the next version if they are too late.
         """
-        leased = acquire_lease(published, [self.engines[index].name for index in indices])
-        if leased is None:
-            self.note_version_gone()
-            return None
         failures: dict[int, BaseException] = {}
-        waiting, num_blameless, begin = list(indices), 0, time.perf_counter()
+        waiting, num_blameless, begin_s = list(indices), 0, None
         try:
             while True:
-                failed = await self._transfer_once(waiting, leased, begin)
-                failures = {i: e for i, e in failures.items() if i not in waiting} | failed
-                if any(isinstance(error, VersionGone) for error in failed.values()):
+                leased: Published | None = published
+                if self._leases is not None:
+                    names = [self.engines[index].name for index in waiting]
+                    leased = await self._leases.start_transfer(published, names)
+                begin_s = time.perf_counter() if begin_s is None else begin_s
+                failed: dict[int, BaseException] = {}
+                if leased is not None:
+                    failed = await self._transfer_once(waiting, leased, begin_s)
+                    failures = {i: e for i, e in failures.items() if i not in waiting} | failed
+                if leased is None or any(isinstance(e, VersionGone) for e in failed.values()):
                     self.note_version_gone()
                     interrupted = UpdateInterrupted
                     return {i: e for i, e in failures.items() if not isinstance(e, interrupted)}
@@ -256,9 +254,9 @@ class EnginePool:
                 num_blameless += len(waiting) == len(failed)
                 if not waiting or num_blameless > 1 or self.recovery is None:
                     return failures
-                leased = retry_transfer(leased, [self.engines[index].name for index in waiting])
         finally:
-            release_lease(leased)
+            if self._leases is not None:
+                self._leases.release()
 
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
@@ -282,8 +280,8 @@ class EnginePool:
                     for limit in limits.values():  # longer than the wire's deadlines
                         if limit.when() is None:
                             limit.reschedule(end_s)
-                else:
-                    abandon_transfer(leased.folder)
+                elif self._leases is not None:
+                    self._leases.abandon(leased)
                 # The living workers report a dead worker as another error.
                 if isinstance(error, WeightsDiffer):
                     raise
@@ -291,7 +289,8 @@ class EnginePool:
                     raise EngineGone(why) from error
                 raise
             except BaseException:
-                abandon_transfer(leased.folder)
+                if self._leases is not None:
+                    self._leases.abandon(leased)
                 raise
             finally:
                 limits.pop(index, None)

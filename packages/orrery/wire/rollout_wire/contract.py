@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire.column_bytes import MicroBatch
 from orrery.wire.columns import Columns
+from orrery.wire.control_socket import ControlSocket
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class RolloutSender(Protocol):
     """The orchestrator's end, in one event loop."""
 
     url: str
+
+    @property
+    def control(self) -> ControlSocket:
+        """The socket to the trainer, also for leases of weights."""
+        ...
 
     async def send(self, batch: Batch) -> None:
         """Take the batch over. Wait while some rank has not acknowledged an earlier batch."""

@@ -12,6 +12,7 @@
 """
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
@@ -28,6 +29,7 @@ import msgspec
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire import column_files, nfs
 from orrery.wire.columns import Columns
+from orrery.wire.control_socket import ControlSocket
 from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 from orrery.wire.token import run_token
 
@@ -76,12 +78,13 @@ def _data_path(folder: Path, step: int, rank: int, micro_step: int) -> Path:
 
 
 class FilesSender:
-    """See `contract.RolloutSender`. `host` and `port` are unused."""
+    """See `contract.RolloutSender`. Only `control` listens at `host` and `port`."""
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
         self.num_foreign = 0
         self._keep = keep
+        self._address = host, port
         wires = Path(run_dir).resolve() / "rollouts" / "wire"
         shutil.rmtree(wires, ignore_errors=True)
         self._folder = wires / secrets.token_hex(8)
@@ -133,7 +136,13 @@ class FilesSender:
         except TimeoutError:
             raise not_drained(deadline_s, self._missing) from None
 
+    @functools.cached_property
+    def control(self) -> ControlSocket:
+        return ControlSocket(*self._address)
+
     def close(self) -> None:
+        if "control" in self.__dict__:
+            self.control.close()
         shutil.rmtree(self._folder.parent, ignore_errors=True)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -1,8 +1,5 @@
-"""Rollouts over ZeroMQ: ROUTER in the orchestrator, DEALER in each trainer rank. `bulk` for bytes.
+"""Rollouts over the control socket (`control_socket`), their bytes over `bulk`.
 
-- Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
-  public key is sent. The handshake drops a peer without the token.
-- libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
 - A receiver sends `ZmqAsk(step, rank, micro_step)`. The answer to `micro_step` −1 is the batch's
   head, otherwise a layout and a ticket to fetch the bytes.
 - A receiver asks for at most two micro-batches at a time.
@@ -12,7 +9,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,30 +17,26 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire.column_bytes import ColumnLayout, columns_from, layout_of
 from orrery.wire.columns import Columns
+from orrery.wire.control_socket import (
+    HANDSHAKE_FAILED,
+    NOT_OF_THE_PROTOCOL,
+    PROTOCOL,
+    ControlSocket,
+    authenticate,
+)
 from orrery.wire.rollout_wire.bulk import BufferPool, BulkSender, Ticket, fetch
 from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
-from orrery.wire.token import derived_key
 
-PROTOCOL = 2
-MAX_ASK_BYTES = 4096
-MAX_HEAD_BYTES = 64 << 20
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
 SILENCE_S = 10.0  # without bytes, until the receiver reconnects for the rest
-HANDSHAKE_S = 5.0
 NUM_HANDSHAKES = 5  # failures in a row
 _HEAD = -1
-# Decoding errors. RecursionError and ValueError come of deep nesting and bad UTF-8.
-_NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
-
-log = logging.getLogger(__name__)
 
 
 class ZmqAsk(msgspec.Struct, tag="ask"):
@@ -88,39 +80,12 @@ class Refusal(msgspec.Struct, tag="refusal"):
 Answer = BatchHead | MicroBatchHead | Refusal
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_sender = msgspec.msgpack.Decoder(ZmqAsk | Acknowledgement)
 _to_receiver = msgspec.msgpack.Decoder(Answer)
-
-
-def _authenticate(socket: Any, is_sender: bool) -> None:
-    """Restrict `socket` to the run's token. Raises OrreryError if pyzmq lacks CURVE."""
-    if not zmq.has("curve"):
-        raise OrreryError(
-            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it; "
-            "install pyzmq's own wheel"
-        )
-    secret_keys = {
-        role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
-        for role in ("sender", "receiver")
-    }
-    own = secret_keys["sender" if is_sender else "receiver"]
-    socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
-    if is_sender:
-        socket.curve_server = True
-    else:
-        socket.curve_serverkey = zmq.curve_public(secret_keys["sender"])
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES if is_sender else MAX_HEAD_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 
 _TURNED_AWAY = (
     "and was turned away: the token is not this run's; both processes must be of one attempt; "
     "does another program listen there?"
-)
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
 
@@ -129,27 +94,12 @@ class ZmqSender:
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
-        self._num_ignored = 0
         self._keep = keep
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound the queue, and a full queue drops
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            _authenticate(self._socket, is_sender=True)
-            self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OrreryError(
-                f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port"
-            ) from error
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        self.control = ControlSocket(host, port)
+        for kind in (ZmqAsk, Acknowledgement):
+            self.control.route(kind, self._handle)
         self._bulk = BulkSender(host)
-        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
         self._last_taken: int | None = None  # by `send`, perhaps waiting for room
@@ -158,13 +108,11 @@ class ZmqSender:
         self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → peer, newest open ask
         self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, last answered number
         self._changed = asyncio.Condition()
-        self._server: asyncio.Task[None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def num_foreign(self) -> int:
         """Refused peers and ignored messages."""
-        return self._num_ignored + self._bulk.num_foreign
+        return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
         batch.check(self.num_ranks, self._last_taken)
@@ -187,23 +135,16 @@ class ZmqSender:
             raise not_drained(deadline_s, self._missing) from None
 
     def close(self) -> None:
-        for task in (self._server, self._watcher):
-            if task is not None:
-                task.cancel()
         self._bulk.close()
         self._held.clear()
-        self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        self.control.close()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        if self._server is None:
-            self._server = asyncio.create_task(self._serve(), name="rollout wire")
-            name = "rollout wire, handshakes"
-            self._watcher = asyncio.create_task(self._watch_handshakes(), name=name)
+        server = self.control.start(self._notify)
         async with self._changed:
             while True:
-                if self._server.done():
-                    cause = None if self._server.cancelled() else self._server.exception()
+                if server.done():
+                    cause = None if server.cancelled() else server.exception()
                     raise RunFailed(
                         f"rollout wire: the sender at {self.url} is closed ({cause or 'by close'})"
                     ) from cause
@@ -211,47 +152,25 @@ class ZmqSender:
                     return
                 await self._changed.wait()
 
-    async def _serve(self) -> None:
-        try:
-            while True:
-                peer, *parts = await self._socket.recv_multipart()
-                message = self._read(parts)
-                if message is None:
-                    continue
-                if isinstance(message, Acknowledgement):
-                    self._acknowledge(message.rank, message.step)
-                else:
-                    self._wanted = max(self._wanted, message.step)
-                    self._acknowledge(message.rank, message.received)
-                    if self._answered.get(message.rank) != (peer, message.number):
-                        await self._answer(peer, message)
-                async with self._changed:
-                    self._changed.notify_all()
-        finally:
-            async with self._changed:
-                self._changed.notify_all()
+    async def _handle(self, peer: bytes, message: ZmqAsk | Acknowledgement) -> bool:
+        if not self._is_ours(message):
+            return False
+        if isinstance(message, Acknowledgement):
+            self._acknowledge(message.rank, message.step)
+        else:
+            self._wanted = max(self._wanted, message.step)
+            self._acknowledge(message.rank, message.received)
+            if self._answered.get(message.rank) != (peer, message.number):
+                await self._answer(peer, message)
+        await self._notify()
+        return True
 
-    async def _watch_handshakes(self) -> None:
-        while True:
-            await recv_monitor_message(self._monitor)
-            self._count_foreign("a peer that does not hold this run's token")
+    def _is_ours(self, message: ZmqAsk | Acknowledgement) -> bool:
+        return message.protocol == PROTOCOL and 0 <= message.rank < self.num_ranks
 
-    def _read(self, parts: list[bytes]) -> ZmqAsk | Acknowledgement | None:
-        with contextlib.suppress(*_NOT_OF_THE_PROTOCOL):
-            message = _to_sender.decode(parts[0]) if len(parts) == 1 else None
-            if (
-                message is not None
-                and message.protocol == PROTOCOL
-                and 0 <= message.rank < self.num_ranks
-            ):
-                return message
-        self._count_foreign("a message that is no ask of this protocol")
-        return None
-
-    def _count_foreign(self, why: str) -> None:
-        self._num_ignored += 1
-        if self._num_ignored.bit_count() == 1:  # powers of two: a flood must not fill the disk
-            log.warning("rollout wire: turned away %s (%d so far)", why, self._num_ignored)
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _acknowledge(self, rank: int, up_to_step: int) -> None:
         self._bulk.forget(rank, up_to_step)
@@ -266,12 +185,12 @@ class ZmqSender:
             answer = self._answer_to(ask)
         except OrreryError as error:
             reason = f"it cannot be sent: {error.__cause__ or error}"
-            await self._post(peer, Refusal(ask.number, reason))
+            await self.control.post(peer, Refusal(ask.number, reason))
             raise
         if answer is None:
             self._waiting[ask.rank] = (peer, ask)
             return
-        await self._post(peer, answer)
+        await self.control.post(peer, answer)
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: ZmqAsk) -> Answer | None:
@@ -302,14 +221,6 @@ class ZmqSender:
         ticket = self._bulk.issue(rank, step, micro_batch, layout)
         return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
 
-    async def _post(self, peer: bytes, message: Any) -> None:
-        """Queue one message. A lost peer asks again under a new identity."""
-        try:
-            await self._socket.send_multipart([peer, _encode(message)], copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-
 
 class ZmqReceiver:
     """See `contract.RolloutReceiver`."""
@@ -326,11 +237,11 @@ class ZmqReceiver:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are few, see `_send`
         self._socket.setsockopt(zmq.LINGER, 500)  # lets the last acknowledgement out
         try:
-            _authenticate(self._socket, is_sender=False)
+            authenticate(self._socket, is_sender=False)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        events = _HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        events = HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor = self._socket.get_monitor_socket(events)
         self._num_failed_handshakes = 0
         self._poller = zmq.Poller()
@@ -406,7 +317,7 @@ class ZmqReceiver:
                 continue
             try:
                 message = _to_receiver.decode(frame.buffer)
-            except _NOT_OF_THE_PROTOCOL as error:
+            except NOT_OF_THE_PROTOCOL as error:
                 raise RunFailed(
                     f"{self._asked(ask)}, but got bytes that are no answer ({error}); "
                     "are both of one version?"

@@ -2,7 +2,7 @@
 
 - A version appears as one marker file, or not at all. Versions only rise. Every tensor has a
   fingerprint of the trainer's memory.
-- Call `acquire_lease(published, engines)` before engines are updated, `release_lease` afterwards.
+- On a direct wire the orchestrator leases a version before engines load it (`leases`).
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
   same for the adapters of `trainer.lora` alone, by PEFT's names, the scale in B.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
@@ -30,11 +30,6 @@ from orrery.wire.weight_wire.leases import (
     Published,
     TransferFailed,
     WireFailed,
-    abandon_transfer,
-    acquire_lease,
-    is_direct,
-    release_lease,
-    retry_transfer,
 )
 
 if TYPE_CHECKING:
@@ -51,18 +46,13 @@ __all__ = [
     "WeightPublisher",
     "WeightWatch",
     "WireFailed",
-    "abandon_transfer",
-    "acquire_lease",
     "check_library",
     "check_room",
-    "is_direct",
     "make_publisher",
     "make_watch",
     "make_weight_sender",
     "read_weights",
-    "release_lease",
     "remove_weight_dir",
-    "retry_transfer",
     "served_model",
     "weight_dir",
 ]

@@ -8,7 +8,8 @@
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
   rank 0 orders the transfer, with its members and their process group's number.
 - A new group is formed only when the members change, or after a failure at any end.
-- Waits of a transfer end with it.
+- Waits of a transfer end with it. CURRENT has the current transfer's number, and a failing rank
+  writes `failed/<transfer>`.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,16 +29,11 @@ import torch.distributed as dist
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.timing import scaled
 from orrery.wire import nfs
-from orrery.wire.weight_wire.leases import (
-    ADDRESS,
-    Transfer,
-    TransferFailed,
-    WireFailed,
-    read_transfer,
-    transfer_path,
-)
+from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, TensorInfo
 
+ADDRESS = "wire.json"  # only in a direct wire's folder
+CURRENT = "current"  # key of the current transfer's number, or 0
 MEET_S = 120.0  # for ranks of one role to come or to answer
 FOREVER_S = 10.0**7  # a wait for work ends with the store
 ARRIVAL_S = 120.0  # for all engine ranks of a transfer, from the first
@@ -62,8 +58,7 @@ class WireAddress(msgspec.Struct):
 class Arrival(msgspec.Struct):
     """An engine rank has come for a transfer. A negative `transfer` ends the sender's thread."""
 
-    transfer: int = msgspec.field(name="take")
-    lease: int = msgspec.field(name="claim")
+    transfer: int
     engine: str
     rank: int
     world_size: int
@@ -74,8 +69,7 @@ class Arrival(msgspec.Struct):
 class TransferOrder(msgspec.Struct):
     """Rank 0's answer: the members and their group, or `error`. After `end` no order follows."""
 
-    transfer: int = msgspec.field(name="take")
-    lease: int = msgspec.field(default=-1, name="claim")
+    transfer: int
     version: int = -1
     generation: int = -1
     members: tuple[str, ...] = ()
@@ -106,11 +100,11 @@ class StoreConnection:
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
-        self._transfer: Path | None = None
+        self._transfer: int | None = None
 
     @contextlib.contextmanager
-    def during(self, transfer: Path | None) -> Iterator[None]:
-        """End waits in the body when the transfer's file is removed."""
+    def during(self, transfer: int | None) -> Iterator[None]:
+        """End waits in the body when the transfer is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -137,6 +131,14 @@ class StoreConnection:
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
         """Return the bytes at `key`. Waits and raises as `get` does."""
         self._await(key, what, within_s)
+        return self._open(key, what)
+
+    def is_over(self, transfer: int) -> bool:
+        """Return whether another transfer is current, or a rank of this one has failed."""
+        current = msgspec.msgpack.decode(self._open(CURRENT, "trainer 0, the transfer"), type=int)
+        return current != transfer or self.store.check([f"failed/{transfer}"])
+
+    def _open(self, key: str, what: str) -> bytes:
         sealed = bytes(self.store.get(key))
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, content)):
@@ -156,7 +158,7 @@ class StoreConnection:
                 self.store.wait([key], timedelta(seconds=first_s))
             except dist.DistStoreError:
                 while not self.store.check([key]):
-                    if self._transfer is not None and not self._transfer.exists():
+                    if self._transfer is not None and self.is_over(self._transfer):
                         raise WireFailed(
                             f"weight wire: no word of {what} until the take was given up"
                         ) from None
@@ -242,6 +244,11 @@ def connect(address: WireAddress) -> StoreConnection:
     return StoreConnection(store, address)
 
 
+def fail_transfer(folder: Path, transfer: int) -> None:
+    """End all ranks' waits of the transfer. Raises WireFailed or RuntimeError without a store."""
+    connect(find_wire(folder, LOOK_S)).put(f"failed/{transfer}", True)
+
+
 def this_host() -> str:
     """Return a text unique to this machine's memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
@@ -250,11 +257,8 @@ def this_host() -> str:
 class Coordinator:
     """Starts transfers one by one, in a thread of trainer rank 0. A new transfer ends the last."""
 
-    def __init__(
-        self, store: StoreConnection, folder: Path, admit: Callable[[Transfer], str]
-    ) -> None:
-        """`admit` starts a transfer, or returns a refusal."""
-        self._store, self._folder, self._admit = store, folder, admit
+    def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
+        self._store, self._leases = store, leases
         self._num_arrivals = self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
@@ -271,8 +275,8 @@ class Coordinator:
                 if transfer is None:
                     raise
                 missing = ", ".join(_absent(transfer.engines, arrived)) + " did not come"
-                is_on = transfer_path(self._folder, transfer.number, transfer.lease).exists()
-                until = "" if is_on else " before the take was given up"
+                is_over = self._store.is_over(transfer.number)
+                until = " before the take was given up" if is_over else ""
                 order = TransferOrder(transfer.number, version=transfer.version)
                 order.error = missing + until
                 return self._answer(order)
@@ -283,11 +287,9 @@ class Coordinator:
                 continue  # the late rank learns that its transfer is over
             if transfer is None or number > transfer.number:
                 arrived = {}
-                try:
-                    transfer = read_transfer(transfer_path(self._folder, number, arrival.lease))
-                except TransferFailed:
+                transfer = self._leases.transfer(number)
+                if transfer is None:
                     return self._answer(TransferOrder(number, error="it was given up"))
-                assert transfer is not None
             arrived[arrival.engine, arrival.rank] = arrival
             if not _absent(transfer.engines, arrived):
                 ordered = [
@@ -313,12 +315,9 @@ class Coordinator:
         return TransferResult(error, longest)
 
     def _next_arrival(self, transfer: Transfer | None) -> Arrival:
-        path, within_s = None, FOREVER_S
-        if transfer is not None:
-            path = transfer_path(self._folder, transfer.number, transfer.lease)
-            within_s = ARRIVAL_S
+        number, within_s = (None, FOREVER_S) if transfer is None else (transfer.number, ARRIVAL_S)
         key = f"arrival/{self._num_arrivals + 1}"
-        with self._store.during(path):
+        with self._store.during(number):
             arrival = self._store.get(key, Arrival, "engines", within_s)
         self._num_arrivals += 1
         self._store.forget(key)
@@ -329,14 +328,12 @@ class Coordinator:
         return arrival
 
     def _order(self, transfer: Transfer, arrived: list[Arrival]) -> TransferOrder:
-        if refusal := self._admit(transfer):
+        if refusal := self._leases.admit(transfer):
             return TransferOrder(transfer.number, version=transfer.version, error=refusal)
         members = tuple(each.member for each in arrived)
         if members != self._members or any(each.generation != self._generation for each in arrived):
             self._generation, self._members = self._generation + 1, members
-        return TransferOrder(
-            transfer.number, transfer.lease, transfer.version, self._generation, members
-        )
+        return TransferOrder(transfer.number, transfer.version, self._generation, members)
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
         """Publish the order. Ranks waiting for an earlier one learn that it is over."""

@@ -1,36 +1,38 @@
-"""Published versions, and the leases and transfers of a direct wire. Needs no torch.
+"""Leases: the one control plane of a weight update on a direct wire. Needs no torch.
 
 The trainer sends the weights in training, so a version exists only until the next optimizer step.
-Files in the wire's folder coordinate orchestrator and trainer:
-
-- `version_<n>.json`: version n is available. The trainer removes it before its next step.
-- `claim_<n>_<lease>.json`: a lease, hard-linked to the file above. Linking is atomic: either the
-  trainer sees the lease and waits, or the version is gone.
-- `take_<transfer>_<lease>.json`: one transfer's engines, given to them as the version's path.
-  Removing the file ends the transfer.
-
-If an engine is lost, its transfer is abandoned. The lease holds the version for a retry without
-it.
+- `LeaseRequest` is the whole lease that the orchestrator wants: a version (None: no lease), and the
+  engines of its transfer (none: it is abandoned). A higher number replaces a lower one.
+- `LeaseReport` is trainer rank 0's answer: the newest request, and a transfer or a refusal.
+- Both go over the control socket at every change. Rank 0 repeats its report every REPEAT_S, and a
+  report of an older request gets the newest one again. So a message may be lost, late or repeated,
+  and a restarted orchestrator, which has a new session, ends the leases of the one before it.
+- One lock guards leases and weights. Rank 0 steps once it refuses new leases and each lease is
+  released or sent. A lost engine costs a transfer. The lease holds the version for a retry.
 """
 
-import itertools
-import os
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.publish import write_atomic
-from orrery.wire import nfs
+from orrery.runtime.timing import scaled
+from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-ADDRESS = "wire.json"  # only in a direct wire's folder
 # A worker passes on only its error message, so the message carries these words.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # for one round of messages, scaled
-
-_numbers = itertools.count(1)  # of leases and transfers, made by one process
+LEASE_S = 120.0  # for the trainer to answer, scaled
+REPEAT_S = 1.0
+STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
@@ -44,12 +46,13 @@ class TransferFailed(WireFailed):
         super().__init__(f"take {transfer} {ELSEWHERE}: {why}")
 
 
-class Published(msgspec.Struct, frozen=True):
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
     - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
     - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if the
       publisher is not a trainer.
+    - `transfer`: on a direct wire, the transfer that brings it to the engines. 0: none.
     """
 
     version: int
@@ -57,112 +60,241 @@ class Published(msgspec.Struct, frozen=True):
     fingerprints: dict[str, int]
     digest: str
     canary: tuple[float, ...] = ()
+    transfer: int = 0
 
     @property
     def folder(self) -> Path:
         return Path(self.path)
 
 
-class Transfer(msgspec.Struct, frozen=True):
-    """`take_<transfer>_<lease>.json`: one version going to these engines."""
+class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
+    session: str  # of one orchestrator process
+    number: int
+    version: int | None = None
+    engines: tuple[str, ...] = ()
 
-    number: int = msgspec.field(name="take")
-    lease: int = msgspec.field(name="claim")
+
+class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
+    session: str = ""
+    number: int = 0
+    transfer: int = 0  # 0: none
+    refusal: str = ""
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """One version going to these engines. Numbers rise through the wire's life."""
+
+    number: int
     version: int
     engines: tuple[str, ...]
 
 
-def is_direct(published: Published) -> bool:
-    """Return whether the version comes from its running trainer only."""
-    return (published.folder / ADDRESS).exists()
+class LeaseTable:
+    """Trainer rank 0's leases. `changed` guards them and the weights."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._open: int | None = None  # its transfers may read the weights
+        self._is_accepting = False
+        self._request = LeaseRequest("", 0)
+        self._report = LeaseReport()
+        self._leased: int | None = None
+        self._num_transfers = 0
+        self._is_sent = self._is_busy = False
+
+    @property
+    def report(self) -> LeaseReport:
+        with self.changed:
+            return self._report
+
+    def open(self, version: int) -> None:
+        with self.changed:
+            self._open, self._is_accepting = version, True
+
+    def apply(self, request: LeaseRequest) -> LeaseReport:
+        """Apply the request, unless it is late or repeated. Return the report."""
+        with self.changed:
+            is_same = request.session == self._request.session
+            if is_same and request.number <= self._request.number:
+                return self._report
+            version, transfer, refusal = request.version, 0, ""
+            is_renewed = is_same and version == self._leased
+            self._request, self._leased = request, None
+            if version is not None and version == self._open and (is_renewed or self._is_accepting):
+                self._leased = version
+                if request.engines:
+                    self._num_transfers += 1
+                    transfer, self._is_sent = self._num_transfers, False
+            elif version is not None:
+                refusal = f"version {version} {GONE}"
+            self._report = LeaseReport(request.session, request.number, transfer, refusal)
+            self.changed.notify_all()
+            return self._report
+
+    def transfer(self, number: int) -> Transfer | None:
+        """Return the transfer, or None if it is over."""
+        with self.changed:
+            request = self._request
+            if number != self._report.transfer or request.version is None:
+                return None
+            return Transfer(number, request.version, request.engines)
+
+    def admit(self, transfer: Transfer) -> str:
+        """Start the transfer and return "", or return the reason for a refusal.
+
+        The weights do not change until `finish`.
+        """
+        with self.changed:
+            if transfer.version != self._open:
+                return f"version {transfer.version} {GONE}"
+            if transfer.number != self._report.transfer:
+                return "it was given up"
+            self._is_busy = True
+            return ""
+
+    def finish(self, number: int = 0, is_sent: bool = False) -> None:
+        with self.changed:
+            self._is_busy = False
+            if is_sent and number == self._report.transfer:
+                self._is_sent = True
+            self.changed.notify_all()
+
+    def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
+        """Refuse new leases, wait for the leased transfers, then close the version.
+
+        Calls `check` meanwhile. Raises WireFailed after `limit_s`.
+        """
+        end = time.perf_counter() + limit_s
+        with self.changed:
+            self._is_accepting = False
+            while self._is_busy or (self._leased is not None and not self._is_sent):
+                check()
+                if time.perf_counter() > end:
+                    raise WireFailed(
+                        f"weight wire: version {version} was claimed and is not taken after "
+                        f"{limit_s:g} s; read logs/orchestrator.0.log"
+                    )
+                self.changed.wait(STOP_S)
+            self._open = None
 
 
-def acquire_lease(published: Published, engines: Sequence[str]) -> Published | None:
-    """Lease the version and start a transfer to the named engines.
+class LeaseListener:
+    """Rank 0's thread that applies the orchestrator's requests."""
 
-    Return the version for engines to load, or None if it is gone. Versions of other wires are
-    returned unchanged. Only one process may call this. It must call `release_lease`, also after a
-    failure.
-    """
-    if not is_direct(published):
-        return published
-    folder, number = published.folder, next(_numbers)
-    transfer = Transfer(number, number, published.version, tuple(engines))
-    leased = _start(published, folder, transfer)
-    try:
-        marker = folder / f"version_{published.version}.json"
-        os.link(marker, _lease_path(folder, published.version, number))
-    except FileNotFoundError:
-        abandon_transfer(leased.folder)
-        return None
-    return leased
+    def __init__(
+        self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
+    ) -> None:
+        """`report` is the first, and `apply` returns the next."""
+        self._url, self._apply, self._report = url, apply, report
+        self.failure: BaseException | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weight-wire-leases", daemon=True)
+        self._thread.start()
 
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(scaled(10.0))
 
-def retry_transfer(leased: Published, engines: Sequence[str]) -> Published:
-    """Abandon the transfer and start another to `engines`, under the same lease."""
-    path = leased.folder
-    if not _is_transfer(path):
-        return leased
-    abandon_transfer(path)
-    number, lease = next(_numbers), _number(path, 2)
-    return _start(leased, path.parent, Transfer(number, lease, leased.version, tuple(engines)))
+    def _run(self) -> None:
+        decode = msgspec.msgpack.Decoder(LeaseRequest).decode
+        context = zmq.Context()
+        try:
+            socket = dealer(context, self._url)
+            told_s = -REPEAT_S
+            while not self._stopping.is_set():
+                if time.monotonic() >= told_s + REPEAT_S:
+                    told_s = time.monotonic()
+                    self._tell(socket)
+                if not socket.poll(int(1000 * STOP_S)):
+                    continue
+                try:
+                    request = decode(socket.recv())
+                except NOT_OF_THE_PROTOCOL:
+                    continue
+                self._report = self._apply(request)
+                self._tell(socket)
+        except BaseException as error:  # `WeightSender` raises it in the main thread
+            self.failure = error
+        finally:
+            context.destroy(linger=0)
 
-
-def abandon_transfer(path: Path) -> None:
-    """End all waits of the transfer at `path`, if it is one."""
-    if _is_transfer(path):
-        path.unlink(missing_ok=True)
-
-
-def release_lease(leased: Published) -> None:
-    """End the lease and its transfer, so that the trainer may step."""
-    path = leased.folder
-    if _is_transfer(path):
-        abandon_transfer(path)
-        _lease_path(path.parent, leased.version, _number(path, 2)).unlink(missing_ok=True)
-
-
-def read_transfer(path: Path | str) -> Transfer | None:
-    """Return the transfer at an engine's path, or None for other wires' paths.
-
-    Raises TransferFailed if the transfer is over.
-    """
-    path = Path(path)
-    if not _is_transfer(path):
-        return None
-    content = nfs.read(path)
-    if content is None:
-        raise TransferFailed(_number(path, 1), "it was given up")
-    return msgspec.json.decode(content, type=Transfer)
+    def _tell(self, socket: zmq.Socket) -> None:
+        with contextlib.suppress(zmq.Again):  # the orchestrator is away, and gets a later report
+            socket.send(msgspec.msgpack.encode(self._report), zmq.NOBLOCK)
 
 
-def transfer_path(folder: Path, transfer: int, lease: int) -> Path:
-    return folder / f"take_{transfer}_{lease}.json"
+class LeaseClient:
+    """The orchestrator's end, in one event loop. It has one lease at a time."""
 
+    def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
+        """`send` passes a request to the trainer, if it can. It need not arrive."""
+        self._send = send
+        self._request = LeaseRequest(secrets.token_hex(8), 0)
+        self._report = LeaseReport()
+        self._changed = asyncio.Event()
 
-def open_leases(folder: Path, version: int) -> list[int]:
-    """Return the version's open leases."""
-    return sorted(_number(path, 2) for path in folder.glob(f"claim_{version}_*.json"))
+    @classmethod
+    def over(cls, socket: ControlSocket) -> "LeaseClient":
+        trainer = b""
 
+        def send(request: LeaseRequest) -> None:
+            if trainer:
+                socket.post_soon(trainer, request)
 
-def is_leased(folder: Path, version: int, lease: int) -> bool:
-    """Return whether this lease is open. Looks it up by name, since NFS may list it late."""
-    return _lease_path(folder, version, lease).exists()
+        def handle(peer: bytes, report: LeaseReport) -> None:
+            nonlocal trainer
+            trainer = peer
+            client.reported(report)
 
+        client = cls(send)
+        socket.route(LeaseReport, handle)
+        return client
 
-def _start(published: Published, folder: Path, transfer: Transfer) -> Published:
-    path = transfer_path(folder, transfer.number, transfer.lease)
-    write_atomic(path, msgspec.json.encode(transfer))
-    return msgspec.structs.replace(published, path=str(path))
+    async def start_transfer(
+        self, published: Published, engines: Sequence[str]
+    ) -> Published | None:
+        """Lease the version, unless leased, and start a transfer to `engines` in place of the last.
 
+        Return the version for the engines to load, or None if it is gone. Call `release`
+        afterwards, also after a failure. Raises WireFailed if the trainer does not answer.
+        """
+        request = self._want(published.version, tuple(engines))
+        try:
+            async with asyncio.timeout(scaled(LEASE_S)):
+                while self._report.number != request.number:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise WireFailed(
+                f"weight wire: trainer 0 did not answer the lease of version {published.version} "
+                f"within {scaled(LEASE_S):g} s; read logs/trainer.0.log"
+            ) from error
+        if not self._report.transfer:
+            return None
+        return msgspec.structs.replace(published, transfer=self._report.transfer)
 
-def _lease_path(folder: Path, version: int, lease: int) -> Path:
-    return folder / f"claim_{version}_{lease}.json"
+    def abandon(self, leased: Published) -> None:
+        """End all waits of the transfer, and keep its lease."""
+        is_newest = self._report.number == self._request.number
+        if is_newest and leased.transfer == self._report.transfer:
+            self._want(leased.version)
 
+    def release(self) -> None:
+        """End the lease and its transfer, so that the trainer may step."""
+        self._want(None)
 
-def _is_transfer(path: Path) -> bool:
-    return path.name.startswith("take_")
+    def reported(self, report: LeaseReport) -> None:
+        """Take note of a report. Answer one of an older request with the newest."""
+        request = self._request
+        if (report.session, report.number) != (request.session, request.number):
+            self._send(request)
+            return
+        if self._report.number != report.number:  # a restarted trainer's report changes nothing
+            self._report = report
+            self._changed.set()
 
-
-def _number(path: Path, part: int) -> int:
-    return int(path.stem.split("_")[part])
+    def _want(self, version: int | None, engines: tuple[str, ...] = ()) -> LeaseRequest:
+        request = LeaseRequest(self._request.session, self._request.number + 1, version, engines)
+        self._request = request
+        self._send(request)
+        return request

@@ -31,7 +31,7 @@ from orrery.wire.weight_wire.coordinator import (
     find_wire,
     this_host,
 )
-from orrery.wire.weight_wire.leases import Transfer, TransferFailed, WireFailed, transfer_path
+from orrery.wire.weight_wire.leases import TransferFailed, WireFailed
 from orrery.wire.weight_wire.links import InFlight, ReceiverLink, make_receiver_link
 from orrery.wire.weight_wire.plan import (
     Box,
@@ -109,23 +109,23 @@ class WeightReceiver:
         place = Location(this_host(), self.device.type)
         member = Member(self.engine, self.rank, place, self._needs)
         self._store.put(f"member/{self._member}", member)
-        self._folder, self._attested = folder, "attest"
+        self._attested = "attest"
         self._buckets = allocate(address.bucket_bytes, self.device)
         self._address = address
 
     def receive(
-        self, transfer: Transfer, parts: PartTimer
+        self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
         """Yield (slices, their bucket) until all have come. Raises TransferFailed."""
-        begin, number = time.perf_counter(), transfer.number
+        begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")  # the other ranks need it no longer
-        self._transfer, self._attested = transfer, f"attest/{number}/{self.engine}"
+        self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
         try:
-            with self._store.during(transfer_path(self._folder, number, transfer.lease)):
+            with self._store.during(transfer):
                 this = self.engine, self.rank, self.world_size, self._member, self._generation
-                self._store.arrive(Arrival(number, transfer.lease, *this))
-                what = f"trainer 0, that take {number} may begin"
-                order = self._store.get(f"go/{number}", TransferOrder, what, 2 * ARRIVAL_S)
+                self._store.arrive(Arrival(transfer, *this))
+                what = f"trainer 0, that take {transfer} may begin"
+                order = self._store.get(f"go/{transfer}", TransferOrder, what, 2 * ARRIVAL_S)
                 begin = parts.add("meet_s", begin)
                 if order.error:
                     raise WireFailed(order.error)
@@ -136,7 +136,7 @@ class WeightReceiver:
         except BaseException as error:
             self.fail()
             if isinstance(error, WireFailed):
-                raise TransferFailed(number, error) from error
+                raise TransferFailed(transfer, error) from error
             raise
 
     def fail(self) -> None:
@@ -177,9 +177,9 @@ class WeightReceiver:
         try:
             shares = self._store.raw(f"{self._attested}/{rank}", f"{name}, its fingerprints")
         except WireFailed as error:
-            raise TransferFailed(self._transfer.number, error) from error
+            raise TransferFailed(self._transfer, error) from error
         if not shares:
-            raise TransferFailed(self._transfer.number, f"{name} did not receive everything")
+            raise TransferFailed(self._transfer, f"{name} did not receive everything")
         return np.frombuffer(shares, np.uint64)
 
     def drop(self) -> None:

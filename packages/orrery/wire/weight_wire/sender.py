@@ -3,9 +3,8 @@
 - `publish` fingerprints this rank's part, and rank 0 makes the version
   known. No slice is sent yet.
 - A thread sends while the weights stay unchanged. Just before the
-  optimizer's step, `settle` withdraws the version and waits for its leases.
-- A transfer may start from `publish` until `settle` finds no open lease. One
-  lock guards both, so a late transfer never reads changing weights.
+  optimizer's step, `settle` withdraws the version and waits for its leases
+  (`leases`), which rank 0 grants in another thread.
 - A failed transfer closes its group. Its lease holds the version for a
   retry. Rank 0 raises the trainer's own failures at the next `publish` or
   `settle`.
@@ -33,6 +32,7 @@ from orrery.wire.weight_wire.buckets import (
     joined,
 )
 from orrery.wire.weight_wire.coordinator import (
+    CURRENT,
     Arrival,
     Coordinator,
     PartTimer,
@@ -45,13 +45,12 @@ from orrery.wire.weight_wire.coordinator import (
     this_host,
 )
 from orrery.wire.weight_wire.leases import (
-    GONE,
+    LeaseListener,
+    LeaseReport,
+    LeaseRequest,
+    LeaseTable,
     Published,
-    Transfer,
     WireFailed,
-    is_leased,
-    open_leases,
-    transfer_path,
 )
 from orrery.wire.weight_wire.links import InFlight, SenderLink, make_sender_link
 from orrery.wire.weight_wire.plan import (
@@ -90,11 +89,29 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
+        self.leases = LeaseTable()  # rank 0's
+        self._listener: LeaseListener | None = None
+        if rank == 0:
+            self._lease_store = connect(self.address)
+            self._lease_store.put(CURRENT, 0)
         self._version: int | None = None
         self._settled = -1
         self._held: dict[str, HeldTensor] = {}
         self._pointers: list[int] = []
         self._sending: _SendLoop | None = None
+
+    def listen(self, url: str) -> None:
+        """Grant the orchestrator's leases, over its control socket at `url`. Call it at rank 0."""
+        self._listener = LeaseListener(url, self.apply, self.leases.report)
+
+    def apply(self, request: LeaseRequest) -> LeaseReport:
+        """Apply a lease request, and tell all ranks the current transfer. One thread calls this."""
+        before, report = self.leases.report, self.leases.apply(request)
+        if report.transfer != before.transfer:
+            self._lease_store.put(CURRENT, report.transfer)
+            if before.transfer:
+                self._lease_store.forget(f"failed/{before.transfer}")
+        return report
 
     def publish(
         self,
@@ -112,8 +129,7 @@ class WeightSender:
           of it. Called again only if one of the weights `standing` has moved.
         - `report` gets every transfer: version, error or "", seconds by part.
         """
-        if self._sending is not None:
-            self._sending.check()
+        self.check()
         if self._version is not None and version <= self._version:
             raise OrreryError(
                 f"weight wire: version {version} after version {self._version}; versions only rise"
@@ -139,7 +155,7 @@ class WeightSender:
         self._store.forget(f"settled/{self._settled}")  # all ranks are here, so all have read it
         path, summary = str(self.folder), digest(fingerprints)
         published = Published(version, path, fingerprints, summary, tuple(canary))
-        self._sending.open(version)
+        self.leases.open(version)
         write_atomic(self.folder / f"version_{version}.json", msgspec.json.encode(published))
         return published
 
@@ -155,18 +171,26 @@ class WeightSender:
         if self.rank:
             self._store.get(key, bool, f"trainer 0, that version {version} is sent", SETTLE_S)
         else:
-            closed = self.folder / f"closed_{version}.json"
-            (self.folder / f"version_{version}.json").rename(closed)  # no new lease from here on
-            self._sending.settle(version, scaled(SETTLE_S))
-            closed.unlink()
+            (self.folder / f"version_{version}.json").unlink()
+            self.leases.settle(version, scaled(SETTLE_S), self.check)
             self._store.put(key, True)
             self._settled = version
         return time.perf_counter() - begin
 
     def close(self) -> None:
         """End the sending. Rank 0 must close last, since its store tells the others."""
+        if self._listener is not None:
+            self._listener.close()
         if self._sending is not None:
             self._sending.close()
+
+    def check(self) -> None:
+        """Raise WireFailed if a thread has failed."""
+        for thread in (self._sending, self._listener):
+            if thread is not None and thread.failure is not None:
+                raise WireFailed(
+                    f"weight wire: trainer {self.rank} answers no take any more ({thread.failure})"
+                ) from thread.failure
 
     def _hold(self, held: Sequence[HeldTensor], pointers: list[int]) -> None:
         own = {one.name: one for one in held if one.local.numel()}
@@ -204,11 +228,7 @@ class _SendLoop:
         self._sender, self._holdings = sender, holdings
         self.report: Report = lambda *_: None
         self.buckets = allocate(sender.address.bucket_bytes, sender.device)
-        self._changed = threading.Condition()
-        self._busy = False
-        self._failure: BaseException | None = None
-        self._open: int | None = None  # its transfers may start
-        self._sent: set[int] = set()  # leases
+        self.failure: BaseException | None = None
         self._held: dict[str, HeldTensor] = {}
         self._generation = -1
         self._plan: TransferPlan | None = None
@@ -221,49 +241,9 @@ class _SendLoop:
     def hold(self, held: dict[str, HeldTensor]) -> None:
         self._held, self._rounds = held, None
 
-    def check(self) -> None:
-        """Raise WireFailed if the thread has failed."""
-        if self._failure is not None:
-            raise WireFailed(
-                f"weight wire: trainer {self._sender.rank} answers no take any more "
-                f"({self._failure})"
-            ) from self._failure
-
-    def open(self, version: int) -> None:
-        with self._changed:
-            self._open = version
-            self._sent.clear()
-
-    def admit(self, transfer: Transfer) -> str:
-        """Start the transfer and return "", or return the reason for a refusal.
-
-        The weights do not change until it is over.
-        """
-        with self._changed:
-            if transfer.version != self._open:
-                return f"version {transfer.version} {GONE}"
-            if not is_leased(self._sender.folder, transfer.version, transfer.lease):
-                return "it was given up"
-            self._busy = True
-            return ""
-
-    def settle(self, version: int, limit_s: float) -> None:
-        """Wait for the version's leases, then close it. Raises WireFailed after `limit_s`."""
-        begin = time.perf_counter()
-        with self._changed:
-            while self._busy or set(open_leases(self._sender.folder, version)) - self._sent:
-                self.check()
-                if time.perf_counter() - begin > limit_s:
-                    raise WireFailed(
-                        f"weight wire: version {version} was claimed and is not taken after "
-                        f"{limit_s:g} s; read logs/orchestrator.0.log"
-                    )
-                self._changed.wait(0.01)  # a release shows only in the folder
-            self._open = None
-
     def close(self) -> None:
         if self._sender.rank == 0:
-            connect(self._sender.address).arrive(Arrival(-1, -1, "", 0, 0, "", -1))
+            connect(self._sender.address).arrive(Arrival(-1, "", 0, 0, "", -1))
         self._thread.join(scaled(10.0))
 
     def _run(self) -> None:
@@ -277,7 +257,7 @@ class _SendLoop:
             store = self._store = connect(sender.address)
             coordinator = None
             if sender.rank == 0:
-                coordinator = Coordinator(store, sender.folder, self.admit)
+                coordinator = Coordinator(store, sender.leases)
             number = 0
             while True:
                 order = coordinator.next() if coordinator is not None else store.order(number)
@@ -293,27 +273,20 @@ class _SendLoop:
                 else:
                     store.put(f"done/{order.transfer}/{sender.rank}", result)
                 number += 1
-                with self._changed:
-                    self._busy = False
-                    if not result.error:
-                        self._sent.add(order.lease)
-                    self._changed.notify_all()
+                sender.leases.finish(order.transfer, is_sent=not result.error)
         except BaseException as error:  # `check` raises it in the main thread
-            self._failure = error
+            self.failure = error
         finally:
             self._drop()
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+            sender.leases.finish()
 
     def _carry_out(self, order: TransferOrder) -> TransferResult:
         if order.error:
             return TransferResult(order.error)
         assert self._store is not None
         parts, begin = PartTimer(), time.perf_counter()
-        path = transfer_path(self._sender.folder, order.transfer, order.lease)
         try:
-            with self._store.during(path):
+            with self._store.during(order.transfer):
                 if order.generation != self._generation:
                     self._form(order)
                 begin = parts.add("form_s", begin)
