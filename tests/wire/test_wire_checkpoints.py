@@ -34,7 +34,7 @@ def test_a_checkpoint_is_due_at_every_interval_and_after_the_last_step_of_rl():
         trainer=SimpleNamespace(checkpoint=checkpoint), stages=SimpleNamespace(rl=rl)
     )
     assert [step for step in range(1, 8) if checkpoints.is_due(step, spec)] == [3, 6, 7]
-    spec.stages.sft = SimpleNamespace(num_steps=6)
+    spec.sft = SimpleNamespace(num_steps=6)
     assert [step for step in range(1, 8) if checkpoints.is_due(step, spec, "sft")] == [3]
 
 
