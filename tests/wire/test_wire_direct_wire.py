@@ -436,7 +436,7 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
     def offer(*_):
         raise WireFailed("the store is gone")
 
-    monkeypatch.setattr(links.pull, "is_shared", lambda *_: False)
+    monkeypatch.setattr(links, "is_shared", lambda *_: False)
     monkeypatch.setattr(links, "RegisteredBuckets", lambda *_: Opened("buckets", closed))
     monkeypatch.setattr(links, "NixlReader", reader)
     monkeypatch.setattr(links.nixl, "offer", offer)

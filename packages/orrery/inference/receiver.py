@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from vllm.config import set_current_vllm_config
@@ -43,6 +43,7 @@ from orrery.inference.patches.vllm import (
     repack_tied_heads,
     say_nothing_of_unloaded,
 )
+from orrery.wire.column_files import split_header
 from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
 from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
@@ -325,14 +326,12 @@ def damage(folder: Path) -> str | None:
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size
-        with shard.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            try:
-                header = msgspec.json.decode(file.read(min(header_bytes, size)))
-            except msgspec.DecodeError:
-                return f"{shard.name} has no readable header ({size} bytes)"
+        try:
+            header, data = split_header(np.memmap(shard, np.uint8, "r"))
+        except ValueError:
+            return f"{shard.name} has no readable header ({size} bytes)"
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if 8 + header_bytes + entry["data_offsets"][1] > size:
+            if entry["data_offsets"][1] > len(data):
                 return f"tensor {name!r} is cut off in {shard.name} ({size} bytes)"
     return None

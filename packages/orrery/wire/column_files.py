@@ -62,6 +62,21 @@ def write(
     return 8 + len(text) + layout.num_bytes
 
 
+def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Split a safetensors file (u8) into its JSON header and its data.
+
+    For readers that the library does not serve: it has no numpy type for bfloat16, and does not
+    name the tensor that is cut off. Raises ValueError without a whole header.
+    """
+    header_bytes = int.from_bytes(file[:8].tobytes(), "little")
+    if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
+        raise ValueError(f"a header of {header_bytes} bytes in a file of {len(file)}")
+    header = json.loads(file[8 : 8 + header_bytes].tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("a header that is not a table")
+    return header, file[8 + header_bytes :]
+
+
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
     """Return (columns, info), read-only.
 
@@ -74,17 +89,13 @@ def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
         else:
             file = np.fromfile(path, dtype=np.uint8)
         file.flags.writeable = False
-        header_bytes = int.from_bytes(file[:8].tobytes(), "little")
-        if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
-            raise ValueError(f"a header of {header_bytes} bytes in a file of {len(file)}")
-        header = json.loads(file[8 : 8 + header_bytes].tobytes())
+        header, body = split_header(file)
         info = json.loads(header.pop("__metadata__", {}).get("orrery", "{}"))
         slots = []
         for full_name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             kind, _, name = full_name.partition("/")
             dtype, shape = _NUMPY[tensor["dtype"]], tuple(tensor["shape"])
             slots.append(Slot(kind, name or full_name, dtype, shape, tensor["data_offsets"][0]))
-        body = file[8 + header_bytes :]
         return columns_from(ColumnLayout(tuple(slots), len(body)), body), info
     except FileNotFoundError as error:
         raise OrreryError(f"{path}: no such file") from error

@@ -27,6 +27,7 @@ from orrery.manifest.publish import sync, write_atomic
 from orrery.runtime.run_directory import WIRE, weights_path
 from orrery.runtime.scratch import SHARED_MEMORY, memory_prefix
 from orrery.wire import nfs
+from orrery.wire.column_files import split_header
 from orrery.wire.fingerprint import array_fingerprint, digest, tensor_fingerprint
 from orrery.wire.weight_wire.leases import Published
 
@@ -187,13 +188,8 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
 
 
 def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, elements as integers) of a safetensors file: header size, header, data."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = msgspec.json.decode(file.read(size))
-    data = np.empty(0, np.uint8)
-    if path.stat().st_size > 8 + size:
-        data = np.memmap(path, np.uint8, "r", 8 + size)
+    """Yield (name, elements as integers) of a safetensors file."""
+    header, data = split_header(np.memmap(path, np.uint8, "r"))
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]

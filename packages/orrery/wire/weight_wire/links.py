@@ -1,7 +1,7 @@
 """Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
 
 - `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs, sources first, then
-  targets). Between GPUs of one host the target maps the source's buckets instead (`pull`).
+  targets). Between GPUs of one host the target reads the source's buckets by CUDA IPC instead.
 - `nixl`: the target reads the source's registered buckets (`nixl`).
 
 nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. It
@@ -13,23 +13,24 @@ an error: from gloo at once, from nccl at the deadline.
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from orrery.runtime.network import name_interface
 from orrery.runtime.timing import scaled
-from orrery.wire.weight_wire import nixl, pull
+from orrery.wire.weight_wire import nixl
 from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.nixl import NixlReader, RegisteredBuckets
-from orrery.wire.weight_wire.plan import SliceMessage, TransferPlan
-from orrery.wire.weight_wire.pull import IpcReader, PullReceiver, PullSender, Reader
+from orrery.wire.weight_wire.plan import Location, SliceMessage, TransferPlan
 
 FORM_S = 30.0  # for a group's ranks to connect, scaled
 POLL_S = 0.0002
@@ -177,6 +178,189 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
+# Messages that a target reads from a source's bucket ----------------------------------------------
+#
+# The source announces a full message in the wire's store. Once the target has acknowledged it, the
+# source may overwrite that part of its bucket. Messages of a pair are numbered through all
+# transfers, so none is mistaken for an older one. CUDA IPC runs over NVLink if available. The
+# reader maps the memory on its own device, the only one whose number it knows.
+
+
+class MessageReady(msgspec.Struct):
+    side: int
+    offset: int
+    num_bytes: int
+
+
+class Reader(Protocol):
+    """A target's access to one source's buckets."""
+
+    def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
+        """Fill `into` (u8) from byte `offset` of bucket `side`, after `free`."""
+
+    def close(self) -> None: ...
+
+
+class PullSender:
+    """A source's end. `offer` is the key of its published buckets."""
+
+    def __init__(
+        self,
+        store: StoreConnection,
+        generation: int,
+        source: int,
+        names: Sequence[str],
+        device: torch.device,
+        offer: str | None = None,
+    ) -> None:
+        self._store, self._names, self._device, self._offer = store, names, device, offer
+        self._key = f"pull/{generation}/{source}"
+        self._count: dict[int, int] = defaultdict(int)
+        self._announced: set[str] = set()
+
+    def send(self, side: int, target: int, offset: int, num_bytes: int) -> "_AnnouncedMessage":
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the bucket is full only then
+        key = f"{self._key}.{target}/{self._count[target]}"
+        self._count[target] += 1
+        self._announced.add(key)
+        self._store.put(f"{key}/full", MessageReady(side, offset, num_bytes))
+        return _AnnouncedMessage(self, key, self._names[target])
+
+    def await_read(self, key: str, target: str) -> None:
+        self._store.get(f"{key}/read", bool, f"{target}, that it has read its slices", ROUND_S)
+        self._forget(key)
+
+    def close(self) -> None:
+        """Withdraw all messages. Readers fail at the transfer's end or ROUND_S."""
+        for key in list(self._announced):
+            self._forget(key)
+        if self._offer is not None:
+            self._store.forget(self._offer)
+
+    def _forget(self, key: str) -> None:
+        self._announced.discard(key)
+        self._store.forget(f"{key}/full", f"{key}/read")
+
+
+class _AnnouncedMessage:
+    def __init__(self, sender: PullSender, key: str, target: str) -> None:
+        self._sender, self._key, self._target = sender, key, target
+
+    def wait(self) -> None:
+        self._sender.await_read(self._key, self._target)
+
+
+class PullReceiver:
+    """A target's end, for the sources in `readers`."""
+
+    def __init__(
+        self, store: StoreConnection, generation: int, target: int, readers: dict[int, Reader]
+    ) -> None:
+        self._store, self._readers = store, readers
+        self._generation, self._target = generation, target
+        self._count: dict[int, int] = defaultdict(int)
+
+    def receive(self, source: int, into: Tensor) -> "_AwaitedMessage":
+        key = f"pull/{self._generation}/{source}.{self._target}/{self._count[source]}"
+        self._count[source] += 1
+        return _AwaitedMessage(self._store, key, source, self._readers[source], into)
+
+
+class _AwaitedMessage:
+    def __init__(
+        self, store: StoreConnection, key: str, source: int, reader: Reader, into: Tensor
+    ) -> None:
+        self._store, self._key, self._source = store, key, source
+        self._reader, self._into = reader, into
+        self._free = None
+        if into.is_cuda:  # the device may still use these bytes
+            self._free = torch.cuda.Event()
+            self._free.record()
+
+    def wait(self) -> None:
+        what = f"trainer {self._source}, that its slices are there"
+        ready = self._store.get(f"{self._key}/full", MessageReady, what, ROUND_S)
+        self._reader.read(ready.side, ready.offset, self._into, self._free)
+        self._store.put(f"{self._key}/read", True)
+
+
+class IpcHandle(msgspec.Struct):
+    """A bucket, as `torch.UntypedStorage._share_cuda_` describes it (torch 2.13)."""
+
+    memory: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_needed: bool
+
+
+def is_shared(source: Location, target: Location) -> bool:
+    return source.device == target.device == "cuda" and source.host == target.host
+
+
+def offer_ipc(
+    store: StoreConnection, generation: int, source: int, buckets: Sequence[Tensor]
+) -> str:
+    """Publish this source's bucket handles. Return the key."""
+    key = f"ipc/{generation}/{source}"
+    store.put(key, [handle_of(bucket) for bucket in buckets])
+    return key
+
+
+def handle_of(bucket: Tensor) -> IpcHandle:
+    _, *described = bucket.untyped_storage()._share_cuda_()
+    return IpcHandle(*described)
+
+
+def open_handle(handle: IpcHandle, num_bytes: int, device: torch.device) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    return rebuild_cuda_tensor(
+        Tensor,
+        (num_bytes,),
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        device.index or 0,
+        handle.memory,
+        handle.num_bytes,
+        handle.offset_bytes,
+        False,
+        handle.counter,
+        handle.counter_offset,
+        handle.event,
+        handle.event_needed,
+    )
+
+
+class IpcReader:
+    def __init__(
+        self, store: StoreConnection, generation: int, source: int, device: torch.device
+    ) -> None:
+        what = f"trainer {source}, how its buckets are mapped"
+        handles = store.get(f"ipc/{generation}/{source}", list[IpcHandle], what)
+        num_bytes = store.address.bucket_bytes
+        self._buckets = [open_handle(handle, num_bytes, device) for handle in handles]
+        self._stream = torch.cuda.Stream(device)  # runs beside the loading of earlier slices
+
+    def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
+        if free is not None:
+            self._stream.wait_event(free)
+        with torch.cuda.stream(self._stream):
+            into.copy_(self._buckets[side][offset : offset + into.numel()])
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._buckets = []
+
+
+# A source's and a target's whole link -------------------------------------------------------------
+
+
 class _SenderLink:
     """Uses the pull link for `pulling` targets, the group for others."""
 
@@ -230,7 +414,7 @@ def make_sender_link(
 ) -> SenderLink:
     """Return source `rank`'s link. Failure closes the opened parts."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
-    near = {t for t, member in enumerate(plan.members) if pull.is_shared(place, member.place)}
+    near = {t for t, member in enumerate(plan.members) if is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
     with ExitStack() as opened:
         offer = None
@@ -240,7 +424,7 @@ def make_sender_link(
             opened.callback(registered.close)
             offer = nixl.offer(store, generation, rank, registered)
         elif near:
-            offer = pull.offer(store, generation, rank, buckets)
+            offer = offer_ipc(store, generation, rank, buckets)
         target_names = plan.ranks[len(plan.holdings) :]
         pull_sender = PullSender(store, generation, rank, target_names, device, offer)
         opened.callback(pull_sender.close)
@@ -272,7 +456,7 @@ def make_receiver_link(
                 opened.callback(readers[source].close)
         else:
             for source in sources:
-                if pull.is_shared(plan.holdings[source].place, place):
+                if is_shared(plan.holdings[source].place, place):
                     readers[source] = IpcReader(store, generation, source, device)
                     opened.callback(readers[source].close)
         rank = len(plan.holdings) + target
@@ -292,7 +476,7 @@ def _group(
 ) -> GroupLink | None:
     """Return the group if any pair of ranks needs it. All ranks decide alike."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
-    if kind == "nixl" or all(pull.is_shared(*pair) for pair in pairs):
+    if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None
     group = GroupLink(store.store, generation, rank, plan.ranks, device)
     opened.callback(group.close)
