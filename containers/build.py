@@ -25,7 +25,7 @@ from normalise import normalise
 
 from orrery.launcher import containers
 from orrery.launcher.containers import Built, Hardware, Image
-from orrery.manifest.workspace import Workspace, find_workspace
+from orrery.manifest.identity import Workspace, find_workspace
 
 FETCH_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 

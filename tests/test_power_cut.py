@@ -31,11 +31,16 @@ from orrery.launcher.runs import Run, find  # noqa: E402
 from orrery.launcher.site import Roles, Site  # noqa: E402
 from orrery.launcher.stage import Job  # noqa: E402
 from orrery.launcher.supervisor import run_stage  # noqa: E402
-from orrery.manifest.identity import canonical_json, load, pretty_json, run_dir  # noqa: E402
+from orrery.manifest.identity import (  # noqa: E402
+    Workspace,
+    canonical_json,
+    load,
+    pretty_json,
+    run_dir,
+)
 from orrery.manifest.plan import StagePlan  # noqa: E402
 from orrery.manifest.publish import make_folder, sync, write_atomic  # noqa: E402
 from orrery.manifest.schema import Manifest  # noqa: E402
-from orrery.manifest.workspace import Workspace  # noqa: E402
 from orrery.models import weights  # noqa: E402
 from orrery.orchestrator import snapshot  # noqa: E402
 from orrery.orchestrator.scheduler import Scheduler, Snapshot  # noqa: E402

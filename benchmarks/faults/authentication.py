@@ -35,10 +35,10 @@ from orrery.inference.token import GENERATE, RequireToken
 from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read
+from orrery.runtime.token import Purpose, authorization
 from orrery.wire import control_socket
 from orrery.wire.columns import Columns
 from orrery.wire.rollout_wire import Batch, make_receiver, make_sender, zeromq
-from orrery.wire.token import Purpose, authorization
 from orrery.wire.weight_wire.coordinator import StoreConnection, WireAddress
 from record import record
 

@@ -36,8 +36,11 @@ import manifest_specs  # noqa: E402
 
 from orrery.launcher import cli, describe, pipeline, runs, status  # noqa: E402, F401  # loaded before cases are forked
 from orrery.manifest.errors import OrreryError  # noqa: E402
-from orrery.manifest.identity import load, run_dir  # noqa: E402
-from orrery.manifest.workspace import Workspace  # noqa: E402
+from orrery.manifest.identity import (  # noqa: E402
+    Workspace,
+    load,
+    run_dir,
+)
 from orrery.runtime.run_directory import begin  # noqa: E402
 from orrery.wire import checkpoints  # noqa: E402
 

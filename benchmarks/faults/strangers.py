@@ -37,7 +37,7 @@ from listeners import Socket, listening, undeclared
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
-from orrery.wire.token import Purpose, authorization, credential
+from orrery.runtime.token import Purpose, authorization, credential
 from orrery.wire.weight_wire import coordinator, weight_dir
 from record import record
 from workspace import workspace_with

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.manifest.digest import sha256
+from orrery.manifest.publish import sha256
 from record import ROOT, record
 
 ORDER = (

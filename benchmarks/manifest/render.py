@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orrery.manifest.identity import run_id
+from orrery.manifest.identity import Workspace, run_id
 from orrery.manifest.render import render_all, write
-from orrery.manifest.workspace import Workspace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, record

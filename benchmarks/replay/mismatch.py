@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from orrery.launcher.pipeline import checked_in
-from orrery.manifest.identity import load
+from orrery.manifest.identity import find_workspace, load
 from orrery.manifest.schema import Manifest
-from orrery.manifest.workspace import find_workspace
 from orrery.models import build, weights
 from orrery.observe.report.data import RunData
 from orrery.trainer.assemble import load_policy

@@ -14,8 +14,8 @@ from orrery.inference.kv_connectors import (
 )
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
+from orrery.manifest.plan import check_supported
 from orrery.manifest.schema import Manifest
-from orrery.manifest.support import check_supported
 from orrery.runtime.token import TOKEN_FILE
 
 # Paths in the pod.

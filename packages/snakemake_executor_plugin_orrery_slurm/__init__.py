@@ -31,8 +31,8 @@ from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import batch_command
 from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
-from orrery.manifest.support import check_supported
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.identity import find_workspace
+from orrery.manifest.plan import check_supported
 from orrery.runtime.run_directory import log_path, logs_dir
 
 PAUSES_S = (2.0, 10.0, 30.0)

@@ -21,8 +21,8 @@ from orrery.inference.front import ROUTES
 from orrery.inference.token import RequireToken
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
 from orrery.runtime.role_context import parse_role
+from orrery.runtime.token import Purpose, credential
 from orrery.wire import rendezvous
-from orrery.wire.token import Purpose, credential
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 
 from orrery.inference import front as front_module
 from orrery.inference.front import MAX_HEAD_BYTES, Front
-from orrery.wire.token import Purpose, authorization
+from orrery.runtime.token import Purpose, authorization
 
 TOKEN = "of-this-run"
 GENERATE = "/inference/v1/generate"

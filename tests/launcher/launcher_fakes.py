@@ -22,13 +22,13 @@ from orrery.launcher.site import Roles, Site
 from orrery.launcher.stage import Job
 from orrery.launcher.supervisor import run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import ProcessPlan, StagePlan
-from orrery.manifest.workspace import Workspace
 from orrery.runtime import preemption, scratch
 from orrery.runtime.role_context import role_process
 from orrery.runtime.scratch import memory_prefix
+from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
-from orrery.wire.token import run_token
 
 
 def be_a_role() -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from orrery.launcher.site import Roles, Site
 from orrery.launcher.stage import Job
 from orrery.launcher.supervisor import run_stage
-from orrery.manifest.identity import load
+from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import ProcessPlan, StagePlan
-from orrery.manifest.workspace import Workspace
 
 
 def be_a_rank() -> None:

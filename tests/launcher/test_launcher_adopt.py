@@ -15,9 +15,8 @@ from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
 from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import pretty_json, run_dir
+from orrery.manifest.identity import find_workspace, pretty_json, run_dir
 from orrery.manifest.schema import Manifest
-from orrery.manifest.workspace import find_workspace
 from orrery.runtime.run_directory import begin, begin_attempt, done_path
 
 pytestmark = pytest.mark.timeout(60)

@@ -26,8 +26,7 @@ from orrery.launcher.runs import find, job
 from orrery.launcher.site import Site, load_site
 from orrery.launcher.status import RoleStatus, Status
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import id12, load
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace, id12, load
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.run_directory import done_path

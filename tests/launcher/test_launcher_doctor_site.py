@@ -31,7 +31,7 @@ from orrery.launcher.doctor_judge import (
     parse_probes,
 )  # fmt: skip
 from orrery.launcher.site import Site
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)

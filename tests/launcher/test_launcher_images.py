@@ -16,7 +16,7 @@ import pytest
 from orrery.launcher import containers
 from orrery.launcher.containers import Built
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 
 ROOT = Path(__file__).parents[2]
 CPU_LOCKS = ("login", "orchestrator", "trainer.cpu", "inference.cpu")

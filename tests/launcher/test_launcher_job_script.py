@@ -10,9 +10,8 @@ import pytest
 from orrery.launcher.pipeline import describe_stage
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.job import components, sbatch_options, step_plans
-from orrery.manifest.identity import load
+from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import plan, stage
-from orrery.manifest.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

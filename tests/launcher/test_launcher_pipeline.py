@@ -14,7 +14,7 @@ import pytest
 from orrery.launcher.pipeline import checked_in
 from orrery.launcher.status import read as read_status
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

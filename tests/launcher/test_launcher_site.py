@@ -4,7 +4,7 @@ import pytest
 
 from orrery.launcher.site import VARIABLE, Site, check_network, cluster, load_site
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 
 GOOD = """
 [slurm]

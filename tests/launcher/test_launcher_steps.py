@@ -13,10 +13,9 @@ from orrery.launcher.slurm import allocation as of_allocation
 from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job import components, step_plans
 from orrery.launcher.slurm.queue import clean_environment
-from orrery.manifest.identity import load
+from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
 from orrery.manifest.schema import Hardware
-from orrery.manifest.workspace import Workspace
 from orrery.runtime import scratch
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ The runs: `words`, `sums`, `words_sparse` (mixture of experts), `words_wide` (tw
 import shutil
 from pathlib import Path
 
-from orrery.manifest.workspace import Workspace, find_workspace
+from orrery.manifest.identity import Workspace, find_workspace
 
 REPOSITORY = find_workspace(Path(__file__).parent)
 

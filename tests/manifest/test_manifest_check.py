@@ -13,10 +13,9 @@ import pytest
 from orrery.manifest.check import check
 from orrery.manifest.cli import app, run_app
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import canonical_json, load
+from orrery.manifest.identity import Workspace, canonical_json, load
 from orrery.manifest.render import render, render_all
 from orrery.manifest.schema import SCHEMA_VERSION, TARGETS
-from orrery.manifest.workspace import Workspace
 
 with tempfile.TemporaryDirectory() as _folder:
     _workspace = manifest_specs.checkout(Path(_folder))
@@ -949,7 +948,7 @@ def test_rendering_for_the_pipeline_starts_no_process(checkout, monkeypatch):
 
 
 def test_without_the_room_of_tasks_specs_render_unasked(checkout, monkeypatch):
-    monkeypatch.setattr("orrery.manifest.task_check.find_spec", lambda name: None)
+    monkeypatch.setattr("orrery.manifest.cli.find_spec", lambda name: None)
     edited(checkout, "tasks/words.libsonnet", "kind: 'reverse_text'", "kind: 'revers_text'")
     assert orrery("render", "words") == 0 and (checkout / "manifests" / "words.json").is_file()
 

@@ -3,7 +3,7 @@
 import hashlib
 import subprocess
 
-from orrery.manifest.digest import sha256_of
+from orrery.manifest.publish import sha256_of
 
 
 def test_the_digest_of_one_file_is_its_own_and_of_several_that_of_their_lines(tmp_path):

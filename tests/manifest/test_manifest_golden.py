@@ -12,7 +12,15 @@ from orrery.manifest import fields
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import axes
-from orrery.manifest.identity import canonical_json, id12, load, pretty_json, run_dir, run_id
+from orrery.manifest.identity import (
+    canonical_json,
+    find_workspace,
+    id12,
+    load,
+    pretty_json,
+    run_dir,
+    run_id,
+)
 from orrery.manifest.render import (
     Evaluator,
     closure,
@@ -22,7 +30,6 @@ from orrery.manifest.render import (
     render_all,
     run_files,
 )
-from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()
 RUNS = sorted(run_files(WORKSPACE))

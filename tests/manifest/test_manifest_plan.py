@@ -6,10 +6,9 @@ import pytest
 
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import load
+from orrery.manifest.identity import find_workspace, load
 from orrery.manifest.plan import ONE_NODE, NodeGroup, StagePlan, plan, stage
 from orrery.manifest.schema import Manifest
-from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()
 

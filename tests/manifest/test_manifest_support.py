@@ -7,11 +7,9 @@ import pytest
 
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import load
-from orrery.manifest.plan import plan
+from orrery.manifest.identity import find_workspace, load
+from orrery.manifest.plan import FAMILIES, check_supported, notes, plan
 from orrery.manifest.schema import Manifest
-from orrery.manifest.support import FAMILIES, check_supported, notes
-from orrery.manifest.workspace import find_workspace
 
 WORKSPACE = find_workspace()
 

@@ -3,8 +3,7 @@
 import pytest
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import load
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.identity import find_workspace, load
 from orrery.models.flops import active_parameters, hardware_flops, model_flops
 
 

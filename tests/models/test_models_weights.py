@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of
 from orrery.models import build, hf_folder, weights
 
 families = pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from task_chats import (
     write_qwen_like,
 )
 
-from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of
 from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.tokenizer import (

@@ -27,9 +27,9 @@ from trainer_cases import (
 )
 from trainer_rank import die_in_the_middle, train
 
-from orrery.manifest.digest import sha256
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.identity import canonical_json
+from orrery.manifest.publish import sha256
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.run_directory import inputs_path
 from orrery.trainer import checkpoint, checkpoint_writer, heartbeat, safetensors_file

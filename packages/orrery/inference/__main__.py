@@ -13,7 +13,7 @@ from orrery.inference.kv_connectors import offload
 from orrery.inference.patches.registry import import_vllm
 from orrery.inference.token import INDEX
 from orrery.runtime.role_context import role_process
-from orrery.wire.token import run_token
+from orrery.runtime.token import run_token
 
 
 def main() -> None:

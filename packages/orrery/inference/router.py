@@ -29,9 +29,9 @@ from orrery.runtime.network import LOOPBACK, free_ports, without_proxy
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import RoleContext, log_level, role_process
 from orrery.runtime.timing import scaled
+from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.engine_api import request_s
-from orrery.wire.token import Purpose, authorization, run_token
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
 CLIENT_FIRST_S = 60.0  # so clients time out first, with a better error

@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orrery.manifest.errors import RunFailed
+from orrery.runtime.token import Purpose, credential, run_token
 from orrery.wire.engine_api import ENGINE_HEADER
-from orrery.wire.token import Purpose, credential, run_token
 
 OPEN = ("/health", "/metrics")  # for the router and monitors
 GENERATE = "/inference/v1/generate"

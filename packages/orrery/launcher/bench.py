@@ -124,7 +124,7 @@ def _without_folders(words: list[str]) -> list[str]:
 
 def trainer(words: list[str]) -> int:
     from orrery.launcher.runs import find
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     if words and not words[0].startswith("-") and not words[0].endswith(".json"):
         workspace = find_workspace()

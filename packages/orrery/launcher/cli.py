@@ -107,7 +107,7 @@ def plan(
     from orrery.launcher.pipeline import describe_stage, write_plan
     from orrery.launcher.runs import planned
     from orrery.launcher.site import load_site
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
@@ -131,7 +131,7 @@ def status(
     from orrery.launcher.describe import describe, overview
     from orrery.launcher.runs import Run, all_runs, find, members, newest
     from orrery.launcher.site import load_site
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()
     on_cluster = load_site(workspace).slurm is not None
@@ -204,7 +204,7 @@ def stop(
     from orrery.launcher.preemption import stop_run
     from orrery.launcher.runs import find
     from orrery.launcher.site import load_site
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()
     print(stop_run(find(word, workspace).path, load_site(workspace).slurm is not None, checkpoint))
@@ -262,7 +262,7 @@ def export(
     from orrery.launcher import export as exports
     from orrery.launcher.runs import find, resume_command
     from orrery.launcher.site import load_site
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
     from orrery.runtime.run_directory import MANIFEST
 
     workspace = find_workspace()
@@ -290,7 +290,7 @@ def bench(
 ) -> None:
     """Measure a figure, or print all figures. See also `orrery bench trainer --help`."""
     from orrery.launcher import bench as benchmarks
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     if figure == "trainer":
         raise typer.Exit(benchmarks.trainer(context.args))
@@ -322,7 +322,7 @@ def doctor(
     """Check this machine and the site's cluster for what a run needs, and print remedies."""
     from orrery.launcher.doctor import examine, examine_site
     from orrery.launcher.site import load_site
-    from orrery.manifest.workspace import find_workspace
+    from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()
     site = load_site(workspace)

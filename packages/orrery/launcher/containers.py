@@ -21,12 +21,11 @@ from typing import Literal, NamedTuple, get_args
 
 from orrery.launcher.site import Containers
 from orrery.manifest import schema
-from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import Workspace
 from orrery.manifest.json_file import read_as
 from orrery.manifest.plan import StagePlan
-from orrery.manifest.publish import make_folder, publish_folder
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.publish import make_folder, publish_folder, sha256
 from orrery.runtime.run_directory import code_dir
 
 Image = Literal["base", "trainer", "inference", "orchestrator"]

@@ -48,7 +48,7 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.job import gres, where
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
 SHARED_MEMORY_GIB = 0.25  # weight versions of a tiny network, and its engine's processes

@@ -15,7 +15,7 @@ from orrery.launcher.site import Site
 from orrery.launcher.slurm.job import where
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.workspace import Workspace
+from orrery.manifest.identity import Workspace
 
 # The job's folder is its container's /tmp: torch leaves caches there.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'

@@ -34,13 +34,11 @@ from orrery.launcher.slurm.job import (
 )
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import pretty_json, run_dir
-from orrery.manifest.plan import NodeGroup, ProcessPlan, StageName, StagePlan, plan
+from orrery.manifest.identity import Workspace, find_workspace, pretty_json, run_dir
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StageName, StagePlan, notes, plan
 from orrery.manifest.plan import stage as stage_plan
 from orrery.manifest.render import Rendered, render_all, render_file
 from orrery.manifest.schema import Manifest
-from orrery.manifest.support import notes
-from orrery.manifest.workspace import Workspace, find_workspace
 from orrery.runtime.health import listed
 from orrery.runtime.run_directory import MANIFEST, code_dir, done_path, logs_dir
 

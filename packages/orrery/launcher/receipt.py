@@ -24,10 +24,9 @@ from typing import Any
 
 from orrery.launcher import containers
 from orrery.manifest.diff import RECEIPT, RECEIPT_SCHEMA, read_receipt
-from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load, run_id
-from orrery.manifest.publish import make_folder, write_atomic
+from orrery.manifest.publish import make_folder, sha256, write_atomic
 from orrery.runtime.metrics import merge_attempts, rows
 from orrery.runtime.run_directory import (
     ADOPTED,

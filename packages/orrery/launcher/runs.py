@@ -13,13 +13,11 @@ from orrery.launcher.stage import Job
 from orrery.launcher.status import lock_holder
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import id12, load, pretty_json, run_dir
-from orrery.manifest.plan import plan, stage
+from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
+from orrery.manifest.plan import check_supported, plan, stage
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.render import render_file
 from orrery.manifest.schema import Manifest
-from orrery.manifest.support import check_supported
-from orrery.manifest.workspace import Workspace, find_workspace
 from orrery.runtime.run_directory import (
     MANIFEST,
     STATUS,

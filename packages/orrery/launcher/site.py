@@ -21,8 +21,8 @@ from pydantic import (
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import Workspace
 from orrery.manifest.schema import Record
-from orrery.manifest.workspace import Workspace
 
 VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"

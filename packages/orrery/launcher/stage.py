@@ -23,8 +23,8 @@ from orrery.launcher.site import Site
 from orrery.launcher.slurm.allocation import Allocation
 from orrery.launcher.slurm.job import SlurmTask
 from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
+from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
-from orrery.manifest.workspace import Workspace
 from orrery.observe.hang_detector import HealthView
 from orrery.runtime import scratch
 from orrery.runtime.health import FAILED, Health, read_health

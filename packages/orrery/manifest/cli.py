@@ -4,9 +4,12 @@ RUN is a run's name, the path of a manifest or of its folder, or a folder's name
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +21,20 @@ from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.explain import explain as explanations
-from orrery.manifest.identity import id12, load, pretty_json, run_dir
+from orrery.manifest.identity import (
+    Workspace,
+    canonical_json,
+    find_workspace,
+    id12,
+    load,
+    pretty_json,
+    run_dir,
+)
 from orrery.manifest.json_file import read_object
+from orrery.manifest.plan import notes, refusal
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
-from orrery.manifest.support import notes, refusal
-from orrery.manifest.task_check import check_tasks
-from orrery.manifest.workspace import Workspace, find_workspace
 
 app = typer.Typer(
     help="Specs and manifests.",
@@ -34,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks check` prints it for each correct manifest
 NAMES = "Runs by name; all when none is named."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -95,6 +105,35 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
     if not names:
         return render_all(workspace)
     return [render_run(workspace, name) for name in dict.fromkeys(names)]
+
+
+def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
+    """Raise OrreryError for the first (name, manifest) whose tasks do not build or fit.
+
+    One subprocess with `orrery.tasks` checks all, because its start costs more than its work. If
+    that room is not installed, no task is checked. Without the pretrained tokenizer, prompts are
+    not measured. The init stage checks again.
+    """
+    if not manifests or find_spec("orrery.tasks") is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
+        paths = [Path(folder) / f"{number}.json" for number in range(len(manifests))]
+        for path, (_, manifest) in zip(paths, manifests, strict=True):
+            path.write_bytes(canonical_json(manifest))
+        done = subprocess.run(
+            [sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return
+    last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
+    if not last.startswith("error: "):
+        raise OrreryError(
+            f"the check of tasks broke ({last}); type `orrery check RUN` for each run to find which"
+        )
+    num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
+    raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")
 
 
 def _spelled(run: Rendered) -> tuple[str, Manifest]:

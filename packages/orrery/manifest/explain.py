@@ -14,8 +14,8 @@ from typing import Any
 
 from orrery.manifest import fields
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import Workspace
 from orrery.manifest.render import Evaluator, closure, import_of, quoted, render
-from orrery.manifest.workspace import Workspace
 
 _TOKEN = re.compile(
     r"(?P<skip>//[^\n]*|\#[^\n]*|/\*.*?\*/)"

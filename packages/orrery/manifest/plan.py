@@ -1,4 +1,4 @@
-"""The processes of each stage of a run, as data.
+"""The processes of each stage of a run, as data, and whether this release can start them.
 
 - `after`: the stages whose `DONE` a stage waits for. Without `stages.sft`, rl follows init.
 - `ends`: "itself" runs to its own end. "with_stage" is a server, stopped when every "itself"
@@ -13,6 +13,15 @@ from typing import Literal
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
+
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # in orrery.models
+WIDE_ENGINES = ("h200",)  # accelerators for engines of several processes
+WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
+SERVED_RANK = 512  # vLLM's maximum
+ROUTED_EXPERTS = (False, True)
+QUANTIZATIONS = ("none", "fp8")
+KV_TRANSFERS = ("none", "nixl", "mooncake")
+ADMISSIONS = ("fixed", "adaptive")
 
 StageName = Literal["init", "sft", "rl", "evaluate", "report"]
 Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "report"]
@@ -131,3 +140,114 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     if inference.router.kind == "none":
         return engines
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))
+
+
+# Support: other manifests are rendered, planned and shown, but refused at a stage's start ---------
+
+
+def check_supported(manifest: Manifest) -> None:
+    """Raise OrreryError if a stage of this run cannot start."""
+    accelerator, inference = manifest.hardware.accelerator, manifest.inference
+    if (family := manifest.model.family) not in FAMILIES:
+        raise OrreryError(
+            f"model.family {family!r}: this network is not built yet; choose from "
+            f"{', '.join(FAMILIES)}"
+        )
+    if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
+        raise OrreryError(
+            f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is "
+            "one process, for vLLM exchanges tokens between experts on GPUs alone; set both to 1, "
+            f"and inference.num_replicas to {devices} for as many engines"
+        )
+    _check_adapters(manifest)
+    if inference.prefill_replicas and inference.kv_offload.kind != "none":
+        raise OrreryError(
+            f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches "
+            "over keep none elsewhere yet; set inference.kv_offload.kind to 'none', or "
+            "inference.prefill_replicas to 0"
+        )
+    if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
+        raise OrreryError(
+            "inference.kv_offload.kind 'mooncake': the store keeps no routes of experts. Set "
+            "inference.kv_offload.kind to 'tiers' or 'none', or transport.routed_experts to false"
+        )
+    if inference.prefill_replicas and inference.data_parallel > 1:
+        raise OrreryError(
+            f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are "
+            "of one data-parallel rank each so far; set inference.data_parallel to 1, or "
+            "inference.prefill_replicas to 0"
+        )
+    choices = (
+        ("transport.weights", manifest.transport.weights, WEIGHT_WIRES),
+        ("transport.routed_experts", manifest.transport.routed_experts, ROUTED_EXPERTS),
+        ("inference.quantization", inference.quantization, QUANTIZATIONS),
+        ("inference.kv_transfer.kind", inference.kv_transfer.kind, KV_TRANSFERS),
+        ("orchestrator.admission.kind", manifest.orchestrator.admission.kind, ADMISSIONS),
+    )
+    for field, value, built in choices:
+        if value not in built:
+            raise OrreryError(
+                f"{field} {value!r}: this is not built yet; choose from "
+                f"{', '.join(map(repr, built))}"
+            )
+
+
+def refusal(manifest: Manifest) -> str | None:
+    try:
+        check_supported(manifest)
+    except OrreryError as error:
+        return f"it is planned and refuses to start: {error}"
+    return None
+
+
+def notes(manifest: Manifest) -> list[str]:
+    """Return notes about a run that cannot start, keeps fewer outputs, or may not compile."""
+    said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
+    trainer, mesh = manifest.trainer, manifest.trainer.mesh
+    keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
+    lost = [name for name in keep if name in trainer.unseen]
+    if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
+        said.append(
+            f"  note: trainer.memory.activation_checkpointing.keep {lost}: made again all the "
+            f"same, for with trainer.compile on cp {mesh.cp} and ep {mesh.ep} nothing of that can "
+            "be kept; set trainer.compile to false to keep it"
+        )
+    if set(keep) == {"experts"} and manifest.model.moe is None:
+        said.append(
+            "  note: trainer.memory.activation_checkpointing.keep ['experts']: family "
+            f"{manifest.model.family!r} has none, and all is made again; set it to ['attention'] "
+            "or ['attention', 'projections'], or activation_checkpointing.kind to 'full'"
+        )
+    if trainer.compile and manifest.model.family == "hugging_face":
+        said.append(
+            "  note: trainer.compile with family 'hugging_face': the first step ends the run "
+            "where torch does not compile such a block whole (one with experts, or Mamba's); set "
+            "trainer.compile to false there"
+        )
+    return said
+
+
+def _check_adapters(manifest: Manifest) -> None:
+    lora, wire = manifest.trainer.lora, manifest.transport.weights
+    if lora is None or wire != "adapters":
+        return
+    if "experts" in lora.targets:
+        raise OrreryError(
+            f"transport.weights 'adapters' with trainer.lora.targets {list(lora.targets)}: engines "
+            "take no adapters of experts (vLLM computes these on GPUs only, where they have not "
+            "run yet); leave experts out, or set transport.weights to 'nccl' or 'files', which "
+            "merge adapters"
+        )
+    if lora.rank > SERVED_RANK:
+        raise OrreryError(
+            f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take ranks "
+            f"up to {SERVED_RANK}; set it to that, or transport.weights to 'nccl' or 'files', "
+            "which merge adapters"
+        )
+    if manifest.inference.quantization != "none":
+        raise OrreryError(
+            "transport.weights 'adapters' with inference.quantization "
+            f"{manifest.inference.quantization!r}: adapters beside quantised weights have not run "
+            "yet; set inference.quantization to 'none', or transport.weights to 'nccl' or "
+            "'files', which merge adapters"
+        )

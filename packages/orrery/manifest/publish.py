@@ -1,4 +1,4 @@
-"""Publish files and folders by renames that survive a power cut.
+"""Publish files and folders by renames that survive a power cut, and hash files.
 
 - A file is written under a temporary name, synced and renamed. Readers see the old or the new
   content. The folder is synced last, because a power cut may undo a rename.
@@ -9,8 +9,11 @@
   transit.
 """
 
+import hashlib
 import os
 import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,3 +72,22 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sha256_of(files: Sequence[Path]) -> str:
+    """Return the sha256 of one file, or the sha256 of the lines "sha256  name" of several.
+
+    The shell equivalent is `sha256sum FILES | sha256sum`, with files sorted by name.
+    """
+    files = sorted(files, key=lambda path: path.name)
+    with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
+        digests = list(pool.map(sha256, files))
+    if len(files) == 1:
+        return digests[0]
+    lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, files, strict=True))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

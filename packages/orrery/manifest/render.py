@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 from orrery.manifest.check import check, nearest
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import pretty_json
+from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import TARGETS, Manifest
-from orrery.manifest.workspace import Workspace
 
 T = TypeVar("T")
 MAX_NESTING = 500

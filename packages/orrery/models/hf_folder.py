@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
-from orrery.manifest.publish import publish_file, write_atomic
+from orrery.manifest.publish import publish_file, sha256_of, write_atomic
 from orrery.models.placement import Box, slices
 
 SINGLE_FILE = "model.safetensors"

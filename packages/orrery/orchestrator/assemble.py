@@ -18,11 +18,11 @@ from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import weights_path
 from orrery.runtime.timing import scaled
+from orrery.runtime.token import run_token
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.wire import checkpoints, rendezvous
 from orrery.wire.rollout_wire import RolloutSender, make_sender
-from orrery.wire.token import run_token
 from orrery.wire.weight_wire import DIRECT_KINDS, make_watch, served_model
 from orrery.wire.weight_wire.leases import LeaseClient
 

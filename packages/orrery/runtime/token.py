@@ -1,4 +1,4 @@
-"""Pass the secret of one attempt from the launcher to each role.
+"""Pass the secret of one attempt from the launcher to each role, and authenticate callers by it.
 
 - The token is the first line of a role's standard input (`srun` copies it to each task). It is
   never in a variable, command line or file.
@@ -6,15 +6,19 @@
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
 - A process with the token hides its memory from other processes of its user.
+- The token never goes over HTTP. Requests carry a derived credential: one for generation, another
+  for administration. A router that sees the first cannot administer an engine.
 """
 
+import hmac
 import os
 import select
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 
-from orrery.manifest.errors import OrreryError
-from orrery.runtime.parent_watch import hide_memory
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.runtime.parent_watch import WAS_LAUNCHED, hide_memory
 from orrery.runtime.timing import scaled
 
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
@@ -79,3 +83,41 @@ def _from_file(path: str) -> str:
             f"{TOKEN_FILE}: {path} cannot be read ({error.strerror}); name a file that holds the "
             "run's token"
         ) from error
+
+
+# Credentials --------------------------------------------------------------------------------------
+
+
+def run_token() -> str:
+    """Return the token, or "". Raises RunFailed if a launcher started this process without one."""
+    token = take()
+    if not token and WAS_LAUNCHED:
+        raise RunFailed(
+            "the run's token: none came by standard input, though a launcher started this process; "
+            "without it anybody could pass for a role of this run; see that whatever starts roles "
+            "(Slurm, the container) hands standard input on, then run again"
+        )
+    return token
+
+
+class Purpose(StrEnum):
+    GENERATE = "generate"  # /inference/v1/generate, at engine or router
+    ADMINISTER = "administer"  # all other paths
+
+
+def credential(token: str, purpose: Purpose) -> str:
+    """Return the HMAC-SHA256 of `purpose` under the run's token, in hexadecimal.
+
+    It reveals neither the token nor another credential.
+    """
+    return hmac.new(token.encode(), f"orrery {purpose}".encode(), "sha256").hexdigest()
+
+
+def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
+    """Return the HTTP header with a credential, or {} without a token."""
+    return {"Authorization": f"Bearer {credential(token, purpose)}"} if token else {}
+
+
+def derived_key(purpose: str) -> bytes:
+    """Return 32 bytes for `purpose` that only the token's holders can compute."""
+    return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

@@ -20,8 +20,8 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from orrery.manifest.digest import sha256_of
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.tasks.task import ToolCall
 

@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from orrery.manifest.digest import sha256
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.json_file import read_object
+from orrery.manifest.publish import sha256
 from orrery.models.hf_folder import weight_files
 from orrery.models.placement import Box, intersection, local_box, local_tensor, relative, slices
 from orrery.runtime.run_directory import inputs_path

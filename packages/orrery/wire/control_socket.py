@@ -20,7 +20,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError
-from orrery.wire.token import derived_key
+from orrery.runtime.token import derived_key
 
 PROTOCOL = 3
 MAX_ASK_BYTES = 4096

@@ -19,8 +19,8 @@ import msgspec
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import endpoints_dir
+from orrery.runtime.token import run_token
 from orrery.wire import nfs
-from orrery.wire.token import run_token
 
 if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext

@@ -26,9 +26,9 @@ from orrery.launcher.slurm.job import (
     step_options,
     step_plans,
 )
+from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
-from orrery.manifest.workspace import Workspace
 from orrery.runtime.run_directory import log_path, logs_dir
 from orrery.runtime.scratch import SHARED_MEMORY
 

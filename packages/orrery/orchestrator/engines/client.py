@@ -40,8 +40,8 @@ from orrery.orchestrator.engines.messages import (
     shortened,
 )
 from orrery.runtime.timing import scaled
+from orrery.runtime.token import Purpose, authorization
 from orrery.wire.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
-from orrery.wire.token import Purpose, authorization
 from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
 
 if TYPE_CHECKING:

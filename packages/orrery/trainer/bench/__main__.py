@@ -21,9 +21,8 @@ from typing import Any
 
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.manifest.identity import load
+from orrery.manifest.identity import find_workspace, load
 from orrery.manifest.schema import Manifest
-from orrery.manifest.workspace import find_workspace
 from orrery.trainer.bench import ROWS, BenchRequest, Options, given_options, make_request
 
 

@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.runtime.token import run_token
 from orrery.wire import column_files, nfs
 from orrery.wire.columns import Columns
 from orrery.wire.control_socket import ControlSocket
 from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
-from orrery.wire.token import run_token
 
 PROTOCOL = 1
 POLL_S = 0.01
