@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission, Manifest
 from orrery.orchestrator import assemble
-from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
+from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
 from orrery.runtime.role_context import RoleContext, parse_role
 from record import record
 from roles import ALONE, ENGINE, roles

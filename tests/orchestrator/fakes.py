@@ -5,7 +5,7 @@ import base64
 import io
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from orrery.manifest.schema import FixedAdmission, Manifest
+from orrery.orchestrator.dispatch import Request
 from orrery.orchestrator.engines.messages import (
     EngineGone,
     EngineMetrics,
     Generation,
     GenerationFailed,
 )
-from orrery.orchestrator.requests import Request
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
 from orrery.wire.route_bytes import Routes, split
@@ -145,25 +145,7 @@ def rollout(request: Request, versions: list[int], reward: float | None = None) 
         truncated=False,
         messages=[Message("user", f"{key}"), Message("assistant", "said")],
         metrics={"exact": 1.0},
-    )
-
-
-def queued(
-    rollout: Rollout,
-    advantage: float,
-    group_id: int,
-    member: int,
-    task_index: int,
-    dispatch_version: int,
-) -> Rollout:
-    """Return a rollout of a complete group."""
-    return replace(
-        rollout,
-        advantage=advantage,
-        group_id=group_id,
-        member=member,
-        task_index=task_index,
-        dispatch_version=dispatch_version,
+        **request.identity,
     )
 
 

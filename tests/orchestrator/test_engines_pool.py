@@ -22,7 +22,7 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.pool import EnginePool
-from orrery.orchestrator.engines.registry import Phase
+from orrery.orchestrator.engines.recovery import Phase
 from orrery.orchestrator.engines.update import compare
 from orrery.runtime import preemption
 from orrery.runtime.health import read_health

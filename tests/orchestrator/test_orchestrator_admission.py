@@ -11,8 +11,7 @@ from orchestrator_simulated_engine import Costs, SimulatedEngine, simulate
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import AdaptiveAdmission, FixedAdmission
-from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.engine_load import poll_engines
+from orrery.orchestrator.admission import Admission, poll_engines
 
 QUICK = settings(max_examples=60, deadline=None)
 CONTEXT = 4096

@@ -6,7 +6,7 @@ import numpy as np
 import orchestrator_fakes as fakes
 
 from orrery.orchestrator.batching import packed, row
-from orrery.orchestrator.requests import GroupRequest, Request
+from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.scheduler import Tally, TrainBatch
 from orrery.wire.columns import Columns
 
@@ -53,8 +53,7 @@ def test_the_row_of_a_batch_has_each_tasks_reward_and_the_share_of_truncated_sam
     rollouts = [fakes.rollout(Request(group, member, 2), [2, 2], member % 2) for member in range(4)]
     rollouts[2] = replace(rollouts[2], truncated=True)
     samples = [
-        fakes.queued(each, 0.5 if member else 0.0, 0, member, 0, 2)
-        for member, each in enumerate(rollouts)
+        replace(each, advantage=0.5 if member else 0.0) for member, each in enumerate(rollouts)
     ]
     tally = Tally(
         [(0, 1.0, True), (2, 0.25, True), (0, 0.5, False), (0, 0.0, True), (2, 0.5, False)]

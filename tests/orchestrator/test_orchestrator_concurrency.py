@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from orrery.orchestrator.concurrency import WorkerThread
+from orrery.orchestrator.rollout import WorkerThread
 
 
 def test_calls_come_one_after_another_and_one_that_is_taken_back_never():
@@ -37,7 +37,7 @@ def test_calls_come_one_after_another_and_one_that_is_taken_back_never():
 
 def test_a_call_that_hangs_keeps_no_process_from_its_end():
     program = (
-        "import asyncio, threading; from orrery.orchestrator.concurrency import WorkerThread\n"
+        "import asyncio, threading; from orrery.orchestrator.rollout import WorkerThread\n"
         "async def main():\n"
         "    call = asyncio.create_task(WorkerThread('tests')(threading.Event().wait))\n"
         "    await asyncio.sleep(0.1)\n"

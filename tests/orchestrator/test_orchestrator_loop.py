@@ -18,11 +18,11 @@ import pytest
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Evaluate
-from orrery.orchestrator import assemble, dispatch, evaluate, preemption, runner, snapshot
+from orrery.orchestrator import assemble, dispatch, evaluate, runner, snapshot
 from orrery.orchestrator import loop as loop_module
-from orrery.orchestrator.concurrency import Notifier
+from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.loop import Loop
-from orrery.orchestrator.requests import GroupRequest, Request
+from orrery.orchestrator.runner import Notifier
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.orchestrator.updates import Updates
 from orrery.runtime.health import read_health
@@ -253,9 +253,8 @@ def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_
     manifest = fakes.manifest(checkpoint_steps=2)
     ctx, _, first, _ = run(tmp_path, manifest, fakes.FakePool(yields=9))
     kept = snapshot.read(checkpoints.checkpoint_dir(tmp_path, 4, 1), 4)
-    sample = fakes.queued(
-        fakes.rollout(Request(GroupRequest("train", 99, 0, 99, 8), 0, 3), [3, 3]), 1.0, 99, 0, 0, 3
-    )
+    request = Request(GroupRequest("train", 99, 0, 99, 8), 0, 3)
+    sample = dataclasses.replace(fakes.rollout(request, [3, 3]), advantage=1.0)
     # A whole batch, which is cut before any engine has been updated.
     resumed = Scheduler(
         manifest, dataclasses.replace(kept, queue=[[sample] * 8], digests={3: f"{3:016x}"})
@@ -612,7 +611,7 @@ def test_no_batch_is_cut_while_an_engine_has_to_prove_itself(tmp_path):
     loop = loop_of(ctx, ctx.manifest, pool, trainer)
     group = GroupRequest("train", 0, 0, 0, 8)
     queued = [
-        fakes.queued(fakes.rollout(Request(group, member, 0), [0, 0]), 1.0, 0, member, 0, 0)
+        dataclasses.replace(fakes.rollout(Request(group, member, 0), [0, 0]), advantage=1.0)
         for member in range(8)
     ]
 
@@ -751,7 +750,7 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
     tmp_path, monkeypatch, after
 ):
     """Checkpoints are due after 2, 4 and 6: preempt before, between, and just after them."""
-    monkeypatch.setattr(preemption, "POLL_S", 0.0)
+    monkeypatch.setattr(loop_module, "PREEMPTION_POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2, max_off_policy_steps=6, max_in_flight=16)
     first, scheduler = WindingDown(tmp_path, manifest, after), Scheduler(manifest)
     first.scheduler = scheduler
@@ -781,7 +780,7 @@ def test_a_run_that_winds_down_anywhere_goes_on_with_all_that_had_ended(
 def test_a_run_that_winds_down_again_before_it_has_sent_anything_keeps_what_has_ended_since(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(preemption, "POLL_S", 0.0)
+    monkeypatch.setattr(loop_module, "PREEMPTION_POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     for attempt in (1, 2):
         trainer = WindingDown(tmp_path, manifest, after=2, first_version=2 * (attempt - 1))
@@ -904,7 +903,7 @@ def test_a_stage_that_was_killed_before_its_early_end_was_kept_decides_again(tmp
 
 
 def test_a_request_to_wind_down_after_the_last_cut_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(preemption, "POLL_S", 0.0)
+    monkeypatch.setattr(loop_module, "PREEMPTION_POLL_S", 0.0)
     manifest = fakes.manifest(checkpoint_steps=2)
     _, _, trainer, _ = run(tmp_path, manifest, trainer=WindingDown(tmp_path, manifest, after=6))
     assert [batch.step for batch in trainer.batches] == [

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Grpo, MaxRl
-from orrery.orchestrator import batching, samples, snapshot
-from orrery.orchestrator.algorithms import ALGORITHMS, advantages
-from orrery.orchestrator.buffer import BARREN_BATCHES, Group, RolloutBuffer
-from orrery.orchestrator.dispatch import PROOF_S, TimeoutClassifier
-from orrery.orchestrator.engine_load import PIECE_S, EngineActivity
+from orrery.orchestrator import batching, snapshot
+from orrery.orchestrator.admission import PIECE_S, EngineActivity
+from orrery.orchestrator.advantages import ALGORITHMS, Group, advantages
+from orrery.orchestrator.buffer import BARREN_BATCHES, RolloutBuffer
+from orrery.orchestrator.dispatch import PROOF_S, GroupRequest, Request, Source, TimeoutClassifier
 from orrery.orchestrator.evaluate import summary
 from orrery.orchestrator.evaluation import Evaluations, describe_counts
-from orrery.orchestrator.requests import Failed, GroupRequest, Request, Source
+from orrery.orchestrator.rollout import Failed
 from orrery.orchestrator.scheduler import Clock, Snapshot
 from orrery.tasks.task import Message, ToolCall
 from orrery.wire import checkpoints
@@ -110,11 +110,11 @@ def test_groups_to_redo_come_first_under_their_old_numbers():
 
 def whole(group_id, rewards, version=0):
     request = GroupRequest("train", group_id, 0, group_id, 4)
-    survivors = {
-        member: fakes.rollout(Request(request, member, version), [version] * 3, reward)
+    survivors = [
+        fakes.rollout(Request(request, member, version), [version] * 3, reward)
         for member, reward in rewards.items()
-    }
-    return Group(request, version, survivors)
+    ]
+    return Group(request, survivors)
 
 
 def sink_of(per_batch, **orchestrator):
@@ -428,7 +428,7 @@ def example_snapshot():
         replace(each, truncated=m == 1, metrics={"exact": m / 4, f"only{m}": 1.0})
         for m, each in enumerate(rollouts)
     ]
-    group = [fakes.queued(each, (m % 2) - 0.3333, 3, m, 0, 1) for m, each in enumerate(rollouts)]
+    group = [replace(each, advantage=(m % 2) - 0.3333) for m, each in enumerate(rollouts)]
     return Snapshot(
         5,
         [9],
@@ -531,10 +531,10 @@ def test_activity_is_spans_while_requests_are_in_flight_in_pieces():
 def test_a_line_after_a_torn_one_is_whole(tmp_path):
     path = tmp_path / "rollouts" / "samples.jsonl"
     rollout = fakes.rollout(Request(GroupRequest("train", 0, 0, 0, 4), 0, 0), [0], 1.0)
-    samples.append(path, [samples.line(rollout, step=1)])
+    batching.append_samples(path, [batching.sample(rollout, step=1)])
     with path.open("ab") as file:
         file.write(b'{"step": 2, "mess')
-    samples.append(path, [samples.line(rollout, step=3)])
+    batching.append_samples(path, [batching.sample(rollout, step=3)])
     lines = path.read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1 and json.loads(lines[2])["step"] == 3
     assert json.loads(lines[0])["messages"][1] == {"role": "assistant", "content": "said"}
@@ -549,7 +549,7 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
     turns = [Message("user", f"turn {turn}") for turn in range(20)]
     rollout = fakes.rollout(Request(GroupRequest("train", 0, 0, 0, 4), 0, 0), [0], 1.0)
     for messages in ([long], turns, turns[:16], [Message("user", "x" * 4000)]):
-        samples.append(path, [samples.line(replace(rollout, messages=messages))])
+        batching.append_samples(path, [batching.sample(replace(rollout, messages=messages))])
     (one,), some, sixteen, whole = [
         json.loads(line)["messages"] for line in path.read_text().splitlines()
     ]
@@ -569,7 +569,7 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
         whole[0]["content"]
     ) == 4000
     endless = [Message("tool", "\n" * 500_000, name="n" * 500_000), long] * 1000
-    samples.append(path, [samples.line(replace(rollout, messages=endless))])
+    batching.append_samples(path, [batching.sample(replace(rollout, messages=endless))])
     assert (
         len(path.read_text().splitlines()[-1]) < 16 * 3 * 2 * 4100
     )  # a line break takes two characters in JSON
@@ -578,8 +578,9 @@ def test_of_a_long_conversation_a_sample_has_beginnings_and_ends_and_says_what_i
 def test_rollouts_of_the_evaluate_stage_are_kept_whole(tmp_path):
     path = tmp_path / "rollouts" / "evaluate.jsonl"
     rollout = fakes.rollout(Request(GroupRequest("evaluation", 0, 0, 0, 4), 0, 0), [0], 1.0)
-    samples.write(
-        path, [samples.line(replace(rollout, messages=[Message("assistant", "a" * 100_000)] * 20))]
+    batching.write_samples(
+        path,
+        [batching.sample(replace(rollout, messages=[Message("assistant", "a" * 100_000)] * 20))],
     )
     assert [len(each["content"]) for each in json.loads(path.read_text())["messages"]] == [
         100_000

@@ -8,7 +8,7 @@ import numpy as np
 import orchestrator_fakes as fakes
 import pytest
 
-from orrery.orchestrator.requests import GroupRequest, Request
+from orrery.orchestrator.dispatch import GroupRequest, Request
 from orrery.orchestrator.rollout import RolloutFailed, run_episode
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.runtime.role_context import TERMINATED, Terminated
@@ -270,7 +270,6 @@ def runner_of(pool, **options):
         tasks,
         fakes.FakeRenderer(),
         pool,
-        lambda *_: None,
         lambda *of: failed.append(of),
         **options,
     )

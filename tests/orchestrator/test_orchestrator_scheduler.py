@@ -14,8 +14,8 @@ from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import FixedAdmission
 from orrery.orchestrator.admission import Admission
 from orrery.orchestrator.buffer import RolloutBuffer
-from orrery.orchestrator.dispatch import Dispatch
-from orrery.orchestrator.requests import GroupRequest
+from orrery.orchestrator.dispatch import Dispatch, GroupRequest
+from orrery.orchestrator.rollout import Failed
 from orrery.orchestrator.scheduler import Scheduler, Snapshot
 
 QUICK = settings(
@@ -184,11 +184,11 @@ class StateMachine(RuleBasedStateMachine):
             try:
                 if fate == "fail":
                     self.failures[request.group.purpose] += 1
-                    self.scheduler.failed(request, "engine", "gone", self.now_s)
+                    self.scheduler.ended(request, Failed("engine", "gone"), self.now_s)
                 else:
                     versions = sorted({first, last})
                     # No mix of 0, 1 and 0.3 has one of them as its mean, so only equals give 0.
-                    self.scheduler.finished(
+                    self.scheduler.ended(
                         request,
                         fakes.rollout(request, versions * 2, 0.3 if fate == "equal" else None),
                         self.now_s,
@@ -387,7 +387,7 @@ def play(scheduler, engine_order, until_step, published=0, train=True, crash=Non
         in_flight += scheduler.start(float(tick))
         if in_flight:
             request = in_flight.pop(engine_order(tick, len(in_flight)))
-            scheduler.finished(
+            scheduler.ended(
                 request, fakes.rollout(request, [scheduler.clock.version] * 3), float(tick)
             )
         scheduler.wanted = published + 1
@@ -472,14 +472,14 @@ def test_a_dropped_group_releases_its_permits_and_its_finished_members_are_count
     scheduler.evaluations.last = 0
     scheduler.updated(0)
     requests = scheduler.start(0.0)
-    scheduler.finished(requests[0], fakes.rollout(requests[0], [0]), 1.0)
+    scheduler.ended(requests[0], fakes.rollout(requests[0], [0]), 1.0)
     scheduler.clock.next_batch = 2
     cancelled = scheduler.drain()
     assert {request.name for request in cancelled} == {request.name for request in requests[1:]}
     assert scheduler.dispatch.admission.taken == 0 and scheduler.buffer.dropped == {
         "stale_in_flight": 8
     }
-    assert scheduler.finished(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, (
+    assert scheduler.ended(requests[1], fakes.rollout(requests[1], [0]), 2.0) is None, (
         "what comes back late is void"
     )
     assert scheduler.buffer.num_queued == 0 and scheduler.groups.num_rollouts == 0
@@ -500,7 +500,7 @@ def test_on_policy_training_waits_for_every_version():
     requests = scheduler.start(0.0)
     assert len(requests) == 8
     for request in requests:
-        scheduler.finished(request, fakes.rollout(request, [0]), 1.0)
+        scheduler.ended(request, fakes.rollout(request, [0]), 1.0)
     scheduler.wanted = 1
     assert scheduler.take_batch().step == 1
     assert scheduler.start(2.0) == []
@@ -525,7 +525,7 @@ def test_a_slow_trainer_finds_its_next_batches_ready_and_no_more_is_made(ahead):
     num_made = 0
     for tick in range(20):
         for request in scheduler.start(float(tick)):
-            scheduler.finished(request, fakes.rollout(request, [0]), float(tick))
+            scheduler.ended(request, fakes.rollout(request, [0]), float(tick))
             num_made += 1
         scheduler.take_batch()
     assert scheduler.clock.next_batch == 2 + ahead and num_made == 8 * (1 + ahead + 1)
@@ -538,9 +538,9 @@ def test_a_stuck_member_does_not_block_its_group():
     scheduler.updated(0)
     stuck, *others = scheduler.start(0.0)
     for request in others:
-        scheduler.finished(request, fakes.rollout(request, [0]), 1.0)
+        scheduler.ended(request, fakes.rollout(request, [0]), 1.0)
     assert scheduler.expired(29.0) == [] and scheduler.expired(31.0) == [stuck]
-    scheduler.failed(stuck, "timeout", "too long", 31.0)
+    scheduler.ended(stuck, Failed("timeout", "too long"), 31.0)
     assert scheduler.buffer.num_queued == 3 and scheduler.buffer.dropped == {"timeout": 1}
 
 
@@ -585,7 +585,7 @@ def test_a_task_that_is_learned_samples_no_more_than_the_ratio_for_each_batch(
         in_flight += scheduler.start(float(tick))
         if in_flight:
             request = in_flight.pop(0)
-            scheduler.finished(
+            scheduler.ended(
                 request, fakes.rollout(request, [scheduler.clock.version], 1.0), float(tick)
             )
             num_sampled += 1

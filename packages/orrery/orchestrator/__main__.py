@@ -4,7 +4,7 @@ import asyncio
 
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator import assemble, evaluate
-from orrery.orchestrator.preemption import stop_trainer
+from orrery.orchestrator.loop import stop_trainer
 from orrery.runtime.health import beating_loop
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext, role_process

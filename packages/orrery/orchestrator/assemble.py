@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator import snapshot
-from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.engines.update import Canary
-from orrery.orchestrator.loop import Loop
-from orrery.orchestrator.preemption import PreemptionWatch
+from orrery.orchestrator.loop import Loop, PreemptionWatch
+from orrery.orchestrator.rollout import WorkerThread
 from orrery.orchestrator.scheduler import Scheduler
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext

@@ -1,7 +1,6 @@
-"""The rollout buffer: rollouts become groups, groups get advantages, and batches leave.
+"""The rollout buffer: complete groups come in, and batches leave.
 
-- A group with fewer than two rewards is dropped (`too_few_survivors`). Timeouts with a reward of 0
-  count in the baseline, but are not trained.
+- A group with fewer than two rewards is dropped (`too_few_survivors`).
 - `drop_zero_advantage_groups` puts groups of zero advantages into `spare`. They fill the batch
   after `max_sampled_ratio` times the batch was sampled.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A group may be split.
@@ -10,14 +9,10 @@
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import Orchestrator
-from orrery.orchestrator.algorithms import advantages
-from orrery.orchestrator.requests import Failed, GroupDropped, GroupRequest, Request
+from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
 BARREN_BATCHES = 10  # limit of consecutive batches without a trainable group
@@ -26,46 +21,6 @@ RAISE = {  # reason → setting to raise
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
 }
-
-
-@dataclass
-class Group:
-    """Finished and failed members. `num_zeros` failed members have the reward 0."""
-
-    request: GroupRequest
-    version: int  # at dispatch
-    survivors: dict[int, Rollout] = field(default_factory=dict)  # by member
-    num_zeros: int = 0
-    num_ended: int = 0
-
-
-class Groups:
-    def __init__(self) -> None:
-        self._groups: dict[str, Group] = {}
-
-    @property
-    def num_rollouts(self) -> int:
-        return sum(len(group.survivors) for group in self._groups.values())
-
-    def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
-        """Return the group if this completes it."""
-        key = request.group.key
-        group = self._groups.setdefault(key, Group(request.group, request.version))
-        group.num_ended += 1
-        if isinstance(outcome, Rollout):
-            group.survivors[request.member] = outcome
-        else:
-            group.num_zeros += outcome.is_zero
-        if group.num_ended < request.group.size:
-            return None
-        del self._groups[key]
-        # Sort, so that the batch does not depend on the order of arrival.
-        group.survivors = dict(sorted(group.survivors.items()))
-        return group
-
-    def drop(self, dropped: GroupDropped) -> int:
-        group = self._groups.pop(dropped.group.key, None)
-        return len(group.survivors) if group else 0
 
 
 class RolloutBuffer:
@@ -107,24 +62,12 @@ class RolloutBuffer:
 
     def add(self, group: Group) -> bool:
         """Keep or drop the group. Return whether any advantage differs from 0."""
-        survivors = group.survivors
-        if not survivors or len(survivors) + group.num_zeros < 2:
-            self.count("too_few_survivors", len(survivors))
+        num_survivors = len(group.survivors)
+        if not num_survivors or num_survivors + group.num_zeros < 2:
+            self.count("too_few_survivors", num_survivors)
             return False
-        rewards = [*(rollout.reward for rollout in survivors.values()), *[0.0] * group.num_zeros]
-        gained = advantages(np.asarray(rewards, dtype=np.float32), self.algorithm)[: len(survivors)]
-        has_signal = bool(gained.any())
-        rollouts = [
-            replace(
-                rollout,
-                advantage=float(advantage),
-                group_id=group.request.group_id,
-                member=member,
-                task_index=group.request.task_index,
-                dispatch_version=group.version,
-            )
-            for (member, rollout), advantage in zip(survivors.items(), gained, strict=True)
-        ]
+        rollouts = with_advantages(group, self.algorithm)
+        has_signal = any(rollout.advantage for rollout in rollouts)
         self.num_sampled += len(rollouts)
         if has_signal or not self.drop_zero:
             self.queue.append(rollouts)

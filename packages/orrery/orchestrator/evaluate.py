@@ -18,15 +18,12 @@ import msgspec
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.plan import stage
 from orrery.manifest.publish import make_folder, write_atomic
-from orrery.orchestrator import assemble, samples
-from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.concurrency import Notifier
-from orrery.orchestrator.dispatch import TIMEOUT, Dispatch, TimeoutClassifier
-from orrery.orchestrator.engine_load import ENGINE_POLL_S, poll_engines
+from orrery.orchestrator import assemble, batching
+from orrery.orchestrator.admission import ENGINE_POLL_S, Admission, poll_engines
+from orrery.orchestrator.dispatch import Dispatch, Request, TimeoutClassifier
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations, record
-from orrery.orchestrator.requests import Failed, Request
-from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
-from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.rollout import ENGINE_GONE, Failed, Rollout
+from orrery.orchestrator.runner import Notifier, RolloutRunner
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import done_path, evaluated_path, result_path
 from orrery.runtime.timing import Pace
@@ -118,7 +115,6 @@ class EvaluationLoop:
         settings, orchestrator = manifest.stages.evaluate, manifest.orchestrator
         self.ctx, self.pool = ctx, pool
         self.timeouts = TimeoutClassifier(orchestrator.rollout_timeout_s)
-        self._timeouts_are_zero = orchestrator.on_timeout == "zero"
         self.evaluations = Evaluations(
             manifest.tasks.evaluation,
             max(last_step, 1),
@@ -129,7 +125,7 @@ class EvaluationLoop:
         max_model_len_tokens = manifest.inference.max_model_len_tokens
         self.dispatch = Dispatch(Admission(orchestrator.admission, max_model_len_tokens))
         self.changed = Notifier()
-        self.runner = RolloutRunner(manifest, tasks, renderer, pool, self._finished, self._failed)
+        self.runner = RolloutRunner(manifest, tasks, renderer, pool, self._ended)
         self.result: EvaluationResult | None = None
 
     async def run(self, version: int) -> EvaluationResult:
@@ -166,18 +162,12 @@ class EvaluationLoop:
             await self.runner.close()
         return self.result
 
-    def _finished(self, request: Request, rollout: Rollout) -> None:
-        self._leave(request, rollout)
-
-    def _failed(self, request: Request, reason: str, detail: str) -> None:
-        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
-        if reason == ENGINE_GONE and self.dispatch.restart(request.name):
-            self.changed.notify_all()
-            return
-        is_zero = reason == TIMEOUT and self._timeouts_are_zero
-        self._leave(request, Failed(reason, detail, is_zero))
-
-    def _leave(self, request: Request, outcome: Rollout | Failed) -> None:
+    def _ended(self, request: Request, outcome: Rollout | Failed) -> None:
+        if isinstance(outcome, Failed):
+            outcome.warn(self.ctx.log, request.name)
+            if outcome.reason == ENGINE_GONE and self.dispatch.restart(request.name):
+                self.changed.notify_all()
+                return
         if self.dispatch.leave(request.name):
             self.result = self.evaluations.add(request, outcome, time.time()) or self.result
             self.changed.notify_all()
@@ -209,17 +199,17 @@ def summary(results: dict[str, EvaluationResult]) -> dict[str, Any]:
 def _write(ctx: RoleContext, results: dict[str, EvaluationResult]) -> None:
     uses = ctx.manifest.tasks.evaluation
     lines = [
-        samples.line(
+        batching.sample(
             rollout,
             policy=policy,
             version=result.version,
-            task=uses[group.task_index].name,
-            problem=group.problem_index,
+            task=uses[rollout.task_index].name,
+            problem=rollout.problem_index,
         )
         for policy, result in results.items()
-        for group, rollout in result.rollouts
+        for rollout in result.rollouts
     ]
-    samples.write(evaluated_path(ctx.run_dir), lines)
+    batching.write_samples(evaluated_path(ctx.run_dir), lines)
     path = result_path(ctx.run_dir, "evaluate")
     make_folder(path.parent)
     write_atomic(path, (json.dumps(summary(results), indent=2) + "\n").encode())

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.schema import TaskUse
-from orrery.orchestrator.dispatch import TIMEOUT
-from orrery.orchestrator.requests import Failed, GroupRequest, Request
-from orrery.orchestrator.rollout import NO_VERSION, Rollout
+from orrery.orchestrator.dispatch import TIMEOUT, GroupRequest, Request
+from orrery.orchestrator.rollout import NO_VERSION, Failed, Rollout
 from orrery.runtime.role_context import RoleContext
 
 
@@ -24,7 +23,7 @@ class _Active:
     version: int
     start_s: float
     num_missing: int
-    rollouts: list[tuple[Request, Rollout]] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
     zeros: Counter[int] = field(default_factory=Counter)  # timeouts of reward 0, by task index
     details: dict[int, str] = field(default_factory=dict)  # last failure by task index
@@ -34,7 +33,7 @@ class _Active:
 class EvaluationResult:
     version: int
     rows: list[dict]
-    rollouts: list[tuple[GroupRequest, Rollout]]  # sorted by group and member
+    rollouts: list[Rollout]  # sorted by group and member
 
     @property
     def reward_mean(self) -> float:
@@ -100,7 +99,7 @@ class Evaluations:
                     f"tokens of versions {versions.min()} to {versions.max()}; an update ran while "
                     "the version was pinned, which is a defect: report it"
                 )
-            active.rollouts.append((request, outcome))
+            active.rollouts.append(outcome)
         elif outcome.is_zero:
             active.zeros[task_index] += 1
         else:
@@ -109,18 +108,13 @@ class Evaluations:
         if active.num_missing:
             return None
         self._active, self.last = None, active.version
-        active.rollouts.sort(key=lambda each: (each[0].group.group_id, each[0].member))
+        active.rollouts.sort(key=lambda rollout: (rollout.group_id, rollout.member))
         rows = [self._row(active, index, now_s) for index in range(len(self.tasks))]
-        rollouts = [(each.group, rollout) for each, rollout in active.rollouts]
-        return EvaluationResult(active.version, rows, rollouts)
+        return EvaluationResult(active.version, rows, active.rollouts)
 
     def _row(self, active: _Active, task_index: int, now_s: float) -> dict:
         name = self.tasks[task_index].name
-        rewards = [
-            rollout.reward
-            for request, rollout in active.rollouts
-            if request.group.task_index == task_index
-        ]
+        rewards = [each.reward for each in active.rollouts if each.task_index == task_index]
         rewards += [0.0] * active.zeros[task_index]
         failures = {
             reason: num

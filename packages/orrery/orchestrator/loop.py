@@ -5,8 +5,9 @@
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-When preempted, `train` waits for the trainer, writes a checkpoint and ends. After the last batch
-the trainer compares log-probs on the last evaluation's rollouts: a single version made them.
+When preempted, `train` waits for the trainer, writes our half of a checkpoint and sends all trainer
+ranks an empty batch with `wind_down`. They complete the checkpoint at the same step. After the last
+batch the trainer compares log-probs on the last evaluation's rollouts: a single version made them.
 """
 
 import asyncio
@@ -16,26 +17,52 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from orrery.manifest.errors import RunFailed
-from orrery.orchestrator import batching, samples, snapshot
-from orrery.orchestrator.concurrency import Notifier
-from orrery.orchestrator.dispatch import TimeoutClassifier
-from orrery.orchestrator.engine_load import ENGINE_POLL_S, EngineActivity, poll_engines
+from orrery.orchestrator import batching, snapshot
+from orrery.orchestrator.admission import ENGINE_POLL_S, EngineActivity, poll_engines
+from orrery.orchestrator.dispatch import Request, TimeoutClassifier
 from orrery.orchestrator.evaluation import EvaluationResult, record
-from orrery.orchestrator.preemption import PreemptionWatch, stop_trainer
-from orrery.orchestrator.requests import Request
-from orrery.orchestrator.rollout import Rollout
-from orrery.orchestrator.runner import RolloutRunner
+from orrery.orchestrator.rollout import Failed, Rollout
+from orrery.orchestrator.runner import Notifier, RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler, TrainBatch
 from orrery.orchestrator.updates import Updates
+from orrery.runtime import preemption
+from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import rollouts_dir
 from orrery.runtime.timing import Pace, scaled
 from orrery.wire import checkpoints, column_files
+from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5  # the precision of rollout timeouts
 POLL_S = 0.03
 FIRST_VERSION_S = 600.0  # for the trainer's start, scaled
 NUM_SAMPLES = 4  # decoded rollouts per batch
+PREEMPTION_POLL_S = 1.0
+TAKE_S = 900.0  # the trainer may be starting or writing a checkpoint, scaled
+
+
+class PreemptionWatch:
+    """Whether the stage must stop early. Polls at most once per second."""
+
+    def __init__(self, ctx: RoleContext):
+        self._ctx, self._next_poll_s = ctx, 0.0
+        self.is_requested = False
+
+    def poll(self) -> bool:
+        now_s = time.monotonic()
+        if not self.is_requested and now_s >= self._next_poll_s:
+            self._next_poll_s = now_s + PREEMPTION_POLL_S
+            self.is_requested = preemption.is_requested(self._ctx.run_dir, self._ctx.stage)
+        return self.is_requested
+
+
+async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoReturn:
+    """Stop all trainer ranks after batch `step`, then raise Preempted."""
+    ranks = ctx.manifest.trainer.mesh.world_size
+    with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
+        await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
+        await wire.drained(scaled(TAKE_S))
+    raise Preempted(step)
 
 
 class Loop:
@@ -53,7 +80,7 @@ class Loop:
         self.manifest = scheduler.manifest
         self.temperature = self.manifest.orchestrator.sampling.temperature
         self.changed = Notifier()
-        callbacks = self._finished, self._failed, self._may_be_last
+        callbacks = self._ended, self._may_be_last
         self.runner = RolloutRunner(self.manifest, tasks, renderer, pool, *callbacks)
         self.timeouts = TimeoutClassifier(self.manifest.orchestrator.rollout_timeout_s)
         self.updates = Updates(ctx, scheduler, self.runner, pool, watch)
@@ -147,14 +174,10 @@ class Loop:
 
     # Ends of rollouts ---------------------------------------------------------------------------
 
-    def _finished(self, request: Request, rollout: Rollout) -> None:
-        self._settle(self.scheduler.finished(request, rollout, time.time()))
-
-    def _failed(self, request: Request, reason: str, detail: str) -> None:
-        self.ctx.log.warning("rollout %s failed (%s): %s", request.name, reason, detail)
-        self._settle(self.scheduler.failed(request, reason, detail, time.time()))
-
-    def _settle(self, result: EvaluationResult | None) -> None:
+    def _ended(self, request: Request, outcome: Rollout | Failed) -> None:
+        if isinstance(outcome, Failed):
+            outcome.warn(self.ctx.log, request.name)
+        result = self.scheduler.ended(request, outcome, time.time())
         if result is not None:
             self._record(result)
         self.changed.notify_all()
@@ -249,16 +272,7 @@ class Loop:
             )
         if self.scheduler.stopped_early:
             await self._keep_early_end(evaluation)
-        compared = [
-            replace(
-                rollout,
-                advantage=0.0,
-                group_id=group.group_id,
-                task_index=group.task_index,
-                dispatch_version=version,
-            )
-            for group, rollout in evaluation.rollouts
-        ]
+        compared = [replace(rollout, advantage=0.0) for rollout in evaluation.rollouts]
         documents = [batching.document(rollout, self.temperature) for rollout in compared]
         info = {"compare": True, "digests": batching.digests(compared, self.scheduler.digests)}
         with (
@@ -285,7 +299,7 @@ class Loop:
         column_files.write_batch(run_dir, step, documents, digests=digests)
         column_files.prune_batches(run_dir, step, self.manifest.orchestrator.keep_batches)
         lines = [
-            samples.line(
+            batching.sample(
                 rollout,
                 step=step,
                 attempt=self.ctx.attempt,
@@ -296,7 +310,7 @@ class Loop:
             )
             for rollout in batch.rollouts[:NUM_SAMPLES]
         ]
-        samples.append(rollouts_dir(run_dir) / "samples.jsonl", lines)
+        batching.append_samples(rollouts_dir(run_dir) / "samples.jsonl", lines)
 
     # Health -------------------------------------------------------------------------------------
 

@@ -9,30 +9,75 @@
 
 import asyncio
 import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from logging import Logger
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Sampling
-from orrery.orchestrator.concurrency import WorkerThread
 from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
 from orrery.runtime.role_context import Terminated
 from orrery.tasks.task import JudgeBroken, Message, Problem
 from orrery.wire.route_bytes import Routes, column
 from orrery.wire.routed_experts import RouteShape
 
-PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"
 
 
-class RolloutFailed(Exception):
-    """A failed episode. Metrics count `reason`."""
+class WorkerThread:
+    """Run blocking calls in order in a daemon thread. Cancelling withdraws a queued call."""
 
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._lock = threading.Lock()
+
+    async def __call__(self, call: Callable[[], Any]) -> Any:
+        with self._lock:
+            if not self._thread.ident:
+                self._thread.start()
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+
+
+PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failed rollout. Metrics count `reason`.
+
+    With `is_zero` it counts as a reward of 0 in an evaluation and in its group's baseline.
+    """
+
+    reason: str
+    detail: str
+    is_zero: bool = False
+
+    def warn(self, log: Logger, name: str) -> None:
+        log.warning("rollout %s failed (%s): %s", name, self.reason, self.detail)
+
+
+class RolloutFailed(Exception):
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
         self.reason, self.detail = reason, detail
@@ -53,7 +98,7 @@ NOT_THE_TASKS = (
 class Rollout:
     """One finished episode. The arrays have one entry per token of the conversation.
 
-    The fields from `advantage` on are set when the rollout's group is complete.
+    The fields from `group_id` on are the request's. A complete group gets advantages.
     """
 
     token_id: np.ndarray  # i32 [n]
@@ -70,6 +115,7 @@ class Rollout:
     group_id: int = -1
     member: int = -1
     task_index: int = -1
+    problem_index: int = -1  # not in snapshots
     dispatch_version: int = NO_VERSION
 
     @property

@@ -1,25 +1,50 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- Every request ends in one call of `on_finished` or `on_failed`, unless cancelled.
+- Every request ends in one call of `on_ended`, unless cancelled.
 - Any exception except `RolloutFailed` ends the run: `check` raises it in the loop.
 """
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from orrery.manifest.schema import Manifest, TaskUse
-from orrery.orchestrator.dispatch import TimeoutClassifier
-from orrery.orchestrator.requests import Request
-from orrery.orchestrator.rollout import ENGINE_GONE, Engine, Rollout, RolloutFailed, run_episode
+from orrery.orchestrator.dispatch import TIMEOUT, Request, TimeoutClassifier
+from orrery.orchestrator.rollout import (
+    ENGINE_GONE,
+    Engine,
+    Failed,
+    Rollout,
+    RolloutFailed,
+    run_episode,
+)
 from orrery.wire.engine_api import request_s
 from orrery.wire.routed_experts import route_shape
 
 # Keep rollouts of a dead engine from failing in a tight loop.
 GONE_PAUSE_S = 1.0
+
+
+class Notifier:
+    """Wake all waiting tasks. A task must not `await` between its check and its wait."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify_all(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        # Not wait_for: in Python 3.11 it loses a cancellation that arrives with the event.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
 
 
 class RolloutRunner:
@@ -29,8 +54,7 @@ class RolloutRunner:
         tasks: dict[str, Sequence[Any]],
         renderer: Any,
         engine: Engine,
-        on_finished: Callable[[Request, Rollout], None],
-        on_failed: Callable[[Request, str, str], None],
+        on_ended: Callable[[Request, Rollout | Failed], None],
         is_compared: Callable[[int], bool] = lambda version: False,
     ):
         """Take the built tasks by purpose, in the manifest's order.
@@ -38,7 +62,7 @@ class RolloutRunner:
         `is_compared(version)`: whether the trainer may compare log-probs on its evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
-        self.on_finished, self.on_failed = on_finished, on_failed
+        self.on_ended = on_ended
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -86,7 +110,8 @@ class RolloutRunner:
     ) -> None:
         """Fail expired requests by their reason, then cancel them. A late result is void."""
         for request, reason, detail in timeouts.reasons(expired, self.is_generating, now_s):
-            self.on_failed(request, reason, detail)
+            is_zero = reason == TIMEOUT and self.manifest.orchestrator.on_timeout == "zero"
+            self.on_ended(request, Failed(reason, detail, is_zero))
             self.cancel([request])
 
     async def close(self) -> None:
@@ -104,14 +129,14 @@ class RolloutRunner:
 
     async def _run(self, request: Request) -> None:
         try:
+            outcome: Rollout | Failed
             try:
-                rollout = await self._rollout(request)
-            except RolloutFailed as failed:
-                if failed.reason == ENGINE_GONE:
+                outcome = replace(await self._rollout(request), **request.identity)
+            except RolloutFailed as error:
+                outcome = Failed(error.reason, error.detail)
+                if outcome.reason == ENGINE_GONE:
                     await asyncio.sleep(GONE_PAUSE_S)
-                self.on_failed(request, failed.reason, failed.detail)
-            else:
-                self.on_finished(request, rollout)
+            self.on_ended(request, outcome)
         except Exception as error:
             self._error = self._error or error
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.admission import Admission
-from orrery.orchestrator.buffer import Groups, RolloutBuffer
-from orrery.orchestrator.dispatch import TIMEOUT, Dispatch
+from orrery.orchestrator.advantages import Groups
+from orrery.orchestrator.buffer import RolloutBuffer
+from orrery.orchestrator.dispatch import Dispatch, GroupDropped, GroupRequest, Request, Source
 from orrery.orchestrator.evaluation import EvaluationResult, Evaluations
-from orrery.orchestrator.requests import Failed, GroupDropped, GroupRequest, Request, Source
-from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Rollout
+from orrery.orchestrator.rollout import ENGINE_GONE, NO_VERSION, Failed, Rollout
 
 
 @dataclass
@@ -114,7 +114,6 @@ class Scheduler:
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
         )
-        self._timeouts_are_zero = settings.on_timeout == "zero"
         self._open_train_rollouts = 0  # members of incomplete groups, ended or not
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
@@ -208,37 +207,31 @@ class Scheduler:
             raise AssertionError(f"version {version} went in while evaluation had {pinned} pinned")
         self.clock.version = version
 
-    def finished(self, request: Request, rollout: Rollout, now_s: float) -> EvaluationResult | None:
-        """Record a rollout. Return the evaluation's result after its last rollout."""
-        if not self.dispatch.leave(request.name):
-            return None
-        self.tally.generated_tokens += int(rollout.trained.sum())
-        return self._leave(request, rollout, now_s)
-
-    def failed(
-        self, request: Request, reason: str, detail: str, now_s: float
+    def ended(
+        self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a failure, or restart an evaluation's rollout of a lost engine."""
-        if request.group.purpose == "evaluation" and reason == ENGINE_GONE:
+        """Record a rollout's end. Return the evaluation's result after its last rollout.
+
+        An evaluation's rollout of a lost engine restarts.
+        """
+        is_train = request.group.purpose == "train"
+        reason = outcome.reason if isinstance(outcome, Failed) else None
+        if reason == ENGINE_GONE and not is_train:
             self.dispatch.restart(request.name)
             return None
         if not self.dispatch.leave(request.name):
             return None
-        if request.group.purpose == "train":
-            self.buffer.count(reason, 1, detail)
-        is_zero = reason == TIMEOUT and self._timeouts_are_zero
-        return self._leave(request, Failed(reason, detail, is_zero), now_s)
-
-    def _leave(
-        self, request: Request, outcome: Rollout | Failed, now_s: float
-    ) -> EvaluationResult | None:
-        if request.group.purpose == "evaluation":
+        if isinstance(outcome, Rollout):
+            self.tally.generated_tokens += int(outcome.trained.sum())
+        elif is_train:
+            self.buffer.count(outcome.reason, 1, outcome.detail)
+        if not is_train:
             return self.evaluations.add(request, outcome, now_s)
         group = self.groups.add(request, outcome)
         if group is not None:
             self._open_train_rollouts -= group.request.size
             has_signal, task_index = self.buffer.add(group), group.request.task_index
-            rewards = [rollout.reward for rollout in group.survivors.values()]
+            rewards = [rollout.reward for rollout in group.survivors]
             rewards += [0.0] * group.num_zeros
             self.tally.rewards.extend((task_index, reward, has_signal) for reward in rewards)
         self.buffer.check_not_starved()

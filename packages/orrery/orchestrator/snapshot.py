@@ -9,13 +9,14 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_folder
 from orrery.orchestrator.batching import document
-from orrery.orchestrator.requests import GroupRequest
+from orrery.orchestrator.dispatch import GroupRequest
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.scheduler import Snapshot
 from orrery.tasks.task import Message
@@ -178,7 +179,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
     # Copy: on a network file system, another node's removal makes a mapped file unreadable.
-    arrays = {
+    arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")
     }

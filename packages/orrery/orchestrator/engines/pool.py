@@ -32,8 +32,7 @@ from orrery.orchestrator.engines.messages import (
     VersionGone,
     WeightsDiffer,
 )
-from orrery.orchestrator.engines.recovery import EngineRecovery
-from orrery.orchestrator.engines.registry import EngineRegistry, Phase
+from orrery.orchestrator.engines.recovery import EngineRecovery, EngineRegistry, Phase
 from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient

@@ -1,0 +1,104 @@
+"""Advantages: collect the rollouts of a group, and compute their advantages from all rewards.
+
+    Rollout | Failed ─▶ Groups.add ─▶ Group ─▶ with_advantages ─▶ RolloutBuffer
+
+- An algorithm is a pure function from the rewards of one group to its advantages.
+- Equal rewards give advantages of exactly 0.
+- Timeouts with a reward of 0 count in the baseline, but are not trained.
+- To add an algorithm, write a function, list it in `ALGORITHMS`, and add its record to the schema.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from orrery.manifest.schema import Algorithm, Grpo, MaxRl
+from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
+from orrery.orchestrator.rollout import Failed, Rollout
+
+STD_FLOOR = 1e-6  # bounds rounding errors of nearly equal rewards
+
+
+def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
+    """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
+
+    `normalize_std` divides by the population's standard deviation, as in the paper. It favours
+    easy and hard problems (Liu et al. 2025, "Dr. GRPO").
+    """
+    if (rewards == rewards[0]).all():
+        return np.zeros(len(rewards), dtype=np.float32)
+    exact = rewards.astype(np.float64)
+    centred = exact - exact.mean()
+    if algorithm.normalize_std:
+        centred /= max(exact.std(), STD_FLOOR)
+    return centred.astype(np.float32)
+
+
+def max_rl(rewards: np.ndarray, algorithm: MaxRl) -> np.ndarray:
+    """Return A_i = (R_i − mean(R)) / mean(R), or 0 if the mean is not positive.
+
+    MaxRL: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning".
+    """
+    exact = rewards.astype(np.float64)
+    mean = exact.mean()
+    if mean <= 0 or (rewards == rewards[0]).all():
+        return np.zeros(len(rewards), dtype=np.float32)
+    return ((exact - mean) / mean).astype(np.float32)
+
+
+ALGORITHMS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {"grpo": grpo, "max_rl": max_rl}
+
+
+def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
+    """Return one group's advantages f32 [n] from its rewards f32 [n], n ≥ 2."""
+    return ALGORITHMS[algorithm.kind](rewards, algorithm)
+
+
+@dataclass
+class Group:
+    """Finished and failed members. `num_zeros` failed members have the reward 0."""
+
+    request: GroupRequest
+    survivors: list[Rollout] = field(default_factory=list)
+    num_zeros: int = 0
+    num_ended: int = 0
+
+
+def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
+    """Return the survivors of a group of two or more rewards, with their advantages."""
+    rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
+    gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
+    return [
+        replace(rollout, advantage=float(advantage))
+        for rollout, advantage in zip(group.survivors, gained, strict=False)  # no zeros
+    ]
+
+
+class Groups:
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    @property
+    def num_rollouts(self) -> int:
+        return sum(len(group.survivors) for group in self._groups.values())
+
+    def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
+        """Return the group if this completes it."""
+        group = self._groups.setdefault(request.group.key, Group(request.group))
+        group.num_ended += 1
+        if isinstance(outcome, Rollout):
+            group.survivors.append(outcome)
+        else:
+            group.num_zeros += outcome.is_zero
+        if group.num_ended < request.group.size:
+            return None
+        del self._groups[request.group.key]
+        # Sort, so that the batch does not depend on the order of arrival.
+        group.survivors.sort(key=lambda rollout: rollout.member)
+        return group
+
+    def drop(self, dropped: GroupDropped) -> int:
+        group = self._groups.pop(dropped.group.key, None)
+        return len(group.survivors) if group else 0
