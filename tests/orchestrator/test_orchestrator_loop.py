@@ -538,7 +538,7 @@ def test_the_evaluate_stage_counts_timeouts_as_the_manifest_says(
     result = asyncio.run(asyncio.wait_for(held_out.run(3), 20))
     (row,) = result.rows
     assert (row["num_rollouts"], row["failures"], row["num_timeouts"]) == counts
-    finished = [rollout.reward for _, rollout in result.rollouts]
+    finished = [rollout.reward for rollout in result.rollouts]
     assert len(finished) == 2 and row["reward_mean"] == sum(finished) / row["num_rollouts"]
     assert evaluate.summary({"after": result})["after"]["num_timeouts"] == 2
 
