@@ -6,7 +6,7 @@ The second prompt contains the first turn, so an engine may find its cache outsi
 from collections.abc import Sequence
 from pathlib import Path
 
-from orrery.tasks.lengths import Lengths
+from orrery.tasks.synthetic import Lengths
 from orrery.tasks.task import Message, Problem
 
 

@@ -161,3 +161,8 @@ def write_qwen_like(folder: Path) -> Path:
     (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     return folder
+
+
+def completion(renderer: Renderer, message: Message) -> list[int]:
+    """Return the tokens of an assistant's message, with the end of turn."""
+    return renderer.encode(renderer._assistant_text(message))

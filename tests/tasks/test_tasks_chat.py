@@ -12,6 +12,7 @@ from task_chats import (
     ALPHABET,
     character_model,
     character_renderer,
+    completion,
     fastest_s,
     task_use,
     write_qwen_like,
@@ -69,7 +70,7 @@ def test_prompt_sampled_and_next_turn_are_the_whole_chat(characters, chat):
     first, turns = chat
     ids, messages = characters.prompt(first), list(first)
     for said, replies in turns:
-        ids = ids + characters.completion(said) + characters.next_turn(replies)
+        ids = ids + completion(characters, said) + characters.next_turn(replies)
         messages += [said, *replies]
         assert ids == characters.prompt(messages)
 
@@ -89,7 +90,7 @@ def test_an_example_trains_exactly_what_the_assistant_sampled(characters, chat):
         and not trained[0]
     )
     assert ids[trained].tolist() == [
-        i for m in messages if m.role == "assistant" for i in characters.completion(m)
+        i for m in messages if m.role == "assistant" for i in completion(characters, m)
     ]
     assert characters.decode(ids) + "<|assistant|>" == characters.decode(
         characters.prompt(messages)
@@ -99,7 +100,7 @@ def test_an_example_trains_exactly_what_the_assistant_sampled(characters, chat):
 @given(spoken)
 @settings(max_examples=60, deadline=None)
 def test_what_is_said_is_understood(characters, message):
-    assert characters.parse(characters.completion(message)) == message
+    assert characters.parse(completion(characters, message)) == message
 
 
 @given(st.lists(st.integers(0, vocab_size(ALPHABET) - 1), max_size=20))
@@ -135,7 +136,7 @@ def test_arguments_beyond_one_text_are_json(tmp_path):
     renderer = character_renderer(tmp_path, ALPHABET + '{}":\\')
     for arguments in ({"x": 1, "y": "b"}, {"input": 3}):
         message = Message("assistant", "", (ToolCall("add", arguments),))
-        assert renderer.parse(renderer.completion(message)) == message
+        assert renderer.parse(completion(renderer, message)) == message
     for malformed in ('{"x":', '{"input":"\\ud800"}'):
         message = renderer.parse(renderer.encode(f"<|call|>add {malformed}<|end_call|>"))
         assert message.tool_calls == () and msgspec.json.encode(message)
@@ -279,9 +280,9 @@ def test_a_pretrained_format_renders_turns_around_what_was_sampled(qwen):
     replies = [Message("tool", "3", name="calculator"), Message("tool", "4", name="calculator")]
     prompt = qwen.prompt(first, [TOOL])
     assert qwen.decode(prompt).startswith("<|im_start|>system\nTools: [{")
-    ids = prompt + qwen.completion(said) + qwen.next_turn(replies)
+    ids = prompt + completion(qwen, said) + qwen.next_turn(replies)
     assert ids == qwen.prompt([*first, said, *replies], [TOOL])
-    assert qwen.parse(qwen.completion(said)) == said
+    assert qwen.parse(completion(qwen, said)) == said
 
 
 def test_tokens_that_encoding_would_merge_stay_apart(qwen):

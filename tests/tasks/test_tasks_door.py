@@ -137,7 +137,7 @@ def test_a_package_that_cannot_be_imported_is_named(site):
 
 def run_check(*paths: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)],
+        [sys.executable, "-m", "orrery.tasks.check", *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,7 +9,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import Message, ToolCall, make
 from orrery.tasks.calculator import evaluate, result, text_calls
-from orrery.tasks.reverse import longest_common_subsequence
+from orrery.tasks.synthetic import longest_common_subsequence
 from orrery.tasks.task import split_of
 
 SMALL = [

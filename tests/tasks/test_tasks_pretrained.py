@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from task_chats import completion
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -61,7 +62,7 @@ def test_prompts_are_the_tokens_that_transformers_makes_of_the_chat(renderer, th
 
 def test_a_turn_ends_with_the_end_of_the_template_s_turn_and_nothing_else(renderer, theirs):
     assert renderer.stop_token_ids == [theirs.convert_tokens_to_ids("<|im_end|>")]
-    said = renderer.completion(Message("assistant", "river tree apple"))
+    said = completion(renderer, Message("assistant", "river tree apple"))
     assert said[-1:] == renderer.stop_token_ids and said.count(said[-1]) == 1
     assert renderer.parse(said) == Message("assistant", "river tree apple")
 
@@ -72,7 +73,7 @@ def test_what_is_sampled_and_appended_over_turns_is_the_whole_chat(renderer, use
     problem, chat = task.problem(0), task.demonstration(0)
     ids, turn = renderer.prompt(problem.messages), len(problem.messages)
     while turn < len(chat):
-        ids = ids + renderer.completion(chat[turn])
+        ids = ids + completion(renderer, chat[turn])
         replies = task.reply(problem, chat[: turn + 1]) or []
         assert list(replies) == chat[turn + 1 : turn + 1 + len(replies)]
         turn += 1 + len(replies)

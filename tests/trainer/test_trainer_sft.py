@@ -360,9 +360,7 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
     renderer = Renderer(announcing)
     columns = Examples(opened(**data), renderer, ("assistant",), 64, 64).columns([0])
     prompt = renderer.prompt([Message("user", "ab")], [Tool(**function)])
-    assert columns.token["token_id"].tolist() == prompt + renderer.completion(
-        Message("assistant", "ba")
-    )
+    assert columns.token["token_id"].tolist() == prompt + renderer.encode("ba<|end|>")
     assert renderer.decode(prompt).startswith("cab<|user|>")
 
 

@@ -121,7 +121,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
         for path, (_, manifest) in zip(paths, manifests, strict=True):
             path.write_bytes(canonical_json(manifest))
         done = subprocess.run(
-            [sys.executable, "-m", "orrery.tasks", "check", *map(str, paths)],
+            [sys.executable, "-m", "orrery.tasks.check", *map(str, paths)],
             capture_output=True,
             text=True,
         )

@@ -6,15 +6,17 @@
 - The task's `Args` check the args. Every error is one sentence with the nearest name.
 """
 
+from collections.abc import Awaitable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+import msgspec
 import pydantic
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import TaskUse
+from orrery.manifest.schema import Count, Record, TaskUse
 from orrery.tasks.task import (
     Judgement,
     Message,
@@ -27,14 +29,15 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
+EXAMPLES_SEED = 30_000  # beyond all problem seeds (jsonnet/lib/run.libsonnet, `seeds`)
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
-    "reverse_text": "orrery.tasks.reverse:ReverseText",
+    "reverse_text": "orrery.tasks.synthetic:ReverseText",
     "calculator": "orrery.tasks.calculator:Calculator",
     "reasoning_gym": "orrery.tasks.reasoning_gym:ReasoningGym",
-    "reverse_words": "orrery.tasks.reverse:ReverseWords",
-    "few_shot": "orrery.tasks.few_shot:FewShot",
-    "lengths": "orrery.tasks.lengths:Lengths",
+    "reverse_words": "orrery.tasks.synthetic:ReverseWords",
+    "few_shot": "orrery.tasks:FewShot",
+    "lengths": "orrery.tasks.synthetic:Lengths",
 }
 
 
@@ -91,3 +94,58 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
             return f"{path}: {error['ctx']['error']}"
     message = error["msg"]
     return f"{path}: {error['input']!r} does not fit: {message[0].lower()}{message[1:]}"
+
+
+class FewShot:
+    """Another task with solved examples before every problem, for small pretrained models.
+
+    - `num_examples` demonstrations of the task stand after `system`, the chat's first message.
+    - All seeds and splits share the examples, so engines cache this prefix once per policy version.
+      The examples are of the training side if the task has a `split`.
+    """
+
+    class Args(Record):
+        kind: str
+        args: dict[str, Any]
+        num_examples: Count
+        system: str | None
+
+    def __init__(self, args: Args, seed: int) -> None:
+        if args.kind == "few_shot":
+            raise OrreryError("kind: few_shot within few_shot; raise num_examples instead")
+        self.task = _inner(args.kind, args.args, seed)
+        train = {"split": "train"} if "split" in args.args else {}
+        examples = _inner(args.kind, args.args | train, EXAMPLES_SEED)
+        if not hasattr(examples, "demonstration"):
+            raise OrreryError(
+                f"kind: {args.kind!r} has no demonstrations to show; use the task itself"
+            )
+        before = [] if args.system is None else [Message("system", args.system)]
+        for index in range(args.num_examples):
+            before += examples.demonstration(index)
+        self.before = tuple(before)
+
+    def problem(self, index: int) -> Problem:
+        problem = self.task.problem(index)
+        return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
+
+    def reply(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> list[Message] | Awaitable[list[Message] | None] | None:
+        return self.task.reply(problem, messages)
+
+    def judge(
+        self, problem: Problem, messages: Sequence[Message]
+    ) -> Judgement | Awaitable[Judgement]:
+        return self.task.judge(problem, messages)
+
+    def demonstration(self, index: int) -> list[Message]:
+        return [*self.before, *self.task.demonstration(index)]
+
+
+def _inner(kind: str, args: dict[str, Any], seed: int) -> Any:
+    use = TaskUse(name="few_shot", kind=kind, args=args, weight=1.0, seed=seed, max_turns=1)
+    try:
+        return make(use)
+    except OrreryError as error:  # drop the inner task's name
+        raise OrreryError(str(error).removeprefix("task 'few_shot': ")) from error

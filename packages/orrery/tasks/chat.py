@@ -85,10 +85,6 @@ class Renderer:
         opening = whole[self._begin(whole) :]
         return self.encode(opening if closed else self._end + opening)
 
-    def completion(self, message: Message) -> list[int]:
-        """Return the tokens of an assistant's `message`, with the end of turn."""
-        return self.encode(self._assistant_text(message))
-
     def _assistant_text(self, message: Message) -> str:
         opened = self._render([ASK], add_generation_prompt=True)
         whole = self._render([ASK, _hugging_face(message)])

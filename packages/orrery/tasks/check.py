@@ -1,4 +1,6 @@
-"""Check a manifest's tasks before a process starts.
+"""Check manifests' tasks before a process starts: `python -m orrery.tasks.check MANIFEST…`.
+
+Prints one line per task that fits, or one error.
 
 - Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
 - They and tool replies fit the tokenizer's alphabet, the vocabulary and the context. Skipped if a
@@ -6,7 +8,9 @@
 - Training, SFT included, and evaluation must differ in kind, args or seed, also inside `few_shot`.
 """
 
+import argparse
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest, Model, TaskUse
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
@@ -156,3 +161,20 @@ def _longest_prompt_tokens(
         if example is not None:
             renderer.example(example, problem.tools, trained_roles)
     return longest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m orrery.tasks.check", description=__doc__)
+    parser.add_argument("manifests", nargs="+", metavar="MANIFEST")
+    args = parser.parse_args()
+    try:
+        for manifest in args.manifests:
+            print(*check(load(manifest)), sep="\n")
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -94,6 +94,16 @@ class Task(Protocol):
         """Judge a finished chat."""
 
 
+class SingleTurn:
+    """A task whose episode ends with the first answer."""
+
+    def __init__(self, args: Any, seed: int) -> None:
+        self.args, self.seed = args, seed
+
+    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
+        return None
+
+
 def split_of(text: str) -> Split:
     """Return "held_out" if the BLAKE2b digest's first byte is below 32 (1 text of 8)."""
     return "held_out" if hashlib.blake2b(text.encode()).digest()[0] < 32 else "train"

@@ -1,4 +1,6 @@
-"""Reverse a random string (`reverse_text`) or random words (`reverse_words`). Single turn.
+"""Tasks of drawn text: reverse a string or words, and answers of drawn lengths. Single turn.
+
+`reverse_text` and `reverse_words`:
 
 - `instruction` precedes the text.
 - Reward: the share of characters or words in place,
@@ -7,6 +9,8 @@
 - `reverse_words` suits pretrained tokenizers, whose tokens exceed a character.
 """
 
+import hashlib
+import math
 import random
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,7 +18,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from orrery.manifest.schema import Count, PositiveInt, Record
-from orrery.tasks.task import Judgement, Message, Problem, Split, draw
+from orrery.tasks.task import Judgement, Message, Problem, SingleTurn, Split, draw
 
 WORDS = (
     "apple", "arm", "baby", "bank", "bird", "boat", "book", "bread", "bridge", "brother", "chair",
@@ -29,7 +33,16 @@ WORDS = (
 )  # fmt: skip
 
 
-class ReverseText:
+class _Reverse(SingleTurn):
+    def problem(self, index: int) -> Problem:
+        raise NotImplementedError
+
+    def demonstration(self, index: int) -> list[Message]:
+        problem = self.problem(index)
+        return [*problem.messages, Message("assistant", problem.answer)]
+
+
+class ReverseText(_Reverse):
     class Args(Record):
         alphabet: Annotated[str, Field(min_length=1)]
         min_length: Count
@@ -49,9 +62,6 @@ class ReverseText:
                 )
             return self
 
-    def __init__(self, args: Args, seed: int) -> None:
-        self.args, self.seed = args, seed
-
     def _string(self, rng: random.Random) -> str:
         length = rng.randint(self.args.min_length, self.args.max_length)
         return "".join(rng.choice(self.args.alphabet) for _ in range(length))
@@ -60,21 +70,14 @@ class ReverseText:
         text = draw(self.args.split, "reverse_text", self.seed, index, self._string)
         return Problem(index, (Message("user", self.args.instruction + text),), answer=text[::-1])
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
-        return None
-
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         reply, answer = messages[-1].content.strip(), problem.answer
         lcs_ratio = 2 * longest_common_subsequence(reply, answer) / (len(reply) + len(answer))
         metrics = {"exact": float(reply == answer), "lcs_ratio": lcs_ratio}
         return Judgement(_share_in_place(reply, answer), metrics)
 
-    def demonstration(self, index: int) -> list[Message]:
-        problem = self.problem(index)
-        return [*problem.messages, Message("assistant", problem.answer)]
 
-
-class ReverseWords:
+class ReverseWords(_Reverse):
     class Args(Record):
         min_words: PositiveInt
         max_words: PositiveInt
@@ -90,9 +93,6 @@ class ReverseWords:
                 )
             return self
 
-    def __init__(self, args: Args, seed: int) -> None:
-        self.args, self.seed = args, seed
-
     def _text(self, rng: random.Random) -> str:
         return " ".join(rng.sample(WORDS, rng.randint(self.args.min_words, self.args.max_words)))
 
@@ -101,16 +101,9 @@ class ReverseWords:
         answer = " ".join(reversed(text.split()))
         return Problem(index, (Message("user", self.args.instruction + text),), answer=answer)
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
-        return None
-
     def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         reply, answer = messages[-1].content.split(), problem.answer.split()
         return Judgement(_share_in_place(reply, answer), {"exact": float(reply == answer)})
-
-    def demonstration(self, index: int) -> list[Message]:
-        problem = self.problem(index)
-        return [*problem.messages, Message("assistant", problem.answer)]
 
 
 def _share_in_place(reply: Sequence[str], answer: Sequence[str]) -> float:
@@ -126,3 +119,42 @@ def longest_common_subsequence(a: str, b: str) -> int:
         for j, y in enumerate(b, 1):
             diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
     return row[-1]
+
+
+class Lengths(SingleTurn):
+    """Answers of exactly drawn lengths, to measure speed.
+
+    - Lengths are log-normal by `median_tokens` and `sigma`, at most `max_tokens`. The longest of a
+      thousand is about e^(3.1 · sigma) medians. Random weights never end a turn by themselves.
+    - A group's members have the same length. The reward is a hash of the answer, for gradients.
+    """
+
+    class Args(Record):
+        median_tokens: PositiveInt
+        sigma: Annotated[float, Field(ge=0.0, le=10.0)]
+        max_tokens: PositiveInt
+        prompt_words: Count
+
+        @model_validator(mode="after")
+        def median_is_reached(self) -> "Lengths.Args":
+            if self.median_tokens > self.max_tokens:
+                raise ValueError(
+                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; "
+                    "lower it to at most that"
+                )
+            return self
+
+    def problem(self, index: int) -> Problem:
+        rng = random.Random(f"lengths/{self.seed}/{index}")
+        drawn = round(self.args.median_tokens * math.exp(rng.gauss(0.0, self.args.sigma)))
+        words = " ".join(
+            "".join(rng.choice("abcdefghijkl") for _ in range(4))
+            for _ in range(self.args.prompt_words)
+        )
+        num_tokens = min(max(drawn, 1), self.args.max_tokens)
+        return Problem(index, (Message("user", words),), answer=None, exact_tokens=num_tokens)
+
+    def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
+        text = messages[-1].content.encode(errors="replace")
+        digest = hashlib.blake2b(text, digest_size=2).digest()
+        return Judgement(int.from_bytes(digest, "big") / 65535, {})
