@@ -5,7 +5,7 @@
 import sys
 
 from orrery.launcher.containers import IMAGES, record_path
-from orrery.manifest.workspace import find_workspace
+from orrery.manifest.identity import find_workspace
 
 WORKSPACE = find_workspace()
 FOLDER = Path(config.get("images", "images"))

@@ -76,6 +76,15 @@ def test_types_hold():
     passes("mypy")
 
 
+@pytest.mark.parametrize("path", ["Snakefile", "pipelines/images.smk"])
+def test_the_imports_of_snakemakes_files_work(path):
+    """The cluster's images are built by one of them, and no other test reads it."""
+    lines = re.findall(r"(?m)^(?:from orrery|import ).*$", (ROOT / path).read_text())
+    assert any(line.startswith("from orrery") for line in lines)
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_rooms_import_only_what_they_may():
     passes("lint-imports")
 
