@@ -2,8 +2,8 @@
 
 - Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. Only
   the orchestrator reads it. Trainer ranks get the request over the rollout wire, all at the same
-  step. Then every process raises `Preempted` and exits with EXIT_PREEMPTED. The stage can be
-  resumed.
+  step. Then orchestrator and trainer raise `Preempted` and exit with EXIT_PREEMPTED. The stage can
+  be resumed.
 - Only stages in STAGES are preempted. Others are short, or resume from their own checkpoints.
 - Fence: for an engine without answers, the orchestrator writes
   `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.
