@@ -794,6 +794,17 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
         load_examples(chat_spec(tmp_path / "empty.jsonl", "\n"), tokenizer)
 
 
+def test_an_unknown_stage_is_one_sentence(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "manifest.json").write_text(canonical_json(manifest()).decode())
+    [(code, error)] = Stage(run_dir, "evaluate").end()
+    assert (code, error.strip()) == (
+        2,
+        "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl",
+    )
+
+
 def test_a_run_that_is_asked_to_wind_down_after_its_last_step_winds_down():
     """The orchestrator may be asked to end before there are engines to compare with."""
     ended, spec = [], manifest(stages={"rl": {"num_steps": 3}})

@@ -16,6 +16,10 @@ def main() -> None:
     with role_process("trainer") as ctx:
         ctx.health.doing("loading torch")
         grow_segments()
+        if ctx.stage not in STAGES:
+            raise OrreryError(
+                f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
+            )
         STAGES[ctx.stage](ctx)
 
 
