@@ -130,7 +130,7 @@ def orchestrate_then_block() -> None:
     """Run the orchestrator's process and event loop, which blocks in a call once it is told to."""
     from orrery.orchestrator import __main__ as orchestrator
 
-    async def fleet(ctx):
+    async def fleet(ctx, leases=None):
         ctx.health.doing("judging", step=3)
         (ctx.run_dir / f"ready.{ctx.name}").write_text(str(os.getpid()))
         while not (ctx.run_dir / "go").exists():
