@@ -53,7 +53,8 @@ stop() { for process in "${!running[@]}"; do kill -- "-$process" 2>/dev/null || 
 trap stop EXIT
 trap 'exit 130' INT TERM
 set -m # each part is a process group, so that an interrupt ends its children
-for part in ${ALSO:-} "${parts[@]}" rest; do
+# A cluster's nodes share the cores, so it runs beside parts of one process, not beside whole runs.
+for part in "${parts[@]:0:2}" ${ALSO:-} "${parts[@]:2}" rest; do
     [ ${#running[@]} -lt 2 ] || finished
     one "$part" >"$reports/$part.log" 2>&1 </dev/null &
     running[$!]=$part began[$part]=$SECONDS
