@@ -38,6 +38,7 @@ KINDS = {  # kind -> module:class, imported at first use
     "reverse_words": "orrery.tasks.synthetic:ReverseWords",
     "few_shot": "orrery.tasks:FewShot",
     "lengths": "orrery.tasks.synthetic:Lengths",
+    "dataset": "orrery.tasks.dataset:Dataset",
 }
 
 

@@ -1,0 +1,235 @@
+"""Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
+
+- A folder is one of `Dataset.save_to_disk`, of `DatasetDict.save_to_disk`, or a fetched dataset,
+  whose files of a split are named after it (`main/train-00000-of-00001.parquet`).
+- JSONL, Parquet and Arrow files are mapped, so they may exceed memory. JSON and CSV are read whole.
+- A row is an object whose keys are the columns. A CSV file's values are text.
+"""
+
+import csv
+import hashlib
+import json
+import mmap
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from orrery.manifest.errors import OrreryError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+CHUNK_BYTES = 2**20
+
+
+class Rows(Protocol):
+    """A sequence of rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raise ValueError if the file's text is no object."""
+
+    def place(self, index: int) -> str:
+        """Return where row `index` stands, for error messages: `problems.jsonl:7`."""
+
+
+def open_rows(path: Path, split: str | None = None) -> Rows:
+    """Open a file, or a folder's `split`. Raise OrreryError if it cannot be read."""
+    if path.is_dir():
+        return _open_folder(path, split)
+    if split is not None:
+        raise OrreryError(f"split: {path} is one file without splits; set split to null")
+    return _open_file(path)
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file, or of the lines `sha256  name` of a folder's data files."""
+    if path.is_dir():
+        names = sorted(p.relative_to(path).as_posix() for p in _data_files(path))
+        lines = [f"{digest(path / name)}  {name}\n" for name in names]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+    found = hashlib.sha256()
+    with _opened(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _open_file(path: Path) -> Rows:
+    if path.suffix not in SUFFIXES:
+        raise OrreryError(f"path: {path} does not end in one of {', '.join(SUFFIXES)}")
+    _opened(path).close()
+    try:
+        match path.suffix:
+            case ".jsonl":
+                return JsonLines(path)
+            case ".json" | ".csv":
+                return Listed(path)
+            case _:
+                return Tables(path, [path])
+    except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
+        raise OrreryError(f"path: {path} cannot be read: {error}; write the file again") from error
+
+
+def _open_folder(path: Path, split: str | None) -> Rows:
+    if (path / "dataset_dict.json").is_file():
+        return _saved(path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"]))
+    if (path / "state.json").is_file():
+        if split is not None:
+            raise OrreryError(f"split: {path} holds one split only; set split to null")
+        return _saved(path)
+    by_split: dict[str, list[Path]] = {}
+    for file in _data_files(path):
+        by_split.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
+    if not by_split:
+        raise OrreryError(f"path: {path} holds no file that ends in {', '.join(SUFFIXES)}")
+    files = sorted(by_split[_chosen(path, split, list(by_split))])
+    if all(file.suffix in (".parquet", ".arrow") for file in files):
+        return Tables(path, files)
+    if len(files) > 1:
+        raise OrreryError(f"path: {path} holds {len(files)} files of {split!r}; name one of them")
+    return _open_file(files[0])
+
+
+def _chosen(path: Path, split: str | None, splits: list[str]) -> str:
+    if split in splits:
+        return split
+    raise OrreryError(f"split: {path} has no {split!r}; choose from {', '.join(sorted(splits))}")
+
+
+def _saved(folder: Path) -> Rows:
+    files = [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
+    return Tables(folder, files)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    hidden = (p for p in folder.rglob("*") if not any(part[0] == "." for part in p.parts[1:]))
+    return [p for p in hidden if p.suffix in SUFFIXES and p.is_file()]
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise OrreryError(
+            f"path: {error}; name a folder that `Dataset.save_to_disk` wrote"
+        ) from error
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise OrreryError(f"path: {path}: {error.strerror}; name a file or a folder") from error
+
+
+class JsonLines:
+    """A mapped file with one object a line. Blank lines are skipped."""
+
+    def __init__(self, path: Path):
+        self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):  # \n only: JSON strings may hold U+2028
+                if not line.isspace():
+                    self._begins.append(at)
+                    self._numbers.append(number)
+                at += len(line)
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        begin = self._begins[index]
+        end = self._content.find(b"\n", begin)
+        return _object(json.loads(self._content[begin : end if end >= 0 else None].decode()))
+
+    def place(self, index: int) -> str:
+        return f"{self._path}:{self._numbers[index]}"
+
+
+class Listed:
+    """A JSON list of objects, alone or as the only list of an object, or a CSV file with names."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            self._rows = list(csv.DictReader(file)) if path.suffix == ".csv" else _listed(file)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _object(self._rows[index])
+
+    def place(self, index: int) -> str:
+        return f"{self._path}: row {index + 1}"
+
+
+class Tables:
+    """Mapped Parquet or Arrow files, one after the other. Null fields are left out of a row."""
+
+    def __init__(self, path: Path, files: list[Path]):
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise OrreryError(
+                "path: Parquet and Arrow files need pyarrow, which is not installed here; "
+                "type `pip install pyarrow`, or write the rows as JSONL"
+            ) from error
+        self._path, self._parts = path, []
+        for file in files:
+            try:
+                if file.suffix == ".parquet":
+                    table = parquet.read_table(file, memory_map=True)
+                else:
+                    table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+            except (OSError, pa.ArrowInvalid) as error:
+                raise OrreryError(f"path: cannot read {file}: {error}; fetch it again") from error
+            self._parts += table.to_batches()
+        self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part, at = self._parts[number], index - (int(self._ends[number - 1]) if number else 0)
+        return present({name: part.column(name)[at].as_py() for name in part.schema.names})
+
+    def place(self, index: int) -> str:
+        return f"{self._path}: row {index + 1}"
+
+
+def _listed(file: Any) -> list[Any]:
+    read = json.load(file)
+    if isinstance(read, dict):
+        lists = [value for value in read.values() if isinstance(value, list)]
+        read = lists[0] if len(lists) == 1 else read
+    if not isinstance(read, list):
+        raise ValueError("it holds no list of rows")
+    return read
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is an object, not {type(row).__name__}")
+    return row
+
+
+def present(value: Any) -> Any:
+    """Drop null fields at every depth, because Arrow rows have every field."""
+    if isinstance(value, dict):
+        return {name: present(one) for name, one in value.items() if one is not None}
+    return [present(one) for one in value] if isinstance(value, list) else value
+
+
+def sides(num_rows: int, fraction: float, key: Any) -> Iterator[bool]:
+    """Yield for each row whether its text falls on the held-out side: `key(index)` is hashed."""
+    bound = int(fraction * 2**32)
+    for index in range(num_rows):
+        hashed = hashlib.blake2b(str(key(index)).encode(), digest_size=4).digest()
+        yield int.from_bytes(hashed, "big") < bound

@@ -1,0 +1,220 @@
+"""Verdicts on a reply of the task `dataset`, each computed in an isolated process.
+
+`scorer_of(request)` runs there. A request holds the verdict's args, the reference answer and, for a
+reward function of the user, the row. It returns a function from the reply's text to a score.
+"""
+
+import hashlib
+import json
+import re
+import types
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Record
+from orrery.manifest.schema.record import Sha256
+
+PLACEHOLDER = "{answer}"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
+SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:|=)?\s*\**\(?([A-Za-z])\)?(?![A-Za-z])", re.I)
+ALONE = re.compile(r"(?<![A-Za-z])\(?([B-HJ-Z]|[AI](?!\s+[a-z]))\)?(?![A-Za-z'’])")
+FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
+
+
+class Math(Record):
+    """The reply's last formula equals the answer, by math-verify. `boxed`: read \\boxed{…} only."""
+
+    kind: Literal["math"]
+    boxed: bool
+
+
+class Exact(Record):
+    """The reply, or group 1 of the last match of `pattern` in it, is the answer as text.
+
+    Unicode is compared in form NFKC, runs of blanks as one blank, and a final full stop is dropped.
+    """
+
+    kind: Literal["exact"]
+    ignore_case: bool
+    pattern: str | None
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "Exact":
+        if self.pattern is not None and _compiled(self.pattern).groups < 1:
+            raise ValueError(f"pattern {self.pattern!r} has no group; write (…) around the answer")
+        return self
+
+
+class Pattern(Record):
+    """`pattern` is found in the reply, with the quoted answer in the place of `{answer}`."""
+
+    kind: Literal["pattern"]
+    pattern: str
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "Pattern":
+        if PLACEHOLDER not in self.pattern:
+            raise ValueError(f"pattern {self.pattern!r} lacks {PLACEHOLDER}; add it")
+        _compiled(self.pattern.replace(PLACEHOLDER, "x"))
+        return self
+
+
+class Choice(Record):
+    """The letter that the reply chooses, of the first `num_choices`, is the answer."""
+
+    kind: Literal["choice"]
+    num_choices: Annotated[int, Field(ge=2, le=26)]
+
+
+class JsonSchema(Record):
+    """The reply is JSON, alone or in a fenced block, that fits the answer, a JSON schema."""
+
+    kind: Literal["json_schema"]
+
+
+class Python(Record):
+    """`function(reply, answer, row)` of a Python file returns the reward."""
+
+    kind: Literal["python"]
+    path: str
+    sha256: Sha256
+    function: str
+
+
+Verdict = Annotated[
+    Math | Exact | Pattern | Choice | JsonSchema | Python, Field(discriminator="kind")
+]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.S)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def scorer_of(request: dict[str, Any]) -> Callable[[str], float]:
+    """Return the function that scores a reply. Raise ValueError for an unusable answer."""
+    verdict, answer = request["verdict"], request["answer"]
+    match verdict["kind"]:
+        case "math":
+            gold = _parsed(answer)
+            return lambda text: float(_equal(gold, text, verdict["boxed"]))
+        case "exact":
+            wanted = _normal(answer, verdict["ignore_case"])
+            return lambda text: float(
+                _normal(_extracted(text, verdict["pattern"]), verdict["ignore_case"]) == wanted
+            )
+        case "pattern":
+            pattern = _compiled(verdict["pattern"].replace(PLACEHOLDER, re.escape(answer)))
+            return lambda text: float(pattern.search(text) is not None)
+        case "choice":
+            letters = LETTERS[: verdict["num_choices"]]
+            if answer.strip() not in tuple(letters):
+                raise ValueError(f"the answer {answer!r} is none of the letters {letters}")
+            return lambda text: float(_choice(text, letters) == answer.strip())
+        case "json_schema":
+            return _schema_scorer(answer)
+        case "python":
+            function = reward_function(verdict["path"], verdict["sha256"], verdict["function"])
+            return lambda text: float(function(text, answer, request["row"]))
+    raise ValueError(f"there is no verdict {verdict['kind']!r}")
+
+
+def warm_up() -> None:
+    """Import the libraries, and fill sympy's caches, before the process is forked."""
+    _equal(_parsed("3/4"), "The answer is $\\frac{3}{4}$.", False)
+
+
+def _parsed(answer: str) -> list[Any]:
+    from math_verify import parse
+
+    gold = parse(answer if "\\boxed" in answer or "$" in answer else f"${answer}$", **_UNTIMED)
+    if not gold:
+        raise ValueError(f"the answer {answer!r} is no formula")
+    return gold
+
+
+def _equal(gold: list[Any], text: str, boxed: bool) -> bool:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    if boxed and "\\boxed" not in text:
+        return False
+    latex = LatexExtractionConfig(boxed_match_priority=0)
+    config = [latex] if boxed else [latex, ExprExtractionConfig()]
+    return bool(verify(gold, parse(text, config, **_UNTIMED), timeout_seconds=None))
+
+
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process has a limit of its own
+
+
+def _normal(text: str, ignore_case: bool) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", text).split()).rstrip(". ")
+    return text.casefold() if ignore_case else text
+
+
+def _extracted(text: str, pattern: str | None) -> str:
+    if pattern is None:
+        return text
+    matches = list(_compiled(pattern).finditer(text))
+    return (matches[-1].group(1) or "") if matches else ""
+
+
+def _choice(text: str, letters: str) -> str | None:
+    for pattern in (BOXED, SAID, ALONE):
+        found = [letter.upper() for letter in pattern.findall(text)]
+        found = [letter for letter in found if letter in letters]
+        if found:
+            return found[-1]
+    return text.strip().upper() if text.strip().upper() in tuple(letters) else None
+
+
+def _schema_scorer(answer: str) -> Callable[[str], float]:
+    import jsonschema
+
+    try:
+        schema = json.loads(answer)
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except (ValueError, jsonschema.SchemaError) as error:
+        raise ValueError(f"the answer is no JSON schema: {str(error).splitlines()[0]}") from error
+    validator = jsonschema.Draft202012Validator(schema)
+
+    def score(text: str) -> float:
+        fenced = FENCED.findall(text)
+        try:
+            return float(validator.is_valid(json.loads(fenced[-1] if fenced else text)))
+        except ValueError:
+            return 0.0
+
+    return score
+
+
+@cache
+def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
+    """Load the user's function. Raise OrreryError if the file changed or lacks it."""
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise OrreryError(f"path: {path}: {error.strerror}; name your reward's file") from error
+    found = hashlib.sha256(source).hexdigest()
+    if found != sha256:
+        raise OrreryError(
+            f"sha256: {path} has {found}, the manifest says {sha256}; type `orrery render`"
+        )
+    module = types.ModuleType("reward")
+    module.__file__ = path
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except Exception as error:
+        raise OrreryError(f"path: {path} cannot be loaded: {error!r}; correct it") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OrreryError(f"function: {path} defines no function {name!r}; correct the name")
+    return function

@@ -1,0 +1,343 @@
+"""The task `dataset`: rows of every form, the two sides, verdicts, and rows that misfit."""
+
+import csv
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import TaskUse
+from orrery.tasks import make
+from orrery.tasks.rows import digest, open_rows
+from orrery.tasks.task import Message
+from orrery.tasks.verdicts import scorer_of
+
+ROWS = [{"question": f"{a} + {b}?", "answer": str(a + b)} for a in range(8) for b in range(5)]
+
+
+def write(path: Path, rows=ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+        case ".json":
+            path.write_text(json.dumps({"name": "sums", "rows": rows}))
+        case ".csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+        case ".arrow":
+            table = pa.Table.from_pylist(rows)
+            with pa.ipc.new_stream(path, table.schema) as file:
+                file.write_table(table, max_chunksize=7)
+    return path
+
+
+def source(path: Path, split=None) -> dict:
+    return {"kind": "source", "path": str(path), "sha256": digest(path), "split": split}
+
+
+def args(path: Path, **changes) -> dict:
+    plain = {
+        "source": source(path),
+        "held_out": {"kind": "fraction", "fraction": 0.25},
+        "split": "train",
+        "where": {},
+        "system": None,
+        "prompt": "{question}",
+        "answer": "{answer}",
+        "answer_pattern": None,
+        "verdict": {"kind": "exact", "ignore_case": True, "pattern": None},
+    }
+    return plain | changes
+
+
+def task(seed=1, **given):
+    use = TaskUse(name="sums", kind="dataset", args=given, weight=1.0, seed=seed, max_turns=1)
+    return make(use)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "rows.jsonl")
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_every_form_of_file_gives_the_same_rows(tmp_path, suffix):
+    rows = open_rows(write(tmp_path / f"rows.{suffix}"))
+    assert [rows[i] for i in range(len(rows))] == ROWS
+
+
+def test_a_folders_splits_are_read_by_name(tmp_path):
+    write(tmp_path / "main/train-00000-of-00002.parquet", ROWS[:10])
+    write(tmp_path / "main/train-00001-of-00002.parquet", ROWS[10:30])
+    write(tmp_path / "main/test-00000-of-00001.parquet", ROWS[30:])
+    train = open_rows(tmp_path, "train")
+    assert [train[i] for i in range(len(train))] == ROWS[:30]
+    assert len(open_rows(tmp_path, "test")) == 10
+    with pytest.raises(OrreryError, match=r"has no 'dev'; choose from test, train"):
+        open_rows(tmp_path, "dev")
+
+
+def test_a_saved_dataset_is_read_by_split(tmp_path):
+    for split, rows in {"train": ROWS[:30], "test": ROWS[30:]}.items():
+        write(tmp_path / split / "data-00000-of-00001.arrow", rows)
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        (tmp_path / split / "state.json").write_text(json.dumps(state))
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    assert open_rows(tmp_path, "test")[3] == ROWS[33]
+    assert len(open_rows(tmp_path / "train")) == 30
+
+
+def test_null_fields_of_arrow_rows_are_left_out(tmp_path):
+    rows = open_rows(write(tmp_path / "rows.parquet", [{"a": {"x": 1, "y": None}, "b": None}]))
+    assert rows[0] == {"a": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.txt", b"", "does not end in one of .jsonl"),
+        ("rows.json", b"{", "cannot be read"),
+        ("rows.json", b'{"a": 1}', "it holds no list of rows"),
+        ("rows.parquet", b"PAR1", "cannot read"),
+        ("rows.csv", b"a\n\xff\n", "cannot be read"),
+    ],
+)
+def test_an_unreadable_file_is_one_sentence(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(OrreryError, match=re.escape(says)) as error:
+        open_rows(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(OrreryError, match=r"path: .*none.jsonl: No such file or directory; name a"):
+        open_rows(tmp_path / "none.jsonl")
+
+
+def test_a_digest_covers_every_data_file_of_a_folder(tmp_path):
+    write(tmp_path / "train.jsonl")
+    before = digest(tmp_path)
+    write(tmp_path / "test.jsonl", ROWS[:1])
+    assert digest(tmp_path) != before
+    assert (
+        digest(tmp_path / "train.jsonl")
+        == hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()
+    )
+
+
+# Problems -----------------------------------------------------------------------------------------
+
+
+def prompts(one, count):
+    return [one.problem(index).messages[-1].content for index in range(count)]
+
+
+def test_the_sides_are_disjoint_and_cover_every_row(path):
+    train, held = (task(**args(path, split=split)) for split in ("train", "held_out"))
+    sizes = len(train._kept), len(held._kept)
+    assert sum(sizes) == len(ROWS) and min(sizes) > 0
+    both = set(prompts(train, sizes[0])), set(prompts(held, sizes[1]))
+    assert both[0] | both[1] == {row["question"] for row in ROWS} and not both[0] & both[1]
+
+
+def test_problems_follow_from_args_seed_and_index_and_epochs_differ(path):
+    one, same, other = task(**args(path)), task(**args(path)), task(seed=2, **args(path))
+    size = len(one._kept)
+    assert prompts(one, 2 * size) == prompts(same, 2 * size)
+    assert prompts(one, size) != prompts(other, size)
+    epochs = prompts(one, 2 * size)
+    assert sorted(epochs[:size]) == sorted(epochs[size:]) and epochs[:size] != epochs[size:]
+
+
+def test_a_column_or_another_file_separates_the_sides(tmp_path):
+    rows = [{**row, "fold": i % 4} for i, row in enumerate(ROWS)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    by_column = {"kind": "column", "column": "fold", "values": [3]}
+    held = task(**args(path, held_out=by_column, split="held_out"))
+    assert set(prompts(held, 10)) == {row["question"] for row in rows if row["fold"] == 3}
+    other = write(tmp_path / "test.csv", [{"question": "9 + 9?", "answer": "18"}])
+    held = task(**args(path, held_out=source(other), split="held_out"))
+    assert prompts(held, 2) == ["9 + 9?", "9 + 9?"] and held.problem(0).answer == "18"
+
+
+def test_templates_filters_and_a_system_prompt_make_the_problem(tmp_path):
+    rows = [
+        {"q": "6 · 7", "level": level, "solution": "First {6}.\n#### 42"} for level in ("a", "b")
+    ]
+    one = task(
+        **args(
+            write(tmp_path / "rows.jsonl", rows * 20),
+            held_out={"kind": "column", "column": "level", "values": ["b"]},
+            where={"level": ["a"]},
+            system="Be brief.",
+            prompt="Compute \\frac{1}{{x}} {q} ({level}).",
+            answer="{solution}",
+            answer_pattern="#### (.+)",
+        )
+    )
+    problem = one.problem(0)
+    assert [m.content for m in problem.messages] == ["Be brief.", "Compute \\frac{1}{x} 6 · 7 (a)."]
+    assert problem.answer == "42"
+    assert one.demonstration(0)[-1] == Message("assistant", "First {6}.\n#### 42")
+
+
+def test_a_prompt_column_may_hold_chat_messages(tmp_path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "?"}]
+    chat.append({"role": "user", "content": "3 + 4"})
+    rows = [{"prompt": chat, "answer": 7, "n": n} for n in range(9)]
+    one = task(
+        **args(
+            write(tmp_path / "rows.jsonl", rows),
+            prompt="{prompt}",
+            held_out={"kind": "column", "column": "n", "values": [1]},
+        )
+    )
+    assert [m.role for m in one.problem(0).messages] == ["user", "assistant", "user"]
+    assert one.problem(0).answer == "7"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": "{qestion}"}, "has no column 'qestion'; did you mean 'question'?"),
+        ({"prompt": "solve it"}, "names no column"),
+        ({"where": {"question": ["no such"]}}, "no row of"),
+        ({"answer_pattern": "####"}, "needs one group"),
+        ({"verdict": {"kind": "exact", "ignore_case": True, "pattern": "x"}}, "has no group"),
+        ({"verdict": {"kind": "pattern", "pattern": "x"}}, "lacks {answer}"),
+        ({"verdict": {"kind": "pattern", "pattern": "({answer}"}}, "is no regular expression"),
+    ],
+)
+def test_wrong_args_are_one_sentence(path, changes, says):
+    with pytest.raises(OrreryError, match=re.escape(says)):
+        task(**args(path, **changes))
+
+
+def test_a_changed_file_is_refused(path):
+    given = args(path)
+    path.write_text(path.read_text().replace("3", "4"))
+    with pytest.raises(OrreryError, match=r"the manifest says .*; type `orrery render`"):
+        task(**given)
+
+
+# Verdicts -----------------------------------------------------------------------------------------
+
+
+def score(text, answer, row=None, **verdict):
+    return scorer_of({"verdict": verdict, "answer": answer, "row": row})(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "pattern", "right"),
+    [
+        ("  Paris. ", "paris", None, True),
+        ("ｐａｒｉｓ", "Paris", None, True),
+        ("Paris is it", "Paris", None, False),
+        ("I say: London. No: Paris", "Paris", r": (\w+)", True),
+        ("nothing", "Paris", r": (\w+)", False),
+    ],
+)
+def test_exact_compares_normalised_text(text, answer, pattern, right):
+    assert score(text, answer, kind="exact", ignore_case=True, pattern=pattern) == right
+
+
+def test_a_pattern_quotes_the_answer():
+    assert score("#### 3.5", "3.5", kind="pattern", pattern="#### {answer}$") == 1.0
+    assert score("#### 375", "3.5", kind="pattern", pattern="#### {answer}$") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("c", "C"),
+        ("The answer is (B).", "B"),
+        ("A is wrong, so \\boxed{\\text{D}}", "D"),
+        ("Answer: **C**, not A", "C"),
+        ("I take B, because a dog is A good friend", "B"),
+        ("no idea", None),
+    ],
+)
+def test_a_choice_is_the_letter_that_the_reply_settles_on(text, letter):
+    given = [x for x in "ABCD" if score(text, x, kind="choice", num_choices=4)]
+    assert given == ([letter] if letter else [])
+
+
+def test_json_fits_the_answers_schema():
+    schema = json.dumps({"type": "object", "required": ["x"]})
+    assert score('Here:\n```json\n{"x": 1}\n```', schema, kind="json_schema") == 1.0
+    assert score('{"y": 1}', schema, kind="json_schema") == 0.0
+    assert score("{", schema, kind="json_schema") == 0.0
+    with pytest.raises(ValueError, match="no JSON schema"):
+        score("1", '{"type": "strange"}', kind="json_schema")
+
+
+def reward(tmp_path, text):
+    path = tmp_path / "reward.py"
+    path.write_text(text)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"kind": "python", "path": str(path), "sha256": sha256, "function": "reward"}
+
+
+def test_a_reward_function_of_the_user_sees_reply_answer_and_row(tmp_path):
+    code = "def reward(reply, answer, row): return 0.5 * (reply == answer) + row['bonus']"
+    verdict = reward(tmp_path, code)
+    assert score("7", "7", {"bonus": 0.25}, **verdict) == 0.75
+    Path(verdict["path"]).write_text("# another\n" + code)
+    verdict["path"] = str(Path(verdict["path"]))
+    with pytest.raises(OrreryError, match="defines no function 'prize'"):
+        score("7", "7", {}, **(reward(tmp_path, code) | {"function": "prize"}))
+    with pytest.raises(OrreryError, match="the manifest says"):
+        score("7", "7", {}, **(reward(tmp_path, code) | {"sha256": "0" * 64}))
+
+
+# Rows that misfit ---------------------------------------------------------------------------------
+
+
+def bad(tmp_path, rows, **changes):
+    """Return the sentence of the rows' check."""
+    one = task(**args(write(tmp_path / "rows.jsonl", [*ROWS, *rows]), **changes))
+    with pytest.raises(OrreryError) as error:
+        one.check_rows(lambda problem: len(problem.messages[-1].content), 20)
+    return str(error.value).replace(f"{tmp_path}/", "")
+
+
+def test_good_rows_pass(path):
+    assert task(**args(path)).check_rows(None, 0) > 20
+
+
+def test_empty_answers_are_counted_and_the_first_three_rows_named(tmp_path):
+    rows = [{"question": f"{n}?", "answer": " "} for n in range(30)]
+    said = bad(tmp_path, rows)
+    assert re.match(r"source: \d+ of \d+ rows have an empty answer \(rows.jsonl:\d+, ", said)
+    assert said.count("rows.jsonl:") == 3 and ", …)" in said and "`where`" in said
+
+
+def test_answers_that_their_verdict_calls_wrong_are_named(tmp_path):
+    rows = [{"question": f"{n}??", "answer": "perhaps"} for n in range(9)]
+    said = bad(tmp_path, rows, verdict={"kind": "choice", "num_choices": 4})
+    assert "have an answer that the verdict calls wrong" in said and "none of the letters" in said
+
+
+def test_long_prompts_are_counted(tmp_path):
+    said = bad(tmp_path, [{"question": "x" * (30 + n), "answer": "1"} for n in range(9)])
+    assert "have a prompt that is too long" in said and "and 20 fit beside a turn" in said
+
+
+def test_rows_on_both_sides_are_counted(tmp_path):
+    other = write(tmp_path / "test.jsonl", ROWS[:2])
+    said = bad(tmp_path, [], held_out=source(other), split="held_out")
+    assert said.startswith("source: 2 of 2 rows are training rows too (test.jsonl:1, test.jsonl:3)")
