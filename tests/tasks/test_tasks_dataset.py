@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from orrery.manifest.publish import sha256_of_data as digest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import make
-from orrery.tasks.rows import digest, open_rows
+from orrery.tasks.rows import open_rows
 from orrery.tasks.task import Message
 from orrery.tasks.verdicts import scorer_of
 
@@ -212,7 +213,7 @@ def test_a_prompt_column_may_hold_chat_messages(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"prompt": "{qestion}"}, "has no column 'qestion'; did you mean 'question'?"),
+        ({"prompt": "{qestion}"}, "40 of 40 rows lack the column 'qestion'"),
         ({"prompt": "solve it"}, "names no column"),
         ({"where": {"question": ["no such"]}}, "no row of"),
         ({"answer_pattern": "####"}, "needs one group"),
@@ -330,6 +331,15 @@ def test_answers_that_their_verdict_calls_wrong_are_named(tmp_path):
     rows = [{"question": f"{n}??", "answer": "perhaps"} for n in range(9)]
     said = bad(tmp_path, rows, verdict={"kind": "choice", "num_choices": 4})
     assert "have an answer that the verdict calls wrong" in said and "none of the letters" in said
+
+
+def test_rows_without_a_column_are_counted_with_the_nearest_name(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
+    with pytest.raises(OrreryError) as error:
+        task(**args(path))
+    said = "2 of 82 rows lack the column 'question' (rows.jsonl:81, rows.jsonl:163): correct "
+    assert said in str(error.value).replace(f"{tmp_path}/", "")
+    assert str(error.value).endswith("did you mean 'qestion'?")
 
 
 def test_long_prompts_are_counted(tmp_path):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -91,3 +92,21 @@ def sha256_of(files: Sequence[Path]) -> str:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return the files of rows below a folder by path, without hidden ones."""
+
+    def is_seen(path: Path) -> bool:
+        return not any(part[0] == "." for part in path.relative_to(folder).parts)
+
+    found = (path for path in folder.rglob("*") if path.suffix in DATA_SUFFIXES and is_seen(path))
+    return sorted(path for path in found if path.is_file())
+
+
+def sha256_of_data(path: Path) -> str:
+    """Return the sha256 of a file, or of the lines "sha256  path" of a folder's files of rows."""
+    if not path.is_dir():
+        return sha256(path)
+    lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -5,6 +5,7 @@ Prints one line per task that fits, or one error.
 - Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
 - They and tool replies fit the tokenizer's alphabet, the vocabulary and the context. Skipped if a
   pretrained tokenizer is not on this machine.
+- A task with a file checks all its rows (`check_rows`).
 - Training, SFT included, and evaluation must differ in kind, args or seed, also inside `few_shot`.
 """
 
@@ -23,7 +24,7 @@ from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest, Model, TaskUse
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
-from orrery.tasks.task import Message, Role, Task, ToolCall
+from orrery.tasks.task import Message, Problem, Role, Task, ToolCall
 from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
@@ -59,6 +60,8 @@ def check(manifest: Manifest) -> list[str]:
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
                 f"inference.max_model_len_tokens {context}; give it at least {longest + turn}"
             )
+        if (num_rows := _checked_rows(path, use, renderer, context - turn)) is not None:
+            line = f"{path}: {use.kind} {use.name!r}, {num_rows} rows, prompts"
         lines.append(f"{line} up to {longest} tokens")
     _check_sides(manifest)
     return lines
@@ -76,6 +79,21 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
             f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); "
             f"correct {path}.args"
         ) from error
+
+
+def _checked_rows(path: str, use: TaskUse, renderer: Renderer, most_tokens: int) -> int | None:
+    """Let a task with a file check all its rows. Return their number, or None without a file."""
+    check_rows = getattr(_task(use.model_dump_json()), "check_rows", None)
+    if check_rows is None:
+        return None
+
+    def tokens(problem: Problem) -> int:
+        return len(renderer.prompt(problem.messages, problem.tools))
+
+    try:
+        return check_rows(tokens, most_tokens)
+    except OrreryError as error:
+        raise OrreryError(f"{path}: task {use.name!r}: args.{error}") from error
 
 
 def _check_sides(manifest: Manifest) -> None:

@@ -17,10 +17,11 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
+from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
-from orrery.manifest.schema.record import Sha256
-from orrery.tasks.rows import Rows, digest, open_rows, sides
+from orrery.manifest.schema.fields import Sha256
+from orrery.tasks.rows import Rows, open_rows, sides
 from orrery.tasks.scorer_pool import SCORERS
 from orrery.tasks.task import Judgement, Message, Problem, Role, Split, did_you_mean
 from orrery.tasks.verdicts import Verdict, scorer_of
@@ -31,8 +32,13 @@ SHOWN = 3  # rows in an error message
 KEPT = 8192  # more than the rollouts in flight
 
 
+def columns_of(template: str) -> list[str]:
+    """Return the columns that a template names."""
+    return [found[1] for found in FIELD.finditer(template) if found[1]]
+
+
 class Source(Record):
-    """A file, or a folder's `split`. `sha256` is that of `rows.digest`."""
+    """A file, or a folder's `split`. `sha256` is that of `digest.sha256_of_data`."""
 
     kind: Literal["source"]
     path: str
@@ -40,7 +46,12 @@ class Source(Record):
     split: str | None
 
     def open(self) -> Rows:
-        found = digest(Path(self.path))
+        try:
+            found = sha256_of_data(Path(self.path))
+        except OSError as error:
+            raise OrreryError(
+                f"path: {self.path}: {error.strerror}; name a file or a folder of problems"
+            ) from error
         if found != self.sha256:
             raise OrreryError(
                 f"sha256: {self.path} has {found}, the manifest says {self.sha256}; type "
@@ -86,7 +97,7 @@ class Dataset:
                     f"answer_pattern {self.answer_pattern!r} needs one group, (…) around the answer"
                 )
             for name in ("prompt", "answer"):
-                if not COLUMN.search(getattr(self, name)):
+                if not columns_of(getattr(self, name)):
                     raise ValueError(f"{name} {getattr(self, name)!r} names no column; write {{…}}")
             return self
 
@@ -94,6 +105,7 @@ class Dataset:
         self.args, self.seed = args, seed
         own_file = isinstance(args.held_out, Source) and args.split == "held_out"
         self._rows = args.held_out.open() if own_file else args.source.open()
+        self._check_columns()
         self._kept = np.asarray(list(self._side()), dtype=np.int64)
         if not len(self._kept):
             raise OrreryError(
@@ -126,6 +138,23 @@ class Dataset:
     def _passes(self, index: int) -> bool:
         return all(self._value(index, name) in kept for name, kept in self.args.where.items())
 
+    def _check_columns(self) -> None:
+        """Raise OrreryError if rows lack a column that a template, filter or split names."""
+        columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
+        if isinstance(self.args.held_out, Column):
+            columns.append(self.args.held_out.column)
+        lacks: dict[str, list[int]] = {}
+        for index in range(len(self._rows)):
+            row = self._row(index)
+            for name in columns:
+                if name not in row:
+                    lacks.setdefault(name, []).append(index)
+        for name, rows in lacks.items():
+            near = did_you_mean(name, self._row(rows[0]))
+            advice = f"correct the template or add the column; {near}"
+            kind = f"lack the column {name!r}"
+            raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
+
     def _row(self, index: int) -> dict[str, Any]:
         try:
             return self._rows[index]
@@ -135,13 +164,7 @@ class Dataset:
             ) from error
 
     def _value(self, index: int, name: str) -> Any:
-        row = self._row(index)
-        if name not in row:
-            raise OrreryError(
-                f"source: {self._rows.place(index)} has no column {name!r}; "
-                f"{did_you_mean(name, row)}"
-            )
-        return row[name]
+        return self._row(index)[name]
 
     def _text(self, index: int, template: str) -> str:
         """Fill the columns into a template. Doubled braces stand for one."""
@@ -230,7 +253,7 @@ class Dataset:
                 found.setdefault(kind, []).append(at)
                 reasons.setdefault(kind, reason)
         for kind, rows in found.items():
-            raise OrreryError(self._sentence(kind, rows, reasons[kind]))
+            raise OrreryError(self._sentence(kind, rows, reasons[kind], len(self._kept)))
         if isinstance(self.args.held_out, Source | Column):
             self._check_sides()
         return len(self._kept)
@@ -283,9 +306,11 @@ class Dataset:
         both = [int(at) for at in self._kept if self._prompt_text(int(at)) in trained]
         if both:
             advice = "leave them out of one side, or use held_out of kind fraction"
-            raise OrreryError(self._sentence("are training rows too", both, advice))
+            raise OrreryError(
+                self._sentence("are training rows too", both, advice, len(self._kept))
+            )
 
-    def _sentence(self, kind: str, rows: list[int], advice: str) -> str:
+    def _sentence(self, kind: str, rows: list[int], advice: str, num_rows: int) -> str:
         places = ", ".join(self._rows.place(at) for at in rows[:SHOWN])
         more = ", …" if len(rows) > SHOWN else ""
-        return f"source: {len(rows)} of {len(self._kept)} rows {kind} ({places}{more}): {advice}"
+        return f"source: {len(rows)} of {num_rows} rows {kind} ({places}{more}): {advice}"

@@ -17,10 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from orrery.manifest.publish import DATA_SUFFIXES, data_files
 from orrery.manifest.errors import OrreryError
-
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-CHUNK_BYTES = 2**20
 
 
 class Rows(Protocol):
@@ -44,22 +42,9 @@ def open_rows(path: Path, split: str | None = None) -> Rows:
     return _open_file(path)
 
 
-def digest(path: Path) -> str:
-    """Return the sha256 of a file, or of the lines `sha256  name` of a folder's data files."""
-    if path.is_dir():
-        names = sorted(p.relative_to(path).as_posix() for p in _data_files(path))
-        lines = [f"{digest(path / name)}  {name}\n" for name in names]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-    found = hashlib.sha256()
-    with _opened(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
-
-
 def _open_file(path: Path) -> Rows:
-    if path.suffix not in SUFFIXES:
-        raise OrreryError(f"path: {path} does not end in one of {', '.join(SUFFIXES)}")
+    if path.suffix not in DATA_SUFFIXES:
+        raise OrreryError(f"path: {path} does not end in one of {', '.join(DATA_SUFFIXES)}")
     _opened(path).close()
     try:
         match path.suffix:
@@ -81,10 +66,10 @@ def _open_folder(path: Path, split: str | None) -> Rows:
             raise OrreryError(f"split: {path} holds one split only; set split to null")
         return _saved(path)
     by_split: dict[str, list[Path]] = {}
-    for file in _data_files(path):
+    for file in data_files(path):
         by_split.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
     if not by_split:
-        raise OrreryError(f"path: {path} holds no file that ends in {', '.join(SUFFIXES)}")
+        raise OrreryError(f"path: {path} holds no file that ends in {', '.join(DATA_SUFFIXES)}")
     files = sorted(by_split[_chosen(path, split, list(by_split))])
     if all(file.suffix in (".parquet", ".arrow") for file in files):
         return Tables(path, files)
@@ -102,11 +87,6 @@ def _chosen(path: Path, split: str | None, splits: list[str]) -> str:
 def _saved(folder: Path) -> Rows:
     files = [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
     return Tables(folder, files)
-
-
-def _data_files(folder: Path) -> list[Path]:
-    hidden = (p for p in folder.rglob("*") if not any(part[0] == "." for part in p.parts[1:]))
-    return [p for p in hidden if p.suffix in SUFFIXES and p.is_file()]
 
 
 def _json(path: Path) -> Any:

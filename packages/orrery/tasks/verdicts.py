@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
-from orrery.manifest.schema.record import Sha256
+from orrery.manifest.schema.fields import Sha256
 
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
