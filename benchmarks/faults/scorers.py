@@ -39,16 +39,16 @@ def processor_s(process: psutil.Process) -> float:
 async def measured(scorers: ScorerPool, family: str, num_problems: int) -> dict[str, Any]:
     items = [(seed, Family(family, {}).dataset(seed)[0]) for seed in range(num_problems)]
     answers = [
-        (seed, item["question"], item["answer"] if i == 0 else str(i))
+        ([family, {}, seed, item["question"]], item["answer"] if i == 0 else str(i))
         for seed, item in items
         for i in range(GROUP)
     ]
-    await scorers.score(family, {}, *answers[0])
+    await scorers.score("reasoning_gym", *answers[0])
     process = psutil.Process(scorers._idle[0].process.pid)
     before, waits_ms = processor_s(process), []
     for answer in answers:
         begin = time.perf_counter()
-        await scorers.score(family, {}, *answer)
+        await scorers.score("reasoning_gym", *answer)
         waits_ms.append(1e3 * (time.perf_counter() - begin))
     used_ms = 1e3 * (processor_s(process) - before) / len(answers)
     p99_ms = statistics.quantiles(waits_ms, n=100)[-1]

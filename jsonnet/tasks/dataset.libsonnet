@@ -1,5 +1,5 @@
 // Problems with answers from a file or a fetched dataset, one turn each: (import 'tasks/dataset.libsonnet')({ path: 'problems.jsonl' }).
-// docs/datasets.md explains the settings. A path is relative to the checkout.
+// packages/orrery/tasks/dataset.py explains the settings. A path is relative to the checkout.
 function(settings) {
   local defaults = {
     name: 'dataset',
@@ -12,7 +12,7 @@ function(settings) {
     prompt: '{question}',
     answer: '{answer}',
     answer_pattern: null,
-    verdict: { kind: 'math', boxed: false },
+    verdict: { kind: 'exact' },
     weight: 1,
     context_tokens: 1024,
     answer_tokens: 512,

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import tempfile
 import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Model, TaskUse
 from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Judgement, Message, Problem, Task
@@ -17,7 +19,28 @@ from orrery.tasks.tokenizer import vocab_size, write_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*() .,?"
 
+_folder = tempfile.TemporaryDirectory()
+PROBLEMS = Path(_folder.name) / "problems.jsonl"
+PROBLEMS.write_text(
+    "".join(f'{{"q": "{a} + {b}", "a": "{a + b}"}}\n' for a in range(60) for b in range(60))
+)
 ARGS = {
+    "dataset": {
+        "source": {
+            "kind": "source",
+            "path": str(PROBLEMS),
+            "sha256": sha256_of_data(PROBLEMS),
+            "split": None,
+        },
+        "held_out": {"kind": "fraction", "fraction": 0.25},
+        "split": "train",
+        "where": {},
+        "system": None,
+        "prompt": "{q}",
+        "answer": "{a}",
+        "answer_pattern": None,
+        "verdict": {"kind": "exact", "ignore_case": True, "pattern": None},
+    },
     "reverse_text": {
         "alphabet": "abcdef",
         "min_length": 4,

@@ -4,14 +4,15 @@ import csv
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from orrery.manifest.publish import sha256_of_data as digest
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of_data as digest
 from orrery.manifest.schema import TaskUse
 from orrery.tasks import make
 from orrery.tasks.rows import open_rows
@@ -303,6 +304,34 @@ def test_a_reward_function_of_the_user_sees_reply_answer_and_row(tmp_path):
         score("7", "7", {}, **(reward(tmp_path, code) | {"function": "prize"}))
     with pytest.raises(OrreryError, match="the manifest says"):
         score("7", "7", {}, **(reward(tmp_path, code) | {"sha256": "0" * 64}))
+
+
+def test_formulas_without_their_library_are_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(OrreryError, match=r"math needs math-verify, which .* not hold yet; type"):
+        score("7", "7", kind="math", boxed=False)
+
+
+async def test_a_reply_is_judged_in_an_isolated_process(path, tmp_path):
+    one = task(**args(path))
+    problem = one.problem(3)
+    for text, reward_ in ((problem.answer, 1.0), ("no idea", 0.0)):
+        judgement = await one.judge(problem, [*problem.messages, Message("assistant", text)])
+        assert (judgement.reward, judgement.metrics["unscorable"]) == (reward_, 0.0)
+    code = "import os, time\ndef reward(reply, answer, row):\n"
+    code += "    os._exit(0) if reply == 'leave' else time.sleep(99) if reply == 'wait' else None\n"
+    code += "    return row['question'].count('+') / 2"
+    one = task(**args(path, verdict=reward(tmp_path, code)))
+    problem = one.problem(3)
+    for text, reward_ in (("any", 0.5), ("leave", 0.0)):
+        judgement = await one.judge(problem, [*problem.messages, Message("assistant", text)])
+        assert (judgement.reward, judgement.metrics["unscorable"]) == (reward_, float(not reward_))
+
+
+async def test_a_request_that_its_verdict_refuses_fails_the_rollout_with_a_sentence(path):
+    one = task(**args(path, verdict={"kind": "choice", "num_choices": 2}))
+    with pytest.raises(OrreryError, match=r"the answer '\d+' is none of the letters AB"):
+        await one.judge(one.problem(0), [Message("assistant", "A")])
 
 
 # Rows that misfit ---------------------------------------------------------------------------------

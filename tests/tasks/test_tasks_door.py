@@ -30,7 +30,7 @@ MANIFEST = Path(__file__).parents[2] / "manifests" / "reverse_text.json"
         (
             task_use("quite_else"),
             "task 'it': kind: there is no 'quite_else'; "
-            "choose from calculator, few_shot, lengths, ",
+            "choose from calculator, dataset, few_shot, lengths, ",
         ),
         (
             task_use("reverse_text", min_lenght=3),

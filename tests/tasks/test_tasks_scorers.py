@@ -225,7 +225,8 @@ answers = open({str(tmp_path / "answer")!r}).read(), "RIGHT if True else []"
 async def main():
     scorers = ScorerPool(limit_s=60.0)
     texts = [each.replace("RIGHT", repr(item["answer"].split())) for each in answers]
-    print([await scorers.score("spiral_matrix", {{}}, 0, item["question"], text) for text in texts])
+    request = ["spiral_matrix", {{}}, 0, item["question"]]
+    print([await scorers.score("reasoning_gym", request, text) for text in texts])
 asyncio.run(main())
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ORRERY_TOKEN_FILE": "-"}
@@ -318,7 +319,7 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
     monkeypatch.undo()
     monkeypatch.setattr(scorer_pool, "START_S", 0.001)
     with pytest.raises(OrreryError, match="did not start: it was too slow"):
-        await ScorerPool().score("spiral_matrix", {}, 0, "", "")
+        await ScorerPool().score("reasoning_gym", ["spiral_matrix", {}, 0, ""], "")
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
@@ -358,7 +359,8 @@ def test_no_scorer_outlives_who_started_it(text):
     code = f"""
 import asyncio, orrery.tasks.reasoning_gym as gym
 async def main():
-    asyncio.create_task(gym.SCORERS.score("spiral_matrix", {{}}, 0, {question!r}, {text!r}))
+    request = ["spiral_matrix", {{}}, 0, {question!r}]
+    asyncio.create_task(gym.SCORERS.score("reasoning_gym", request, {text!r}))
     await asyncio.sleep(600)
 asyncio.run(main())
 """

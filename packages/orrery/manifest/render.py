@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orrery.manifest.check import check, nearest
-from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import sha256_of_data, write_atomic
 from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Record
-from orrery.manifest.schema.fields import Sha256
-from orrery.tasks.rows import Rows, open_rows, sides
+from orrery.manifest.schema.model import Sha256
+from orrery.tasks.rows import DataRows, open_rows, sides
 from orrery.tasks.scorer_pool import SCORERS
 from orrery.tasks.task import Judgement, Message, Problem, Role, Split, did_you_mean
 from orrery.tasks.verdicts import Verdict, scorer_of
@@ -37,7 +37,7 @@ def columns_of(template: str) -> list[str]:
     return [found[1] for found in FIELD.finditer(template) if found[1]]
 
 
-class Source(Record):
+class ProblemFile(Record):
     """A file, or a folder's `split`. `sha256` is that of `digest.sha256_of_data`."""
 
     kind: Literal["source"]
@@ -45,7 +45,7 @@ class Source(Record):
     sha256: Sha256
     split: str | None
 
-    def open(self) -> Rows:
+    def open(self) -> DataRows:
         try:
             found = sha256_of_data(Path(self.path))
         except OSError as error:
@@ -80,8 +80,8 @@ class Column(Record):
 
 class Dataset:
     class Args(Record):
-        source: Source
-        held_out: Annotated[Fraction | Column | Source, Field(discriminator="kind")]
+        source: ProblemFile
+        held_out: Annotated[Fraction | Column | ProblemFile, Field(discriminator="kind")]
         split: Split
         where: dict[str, Annotated[tuple[str | int | bool, ...], Field(strict=False)]]
         system: str | None
@@ -103,8 +103,7 @@ class Dataset:
 
     def __init__(self, args: Args, seed: int) -> None:
         self.args, self.seed = args, seed
-        own_file = isinstance(args.held_out, Source) and args.split == "held_out"
-        self._rows = args.held_out.open() if own_file else args.source.open()
+        self._rows = self._source.open()
         self._check_columns()
         self._kept = np.asarray(list(self._side()), dtype=np.int64)
         if not len(self._kept):
@@ -116,10 +115,11 @@ class Dataset:
         self._order = lru_cache(4)(self._shuffled)
 
     @property
-    def _source(self) -> Source:
+    def _source(self) -> ProblemFile:
         held_out = self.args.held_out
-        own_file = isinstance(held_out, Source) and self.args.split == "held_out"
-        return held_out if own_file else self.args.source
+        if isinstance(held_out, ProblemFile) and self.args.split == "held_out":
+            return held_out
+        return self.args.source
 
     def _side(self) -> Iterable[int]:
         held_out, on_side = self.args.held_out, self.args.split == "held_out"
@@ -254,7 +254,7 @@ class Dataset:
                 reasons.setdefault(kind, reason)
         for kind, rows in found.items():
             raise OrreryError(self._sentence(kind, rows, reasons[kind], len(self._kept)))
-        if isinstance(self.args.held_out, Source | Column):
+        if isinstance(self.args.held_out, ProblemFile | Column):
             self._check_sides()
         return len(self._kept)
 

@@ -12,21 +12,22 @@
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import reasoning_gym as library
 from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import extract_answer
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
-from orrery.tasks.scorer_pool import ScorerPool
+from orrery.tasks.scorer_pool import HASH_SEED, SCORERS
 from orrery.tasks.task import Judgement, Message, Problem, Split, did_you_mean, split_of
 
 MAX_DRAWS = 1000  # making a question can take half a second
 KEPT_DRAWS = 8192  # more than the rollouts in flight, so judges do not draw again
-SCORERS = ScorerPool()
 
 
 class Family:
@@ -95,7 +96,8 @@ class ReasoningGym:
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         seed, item = self._drawn(problem.index)
         family, config, text = self.args.family, self.args.config, messages[-1].content
-        score = await SCORERS.score(family, config, seed, item["question"], text)
+        request = [family, config, seed, item["question"]]
+        score = await SCORERS.score("reasoning_gym", request, text)
         if score is None:
             return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
         reward = min(max(score, 0.0), 1.0)
@@ -109,3 +111,24 @@ class ReasoningGym:
                 "so it cannot give demonstrations"
             )
         return [*problem.messages, Message("assistant", problem.answer)]
+
+
+def scorer_of(request: list[Any]) -> Callable[[str], float]:
+    """Return the library's scorer of the problem [family, config, seed, question].
+
+    Raise OrreryError if the seed gives another question in this process.
+    """
+    name, config, seed, question = request
+    dataset = _family(name, json.dumps(config)).dataset(seed)
+    item = dataset[0]
+    if item["question"] != question:
+        raise OrreryError(
+            f"family {name}: another process makes another problem of seed {seed}; "
+            f"set PYTHONHASHSEED={HASH_SEED}"
+        )
+    return lambda text: float(dataset.score_answer(extract_answer(text) or text, item))
+
+
+@cache
+def _family(name: str, config: str) -> Family:
+    return Family(name, json.loads(config))

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from orrery.manifest.publish import DATA_SUFFIXES, data_files
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import DATA_SUFFIXES, data_files
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """A sequence of rows."""
 
     def __len__(self) -> int: ...
@@ -33,7 +33,7 @@ class Rows(Protocol):
         """Return where row `index` stands, for error messages: `problems.jsonl:7`."""
 
 
-def open_rows(path: Path, split: str | None = None) -> Rows:
+def open_rows(path: Path, split: str | None = None) -> DataRows:
     """Open a file, or a folder's `split`. Raise OrreryError if it cannot be read."""
     if path.is_dir():
         return _open_folder(path, split)
@@ -42,7 +42,7 @@ def open_rows(path: Path, split: str | None = None) -> Rows:
     return _open_file(path)
 
 
-def _open_file(path: Path) -> Rows:
+def _open_file(path: Path) -> DataRows:
     if path.suffix not in DATA_SUFFIXES:
         raise OrreryError(f"path: {path} does not end in one of {', '.join(DATA_SUFFIXES)}")
     _opened(path).close()
@@ -58,7 +58,7 @@ def _open_file(path: Path) -> Rows:
         raise OrreryError(f"path: {path} cannot be read: {error}; write the file again") from error
 
 
-def _open_folder(path: Path, split: str | None) -> Rows:
+def _open_folder(path: Path, split: str | None) -> DataRows:
     if (path / "dataset_dict.json").is_file():
         return _saved(path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"]))
     if (path / "state.json").is_file():
@@ -84,7 +84,7 @@ def _chosen(path: Path, split: str | None, splits: list[str]) -> str:
     raise OrreryError(f"split: {path} has no {split!r}; choose from {', '.join(sorted(splits))}")
 
 
-def _saved(folder: Path) -> Rows:
+def _saved(folder: Path) -> DataRows:
     files = [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
     return Tables(folder, files)
 

@@ -1,8 +1,8 @@
-"""A pool of processes that run the library's scorers. Some scorers execute answers.
+"""A pool of processes that run scorers. Some scorers execute answers.
 
-- In: family, config, the library's seed, question and answer. Out: the score, or None.
-- Each process (`scorer_process.py`) remakes the problem from its seed. Some families order words by
-  hash, so both processes need the same PYTHONHASHSEED. The launcher sets it.
+- In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
+- Each process remakes a problem of reasoning-gym from its seed. Some families order words by hash,
+  so both processes need the same PYTHONHASHSEED. The launcher sets it.
 - Each of at most NUM_SCORERS processes scores one answer at a time, in a fork.
 - Requests are served in order. LIMIT_S counts from an answer's turn.
 - A failed process is an OrreryError, never a score of 0, and is replaced.
@@ -22,12 +22,12 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.timing import scaled
-from orrery.tasks.scorer_process import LIMIT_S, OTHER_PROBLEM
+from orrery.tasks.scorer_process import LIMIT_S, MAX_SENTENCE
 from orrery.tasks.task import JudgeBroken
 
 NUM_SCORERS = 8
 START_S = 120.0  # for imports from a slow file system, scaled
-MAX_LINE_BYTES = 200  # of a number and a score
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # of a number and a score, or an escaped sentence
 HASH_SEED = "0"
 SLACK_S = 5.0  # beyond LIMIT_S, to kill the fork and reply, scaled
 CANARY_EVERY = 500  # answers
@@ -42,12 +42,10 @@ class ScorerPool:
         self._idle: list[_Scorer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def score(
-        self, family: str, config: dict[str, Any], seed: int, question: str, text: str
-    ) -> float | None:
+    async def score(self, kind: str, request: Any, text: str) -> float | None:
         """Return the finite score of answer `text`, or None if it has no score.
 
-        Raise OrreryError if the process fails or derives another question from `seed`.
+        Raise OrreryError if the process fails, or with its sentence if it refuses the request.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a semaphore belongs to one loop
@@ -56,7 +54,7 @@ class ScorerPool:
             scorer = await self._ready()
             try:
                 await self._try_canaries(scorer)
-                score = await self._ask(scorer, family, config, seed, question, text)
+                score = await self._ask(scorer, kind, request, text)
             except (OSError, EOFError, ValueError, TypeError) as error:
                 scorer.end()
                 is_late = isinstance(error, TimeoutError)
@@ -69,17 +67,16 @@ class ScorerPool:
                 scorer.end()
                 raise
             self._idle.append(scorer)
-        if isinstance(score, str):  # OTHER_PROBLEM
-            raise OrreryError(
-                f"family {family}: another process makes another problem of seed {seed}; "
-                f"set PYTHONHASHSEED={HASH_SEED}"
-            )
+        if isinstance(score, str):
+            raise OrreryError(score)
         return score
 
-    async def _ask(self, scorer: "_Scorer", *request: Any) -> float | str | None:
+    async def _ask(
+        self, scorer: "_Scorer", kind: str, request: Any, text: str
+    ) -> float | str | None:
         limit_s = scaled(self.limit_s)
         async with asyncio.timeout(limit_s + scaled(SLACK_S)):
-            return await scorer.score(*request, limit_s)
+            return await scorer.score(kind, request, text, limit_s)
 
     async def _try_canaries(self, scorer: "_Scorer") -> None:
         """Score a right and a wrong answer at the start and after every CANARY_EVERY answers.
@@ -89,7 +86,7 @@ class ScorerPool:
         if scorer.num_until_canary == 0:
             question, right = _canary()
             for text, known in ((right, 1.0), (WRONG, 0.0)):
-                score = await self._ask(scorer, CANARY, {}, 0, question, text)
+                score = await self._ask(scorer, "reasoning_gym", [CANARY, {}, 0, question], text)
                 if score != known:
                     raise JudgeBroken(
                         f"the process that scores answers gave {score} to a known answer to "
@@ -150,7 +147,7 @@ class _Scorer:
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
         number, score = json.loads(await self._line())
         is_score = isinstance(score, float) and math.isfinite(score)
-        if number != self._number or not (is_score or score in (None, OTHER_PROBLEM)):
+        if number != self._number or not (is_score or score is None or isinstance(score, str)):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
         return score
 

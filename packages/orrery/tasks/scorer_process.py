@@ -1,8 +1,10 @@
-"""Score answers of reasoning-gym, each in its own fork: `python -m orrery.tasks.scorer_process`.
+"""Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
-- In, a line per answer: `[number, family, config, seed, question, text, limit_s]`. Out: an empty
-  line when ready, then `[number, score]`. The score is null if the scorer raises, exits, is slow or
-  gives no finite number, and OTHER_PROBLEM if the seed gives another question.
+- In, a line per answer: `[number, kind, request, text, limit_s]`. Out: an empty line when ready,
+  then `[number, score]`. The score is null if the scorer raises, exits, is slow or gives no finite
+  number. It is a sentence if the request itself is wrong.
+- A kind's function in KINDS makes a request's scorer in this process, so that the imports of its
+  library cost no fork anything.
 - This process never interprets an answer. It has no secret, no capability and no open file except
   its socket. It ends with its parent (`scorer_pool.py`).
 - A fork (`_answer`) scores one answer, without output, in a removed folder. Its limits:
@@ -19,20 +21,23 @@ import select
 import signal
 import tempfile
 import time
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
-if TYPE_CHECKING:
-    from orrery.tasks.reasoning_gym import Family
-
-OTHER_PROBLEM = "other problem"
+KINDS = {  # kind -> module:function from a request to a scorer of texts
+    "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
+    "verdict": "orrery.tasks.verdicts:scorer_of",
+}
 LIMIT_S = 5.0  # per answer
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 32  # length of a number
-KEPT_PROBLEMS = 64  # answers to one problem come together
+KEPT_SCORERS = 64  # answers to one problem come together
+MAX_SENTENCE = 500  # characters
 
 
 def main() -> None:
@@ -74,16 +79,15 @@ def _warm_up() -> None:
         str(expand(parse_expr(text)))
 
 
-def _score(
-    name: str, config: dict[str, Any], seed: int, question: str, text: str, limit_s: float
-) -> float | str | None:
-    dataset, item = _problem(name, json.dumps(config), seed)
-    if item["question"] != question:
-        return OTHER_PROBLEM
+def _score(kind: str, request: Any, text: str, limit_s: float) -> float | str | None:
+    try:
+        scorer = _scorer(kind, json.dumps(request))
+    except Exception as error:  # a library's, or the code of a user's reward
+        return f"{error or type(error).__name__}"[:MAX_SENTENCE]
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
-            _answer(dataset, item, text.strip(), limit_s, writer)
+            _answer(scorer, text.strip(), limit_s, writer)
         finally:
             os._exit(1)
     os.close(writer)
@@ -99,16 +103,14 @@ def _score(
     return score if math.isfinite(score) else None
 
 
-def _answer(dataset: Any, item: dict[str, Any], text: str, limit_s: float, writer: int) -> None:
+def _answer(scorer: Callable[[str], float], text: str, limit_s: float, writer: int) -> None:
     die_with_parent()
     os.dup2(writer, 3)
     os.closerange(4, 1024)  # descriptors are the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
-    from reasoning_gym.utils import extract_answer
-
     try:
-        score = float(dataset.score_answer(extract_answer(text) or text, item))
+        score = float(scorer(text))
     except BaseException:  # a scorer may raise anything, or exit
         return
     os.write(3, repr(score).encode())
@@ -139,17 +141,10 @@ def _end_children() -> None:
             return
 
 
-@lru_cache(KEPT_PROBLEMS)
-def _problem(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    dataset = _family(name, config).dataset(seed)
-    return dataset, dataset[0]
-
-
-@cache
-def _family(name: str, config: str) -> "Family":
-    from orrery.tasks.reasoning_gym import Family
-
-    return Family(name, json.loads(config))
+@lru_cache(KEPT_SCORERS)
+def _scorer(kind: str, request: str) -> Callable[[str], float]:
+    module, _, function = KINDS[kind].partition(":")
+    return getattr(import_module(module), function)(json.loads(request))
 
 
 def _limit(what: int, most: int) -> None:
