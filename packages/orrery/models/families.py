@@ -19,8 +19,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# Other names of our networks are HF's after "model.". Our experts are stacked, with gate and up
-# fused. HF's files hold a tensor per projection.
+# All other names are HF's, without "model." in front. We stack experts and fuse gate and up. HF's
+# files hold one tensor per expert and projection.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",

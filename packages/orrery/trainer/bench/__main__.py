@@ -117,7 +117,7 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return all options, and the run's row without the given options."""
+    """Return all options, and the recorded row's options that the command line does not set."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}

@@ -67,9 +67,9 @@ class TokenShard(NamedTuple):
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the rank-th of equal runs of the stream, with the whole padded stream's offsets.
+    """Cut the padded stream into equal parts, one a rank, and return the part of `rank`.
 
-    The padding is one document at its end.
+    Offsets are those of the whole stream. The padding is one document at its end.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)

@@ -23,7 +23,7 @@ from orrery.manifest.errors import OrreryError
 
 Box = tuple[tuple[int, int], ...]
 ALIGNMENT_BYTES = 16  # of a message's slices, for views in any dtype
-PIECES_A_BUCKET = 4  # bounds a slice, so that buckets fill
+PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

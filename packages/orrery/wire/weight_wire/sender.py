@@ -189,7 +189,7 @@ class WeightSender:
         for thread in (self._sending, self._listener):
             if thread is not None and thread.failure is not None:
                 raise WireFailed(
-                    f"weight wire: trainer {self.rank} answers no take any more ({thread.failure})"
+                    f"weight wire: trainer {self.rank} serves no more transfers ({thread.failure})"
                 ) from thread.failure
 
     def _hold(self, held: Sequence[HeldTensor], pointers: list[int]) -> None:
