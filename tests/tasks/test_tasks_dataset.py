@@ -231,7 +231,7 @@ def test_wrong_args_are_one_sentence(path, changes, says):
 def test_a_changed_file_is_refused(path):
     given = args(path)
     path.write_text(path.read_text().replace("3", "4"))
-    with pytest.raises(OrreryError, match=r"the manifest says .*; type `orrery render`"):
+    with pytest.raises(OrreryError, match=r"the manifest says .*; write the new one"):
         task(**given)
 
 

@@ -16,7 +16,7 @@ from orrery.manifest.check import check, nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
-from orrery.manifest.publish import sha256_of_data, write_atomic
+from orrery.manifest.publish import write_atomic
 from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
@@ -46,12 +46,7 @@ class Evaluator:
 
         try:
             value = parse_json(
-                _gojsonnet.evaluate_snippet(
-                    "<orrery>",
-                    expression,
-                    import_callback=self._import,
-                    native_callbacks={"sha256": (("path",), self._sha256)},
-                )
+                _gojsonnet.evaluate_snippet("<orrery>", expression, import_callback=self._import)
             )
         except RuntimeError as error:
             raise OrreryError(self._lost or self._sentence(str(error))) from None
@@ -93,17 +88,6 @@ class Evaluator:
         hint = f"; did you mean {near!r}?" if near else ""
         self._lost = f"import {name!r}: no such file under jsonnet/{hint}"
         return name, _FAILS
-
-    def _sha256(self, name: str) -> str | None:
-        """Return the digest of a file or folder of problems: `std.native('sha256')(path)`."""
-        try:
-            return sha256_of_data(self.workspace.root / name)
-        except OSError as error:
-            self._lost = (
-                f"{name}: {error.strerror}; name a file or a folder of problems, relative to "
-                f"{self.workspace.root}"
-            )
-            return None
 
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]

@@ -54,8 +54,8 @@ class ProblemFile(Record):
             ) from error
         if found != self.sha256:
             raise OrreryError(
-                f"sha256: {self.path} has {found}, the manifest says {self.sha256}; type "
-                "`orrery render` to begin a new run with this file, or restore the old one"
+                f"sha256: {self.path} has {found}, the manifest says {self.sha256}; write the new "
+                "one into the spec, or restore the old file"
             )
         rows = open_rows(Path(self.path), self.split)
         if not len(rows):

@@ -206,7 +206,8 @@ def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
     found = hashlib.sha256(source).hexdigest()
     if found != sha256:
         raise OrreryError(
-            f"sha256: {path} has {found}, the manifest says {sha256}; type `orrery render`"
+            f"sha256: {path} has {found}, the manifest says {sha256}; write the new one into the "
+            "spec, or restore the old file"
         )
     module = types.ModuleType("reward")
     module.__file__ = path
