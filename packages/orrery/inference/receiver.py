@@ -54,7 +54,7 @@ from orrery.wire.weight_wire.receiver import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# vLLM does not repack them. ParallelLMHead is a VocabParallelEmbedding.
+# Modules whose weights vLLM does not repack. ParallelLMHead is a VocabParallelEmbedding.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 

@@ -27,7 +27,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def reserve_multiprocessors(count: int) -> None:
-    """Leave `count` multiprocessors to collectives in all later grouped products.
+    """Leave `count` multiprocessors free for collectives in all later grouped products.
 
     torch's grouped GEMM has one long-lived block a multiprocessor. Blocks of occupied
     multiprocessors run last, and can double the time.

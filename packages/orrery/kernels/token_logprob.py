@@ -220,7 +220,7 @@ def _passes(backend: Backend) -> tuple[Callable[..., None], Callable[..., Tensor
 def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the state [4, T] before the first block: rows m, s, w and the target's z."""
     state_4T = torch.zeros(4, num_tokens, dtype=dtype, device=device)
-    state_4T[0] = -1e38  # finite: the first rise must not compute 0 · ∞
+    state_4T[0] = -1e38  # finite: −∞ would make the first update 0 · ∞ = NaN
     return state_4T
 
 

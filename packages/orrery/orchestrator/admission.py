@@ -148,7 +148,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # The first engines only prefill. The others' caches hold rollouts.
+    # Skip the first engines: they only prefill. The caches of the others hold the rollouts.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

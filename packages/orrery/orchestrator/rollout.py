@@ -234,7 +234,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no room for an answer, so drop the reply too
+            truncated = True  # no room for an answer to the reply, so drop it too
             break
         messages.extend(reply)
         tokens.append(turn_tokens)

@@ -135,7 +135,10 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
 
 
 def read(checkpoint: Path, step: int) -> Snapshot:
-    """Return the newest state in `checkpoint` of `step`. Raise OrreryError if it is incomplete."""
+    """Return the newest orchestrator state in `checkpoint`, the checkpoint of `step`.
+
+    Raise OrreryError if it is incomplete.
+    """
     path = checkpoint / "orchestrator"
     remedy = f"remove {checkpoint} to go on from the checkpoint before it"
     if (later := _later(checkpoint)) is not None:

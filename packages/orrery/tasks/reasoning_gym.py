@@ -27,7 +27,7 @@ from orrery.tasks.scorer_pool import HASH_SEED, SCORERS
 from orrery.tasks.task import Judgement, Message, Problem, Split, did_you_mean, split_of
 
 MAX_DRAWS = 1000  # making a question can take half a second
-KEPT_DRAWS = 8192  # more than the rollouts in flight, so judges do not draw again
+KEPT_DRAWS = 8192  # exceeds the rollouts in flight, so `judge` finds its problem
 
 
 class Family:

@@ -29,7 +29,8 @@ from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, i
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
-# Weights that hold gate and up in one matrix. Networks of transformers (`body.`) are left out.
+# Weights with gate above up: dense projections, and stacked experts with their adapter's B.
+# Stacked experts and adapters in networks of transformers (`body.`) are left out.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The steepest odd quintic at zero to keep singular values near one.

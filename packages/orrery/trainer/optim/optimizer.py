@@ -187,7 +187,7 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
-        """Move all weights with a gradient, divided by `divisor` (float32 scalar)."""
+        """Update every weight with a gradient. Divide gradients by `divisor` (float32 scalar)."""
         divisors: dict[torch.device, Tensor | None] = {}
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
