@@ -218,6 +218,7 @@ def test_a_prompt_column_may_hold_chat_messages(tmp_path):
         ({"prompt": "solve it"}, "names no column"),
         ({"where": {"question": ["no such"]}}, "no row of"),
         ({"answer_pattern": "####"}, "needs one group"),
+        ({"answer_pattern": "####("}, "is no regular expression"),
         ({"verdict": {"kind": "exact", "ignore_case": True, "pattern": "x"}}, "has no group"),
         ({"verdict": {"kind": "pattern", "pattern": "x"}}, "lacks {answer}"),
         ({"verdict": {"kind": "pattern", "pattern": "({answer}"}}, "is no regular expression"),

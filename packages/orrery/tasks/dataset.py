@@ -9,7 +9,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,10 +21,20 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of_data
 from orrery.manifest.schema import Record
 from orrery.manifest.schema.model import Sha256
-from orrery.tasks.rows import DataRows, open_rows, sides
+from orrery.tasks.rows import DataRows, open_rows
 from orrery.tasks.scorer_pool import SCORERS
-from orrery.tasks.task import Judgement, Message, Problem, Role, Split, did_you_mean
-from orrery.tasks.verdicts import Verdict, scorer_of
+from orrery.tasks.task import (
+    Judgement,
+    Message,
+    Problem,
+    Role,
+    SingleTurn,
+    Split,
+    did_you_mean,
+    scored,
+    split_of,
+)
+from orrery.tasks.verdicts import Verdict, compiled, scorer_of
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
@@ -37,8 +47,17 @@ def columns_of(template: str) -> list[str]:
     return [found[1] for found in FIELD.finditer(template) if found[1]]
 
 
+def filled(template: str, row: dict[str, Any]) -> str:
+    """Fill a row's columns into a template. Doubled braces stand for one."""
+
+    def fill(found: re.Match[str]) -> str:
+        return str(row[found[1]]) if found[1] else found[0][0]
+
+    return FIELD.sub(fill, template)
+
+
 class ProblemFile(Record):
-    """A file, or a folder's `split`. `sha256` is that of `digest.sha256_of_data`."""
+    """A file, or a folder's `split`. `sha256` is that of `publish.sha256_of_data`."""
 
     kind: Literal["source"]
     path: str
@@ -78,7 +97,7 @@ class Column(Record):
     values: Annotated[tuple[str | int | bool, ...], Field(min_length=1, strict=False)]
 
 
-class Dataset:
+class Dataset(SingleTurn):
     class Args(Record):
         source: ProblemFile
         held_out: Annotated[Fraction | Column | ProblemFile, Field(discriminator="kind")]
@@ -92,7 +111,7 @@ class Dataset:
 
         @model_validator(mode="after")
         def _patterns(self) -> "Dataset.Args":
-            if self.answer_pattern is not None and re.compile(self.answer_pattern).groups != 1:
+            if self.answer_pattern is not None and compiled(self.answer_pattern, 0).groups != 1:
                 raise ValueError(
                     f"answer_pattern {self.answer_pattern!r} needs one group, (…) around the answer"
                 )
@@ -102,87 +121,67 @@ class Dataset:
             return self
 
     def __init__(self, args: Args, seed: int) -> None:
-        self.args, self.seed = args, seed
-        self._rows = self._source.open()
-        self._check_columns()
-        self._kept = np.asarray(list(self._side()), dtype=np.int64)
+        super().__init__(args, seed)
+        own_file = isinstance(args.held_out, ProblemFile) and args.split == "held_out"
+        field = "held_out" if own_file else "source"
+        file: ProblemFile = getattr(args, field)
+        try:
+            self._rows = file.open()
+        except OrreryError as error:
+            raise OrreryError(f"{field}.{error}") from error
+        self._kept = np.asarray(self._side(), dtype=np.int64)
         if not len(self._kept):
             raise OrreryError(
-                f"split: no row of {self._source.path} is on the side {args.split!r}; "
+                f"split: no row of {file.path} is on the side {args.split!r}; "
                 "change held_out or where"
             )
         self._made = lru_cache(KEPT)(self._make)
         self._order = lru_cache(4)(self._shuffled)
 
-    @property
-    def _source(self) -> ProblemFile:
-        held_out = self.args.held_out
-        if isinstance(held_out, ProblemFile) and self.args.split == "held_out":
-            return held_out
-        return self.args.source
-
-    def _side(self) -> Iterable[int]:
-        held_out, on_side = self.args.held_out, self.args.split == "held_out"
-        falls: Iterable[bool]
-        if isinstance(held_out, Fraction):
-            falls = sides(len(self._rows), held_out.fraction, self._prompt_text)
-        elif isinstance(held_out, Column):
-            name, values = held_out.column, held_out.values
-            falls = (self._value(i, name) in values for i in range(len(self._rows)))
-        else:
-            falls = (on_side for _ in range(len(self._rows)))
-        for index, is_held_out in enumerate(falls):
-            if is_held_out == on_side and self._passes(index):
-                yield index
-
-    def _passes(self, index: int) -> bool:
-        return all(self._value(index, name) in kept for name, kept in self.args.where.items())
-
-    def _check_columns(self) -> None:
-        """Raise OrreryError if rows lack a column that a template, filter or split names."""
+    def _side(self) -> list[int]:
+        """Return the rows of this side. Raise OrreryError if rows lack a column that is named."""
         columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
         if isinstance(self.args.held_out, Column):
             columns.append(self.args.held_out.column)
-        lacks: dict[str, list[int]] = {}
-        for index in range(len(self._rows)):
-            row = self._row(index)
-            for name in columns:
-                if name not in row:
-                    lacks.setdefault(name, []).append(index)
+        kept, lacks = [], dict[str, list[int]]()
+        for at in range(len(self._rows)):
+            row = self._row(at)
+            missing = [name for name in columns if name not in row]
+            for name in missing:
+                lacks.setdefault(name, []).append(at)
+            if not missing and self._side_of(row) == self.args.split and self._passes(row):
+                kept.append(at)
         for name, rows in lacks.items():
             near = did_you_mean(name, self._row(rows[0]))
             advice = f"correct the template or add the column; {near}"
             kind = f"lack the column {name!r}"
             raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
+        return kept
 
-    def _row(self, index: int) -> dict[str, Any]:
+    def _side_of(self, row: dict[str, Any]) -> Split:
+        match self.args.held_out:
+            case Fraction(fraction=fraction):
+                return split_of(filled(self.args.prompt, row), fraction)
+            case Column(column=column, values=values):
+                return "held_out" if row[column] in values else "train"
+        return self.args.split  # the other side has a file of its own
+
+    def _passes(self, row: dict[str, Any]) -> bool:
+        return all(row[name] in values for name, values in self.args.where.items())
+
+    def _row(self, at: int) -> dict[str, Any]:
         try:
-            return self._rows[index]
+            return self._rows[at]
         except ValueError as error:
-            raise OrreryError(
-                f"source: {self._rows.place(index)}: {error}; correct the row"
-            ) from error
+            place = self._rows.place(at)
+            raise OrreryError(f"source: {place}: {error}; correct the row") from error
 
-    def _value(self, index: int, name: str) -> Any:
-        return self._row(index)[name]
-
-    def _text(self, index: int, template: str) -> str:
-        """Fill the columns into a template. Doubled braces stand for one."""
-
-        def fill(found: re.Match[str]) -> str:
-            return str(self._value(index, found[1])) if found[1] else found[0][0]
-
-        return FIELD.sub(fill, template)
-
-    def _prompt_text(self, index: int) -> str:
-        return self._text(index, self.args.prompt)
-
-    def _messages(self, index: int) -> tuple[Message, ...]:
+    def _messages(self, row: dict[str, Any]) -> tuple[Message, ...]:
         before = [] if self.args.system is None else [Message("system", self.args.system)]
         whole = COLUMN.fullmatch(self.args.prompt)
-        if whole and isinstance(given := self._value(index, whole[1]), list):
+        if whole and isinstance(given := row[whole[1]], list):
             return (*before, *map(self._message, given))
-        return (*before, Message("user", self._prompt_text(index)))
+        return (*before, Message("user", filled(self.args.prompt, row)))
 
     def _message(self, given: Any) -> Message:
         match given:
@@ -190,16 +189,17 @@ class Dataset:
                 return Message(role, content)  # type: ignore[arg-type] # one of Role
         raise OrreryError(f'prompt: {given!r} is no message {{"role": …, "content": …}}')
 
-    def _answer(self, index: int) -> str:
+    def _answer(self, at: int, row: dict[str, Any]) -> str:
         """Return the reference answer. Raise OrreryError if `answer_pattern` does not match."""
-        text = self._text(index, self.args.answer)
+        text = filled(self.args.answer, row)
         if self.args.answer_pattern is None:
             return text.strip()
-        found = re.findall(self.args.answer_pattern, text)
+        found = compiled(self.args.answer_pattern, 0).findall(text)
         if not found:
             raise OrreryError(
-                f"source: {self._rows.place(index)}: answer_pattern {self.args.answer_pattern!r} "
-                f"is not found in {text[-60:]!r}; correct the pattern or the row"
+                f"source: {self._rows.place(at)}: answer_pattern "
+                f"{self.args.answer_pattern!r} is not found in {text[-60:]!r}; correct the pattern "
+                "or the row"
             )
         return found[-1].strip()
 
@@ -211,31 +211,26 @@ class Dataset:
         return int(self._order(epoch)[at])
 
     def _make(self, index: int) -> Problem:
-        at = self._place(index)
-        return Problem(index, self._messages(at), answer=self._answer(at))
+        return self._problem(index, self._place(index))
+
+    def _problem(self, index: int, at: int) -> Problem:
+        row = self._row(at)
+        return Problem(index, self._messages(row), answer=self._answer(at, row))
 
     def problem(self, index: int) -> Problem:
         return self._made(index)
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
-        return None
-
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        score = await SCORERS.score("verdict", request, messages[-1].content)
-        if score is None:
-            return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
-        reward = min(max(float(score), 0.0), 1.0)
-        return Judgement(reward, {"exact": float(score >= 1.0), "unscorable": 0.0})
+        return scored(await SCORERS.score("verdict", request, messages[-1].content))
 
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         row = self._row(at) if self.args.verdict.kind == "python" else None
         return {"verdict": self.args.verdict.model_dump(), "answer": answer, "row": row}
 
     def demonstration(self, index: int) -> list[Message]:
-        at = self._place(index)
-        reply = self._text(at, self.args.answer)
-        return [*self._messages(at), Message("assistant", reply)]
+        row = self._row(self._place(index))
+        return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
         """Check every row of the side, and return how many there are.
@@ -254,8 +249,8 @@ class Dataset:
                 reasons.setdefault(kind, reason)
         for kind, rows in found.items():
             raise OrreryError(self._sentence(kind, rows, reasons[kind], len(self._kept)))
-        if isinstance(self.args.held_out, ProblemFile | Column):
-            self._check_sides()
+        if self.args.split == "held_out" and not isinstance(self.args.held_out, Fraction):
+            self._check_against_training()
         return len(self._kept)
 
     def _misfit(
@@ -263,7 +258,7 @@ class Dataset:
     ) -> tuple[str, str] | None:
         """Return the kind of row `at`'s misfit and its first reason with the next step."""
         try:
-            problem = Problem(at, self._messages(at), answer=self._answer(at))
+            problem = self._problem(at, at)
         except OrreryError as error:
             return "cannot be read", str(error)
         if not problem.answer:
@@ -289,7 +284,7 @@ class Dataset:
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
             if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:
-                reply = self._text(at, self.args.answer)
+                reply = filled(self.args.answer, self._row(at))
             right = scorer(reply) == 1.0
         except OrreryError:
             raise
@@ -297,18 +292,18 @@ class Dataset:
             return f"{error}; correct the answer or the verdict"
         return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
 
-    def _check_sides(self) -> None:
-        other: Split = "train" if self.args.split == "held_out" else "held_out"
-        if other == "held_out":
-            return  # the held-out side's check finds the same pairs
-        sibling = Dataset(self.args.model_copy(update={"split": other}), self.seed)
-        trained = {sibling._prompt_text(int(at)) for at in sibling._kept}
-        both = [int(at) for at in self._kept if self._prompt_text(int(at)) in trained]
+    def _check_against_training(self) -> None:
+        """Raise OrreryError if prompts stand on the training side too."""
+        train = Dataset(self.args.model_copy(update={"split": "train"}), self.seed)
+        trained = set(map(train._prompt, train._kept))
+        both = [int(at) for at in self._kept if self._prompt(at) in trained]
         if both:
             advice = "leave them out of one side, or use held_out of kind fraction"
-            raise OrreryError(
-                self._sentence("are training rows too", both, advice, len(self._kept))
-            )
+            kind = "are training rows too"
+            raise OrreryError(self._sentence(kind, both, advice, len(self._kept)))
+
+    def _prompt(self, at: int) -> str:
+        return filled(self.args.prompt, self._row(at))
 
     def _sentence(self, kind: str, rows: list[int], advice: str, num_rows: int) -> str:
         places = ", ".join(self._rows.place(at) for at in rows[:SHOWN])

@@ -24,7 +24,16 @@ from reasoning_gym.utils import extract_answer
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
 from orrery.tasks.scorer_pool import HASH_SEED, SCORERS
-from orrery.tasks.task import Judgement, Message, Problem, Split, did_you_mean, split_of
+from orrery.tasks.task import (
+    Judgement,
+    Message,
+    Problem,
+    SingleTurn,
+    Split,
+    did_you_mean,
+    scored,
+    split_of,
+)
 
 MAX_DRAWS = 1000  # making a question can take half a second
 KEPT_DRAWS = 8192  # exceeds the rollouts in flight, so `judge` finds its problem
@@ -62,14 +71,14 @@ class Family:
         return dataset
 
 
-class ReasoningGym:
+class ReasoningGym(SingleTurn):
     class Args(Record):
         family: str
         config: dict[str, Any]
         split: Split
 
     def __init__(self, args: Args, seed: int) -> None:
-        self.args, self.seed = args, seed
+        super().__init__(args, seed)
         self._family = Family(args.family, args.config)
         self._drawn = lru_cache(KEPT_DRAWS)(self._draw)
 
@@ -90,18 +99,11 @@ class ReasoningGym:
         item = self._drawn(index)[1]
         return Problem(index, (Message("user", item["question"]),), answer=item["answer"])
 
-    def reply(self, problem: Problem, messages: Sequence[Message]) -> None:
-        return None
-
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         seed, item = self._drawn(problem.index)
         family, config, text = self.args.family, self.args.config, messages[-1].content
         request = [family, config, seed, item["question"]]
-        score = await SCORERS.score("reasoning_gym", request, text)
-        if score is None:
-            return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
-        reward = min(max(score, 0.0), 1.0)
-        return Judgement(reward, {"exact": float(score >= 1.0), "unscorable": 0.0})
+        return scored(await SCORERS.score("reasoning_gym", request, text))
 
     def demonstration(self, index: int) -> list[Message]:
         problem = self.problem(index)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,18 +59,15 @@ def _open_file(path: Path) -> DataRows:
 
 
 def _open_folder(path: Path, split: str | None) -> DataRows:
-    if (path / "dataset_dict.json").is_file():
-        return _saved(path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"]))
-    if (path / "state.json").is_file():
-        if split is not None:
-            raise OrreryError(f"split: {path} holds one split only; set split to null")
-        return _saved(path)
+    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        folder = saved_split(path, split)
+        return Tables(folder, saved_files(folder, saved_state(folder)))
     by_split: dict[str, list[Path]] = {}
     for file in data_files(path):
         by_split.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
     if not by_split:
         raise OrreryError(f"path: {path} holds no file that ends in {', '.join(DATA_SUFFIXES)}")
-    files = sorted(by_split[_chosen(path, split, list(by_split))])
+    files = sorted(by_split[_chosen(path, split, by_split)])
     if all(file.suffix in (".parquet", ".arrow") for file in files):
         return Tables(path, files)
     if len(files) > 1:
@@ -78,24 +75,46 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
     return _open_file(files[0])
 
 
-def _chosen(path: Path, split: str | None, splits: list[str]) -> str:
-    if split in splits:
+def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
+    if split is not None and split in splits:
         return split
     raise OrreryError(f"split: {path} has no {split!r}; choose from {', '.join(sorted(splits))}")
 
 
-def _saved(folder: Path) -> DataRows:
-    files = [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
-    return Tables(folder, files)
+# Folders of `save_to_disk` ------------------------------------------------------------------------
 
 
-def _json(path: Path) -> Any:
+def saved_split(path: Path, split: str | None) -> Path:
+    """Return the folder of a saved dataset's split. Raise OrreryError if there is none."""
+    if (path / "dataset_dict.json").is_file():
+        return path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"])
+    if split is not None:
+        raise OrreryError(
+            f"split: {path} is not a dataset of several splits, so there is no {split!r}; "
+            "set it to null"
+        )
+    return path
+
+
+def saved_state(folder: Path) -> dict[str, Any]:
+    """Return what `save_to_disk` noted of a split, its fingerprint and files among it."""
+    return {"_data_files": [], "_fingerprint": None} | _json(folder / "state.json")
+
+
+def saved_files(folder: Path, state: dict[str, Any]) -> list[Path]:
+    return [folder / file["filename"] for file in state["_data_files"]]
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise OrreryError(
             f"path: {error}; name a folder that `Dataset.save_to_disk` wrote"
         ) from error
+
+
+# Forms of files -----------------------------------------------------------------------------------
 
 
 def _opened(path: Path) -> Any:
@@ -106,17 +125,21 @@ def _opened(path: Path) -> Any:
 
 
 class JsonLines:
-    """A mapped file with one object a line. Blank lines are skipped."""
+    """A mapped file with one object a line, and its `sha256`. Blank lines are skipped."""
 
     def __init__(self, path: Path):
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
+        digest = hashlib.sha256()
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # \n only: JSON strings may hold U+2028
+            # Bytes end a line at \n only: JSON strings may hold U+2028.
+            for number, line in enumerate(file, 1):
+                digest.update(line)
                 if not line.isspace():
                     self._begins.append(at)
                     self._numbers.append(number)
                 at += len(line)
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
+        self.sha256 = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -145,20 +168,26 @@ class Listed:
         return _object(self._rows[index])
 
     def place(self, index: int) -> str:
-        return f"{self._path}: row {index + 1}"
+        return f"{self._path}: row {index}"
 
 
 class Tables:
-    """Mapped Parquet or Arrow files, one after the other. Null fields are left out of a row."""
+    """Mapped Parquet or Arrow files, one after the other. Null fields are left out of a row.
 
-    def __init__(self, path: Path, files: list[Path]):
+    With `needed`, each file must have that column, and rows have no others but those of `also`.
+    """
+
+    def __init__(
+        self, path: Path, files: Sequence[Path], needed: str | None = None, also: Sequence[str] = ()
+    ):
         try:
             import pyarrow as pa
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise OrreryError(
-                "path: Parquet and Arrow files need pyarrow, which is not installed here; "
-                "type `pip install pyarrow`, or write the rows as JSONL"
+                "kind: datasets are read with pyarrow, which is not installed here; type "
+                "`make setup`, or `pip install pyarrow` where the environment is not of this "
+                "checkout"
             ) from error
         self._path, self._parts = path, []
         for file in files:
@@ -168,7 +197,15 @@ class Tables:
                 else:
                     table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
             except (OSError, pa.ArrowInvalid) as error:
-                raise OrreryError(f"path: cannot read {file}: {error}; fetch it again") from error
+                raise OrreryError(f"path: cannot read {file}: {error}") from error
+            if needed is not None:
+                if needed not in table.column_names:
+                    raise OrreryError(
+                        f"column: {file} has no {needed!r}; "
+                        f"choose from {', '.join(sorted(table.column_names))}"
+                    )
+                kept = {needed, *also}
+                table = table.select([name for name in table.column_names if name in kept])
             self._parts += table.to_batches()
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
 
@@ -178,10 +215,10 @@ class Tables:
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = int(np.searchsorted(self._ends, index, side="right"))
         part, at = self._parts[number], index - (int(self._ends[number - 1]) if number else 0)
-        return present({name: part.column(name)[at].as_py() for name in part.schema.names})
+        return _present({name: part.column(name)[at].as_py() for name in part.schema.names})
 
     def place(self, index: int) -> str:
-        return f"{self._path}: row {index + 1}"
+        return f"{self._path}: row {index}"
 
 
 def _listed(file: Any) -> list[Any]:
@@ -200,16 +237,8 @@ def _object(row: Any) -> dict[str, Any]:
     return row
 
 
-def present(value: Any) -> Any:
+def _present(value: Any) -> Any:
     """Drop null fields at every depth, because Arrow rows have every field."""
     if isinstance(value, dict):
-        return {name: present(one) for name, one in value.items() if one is not None}
-    return [present(one) for one in value] if isinstance(value, list) else value
-
-
-def sides(num_rows: int, fraction: float, key: Any) -> Iterator[bool]:
-    """Yield for each row whether its text falls on the held-out side: `key(index)` is hashed."""
-    bound = int(fraction * 2**32)
-    for index in range(num_rows):
-        hashed = hashlib.blake2b(str(key(index)).encode(), digest_size=4).digest()
-        yield int.from_bytes(hashed, "big") < bound
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value

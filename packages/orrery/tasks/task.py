@@ -23,6 +23,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "held_out"]
 
 MAX_DRAWS = 10_000
+HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -104,9 +105,18 @@ class SingleTurn:
         return None
 
 
-def split_of(text: str) -> Split:
-    """Return "held_out" if the BLAKE2b digest's first byte is below 32 (1 text of 8)."""
-    return "held_out" if hashlib.blake2b(text.encode()).digest()[0] < 32 else "train"
+def scored(score: float | None) -> Judgement:
+    """Return the judgement of a scorer's score, clipped to [0, 1]. None: the reply has no score."""
+    if score is None:
+        return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
+    reward = min(max(score, 0.0), 1.0)
+    return Judgement(reward, {"exact": float(score >= 1.0), "unscorable": 0.0})
+
+
+def split_of(text: str, held_out: float = HELD_OUT) -> Split:
+    """Return the side of a text. The share `held_out` of all BLAKE2b digests is held out."""
+    first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
+    return "held_out" if first < held_out * 2**32 else "train"
 
 
 def draw(

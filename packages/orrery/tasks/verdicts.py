@@ -47,7 +47,7 @@ class Exact(Record):
 
     @model_validator(mode="after")
     def _compiles(self) -> "Exact":
-        if self.pattern is not None and _compiled(self.pattern).groups < 1:
+        if self.pattern is not None and compiled(self.pattern).groups < 1:
             raise ValueError(f"pattern {self.pattern!r} has no group; write (…) around the answer")
         return self
 
@@ -62,7 +62,7 @@ class Pattern(Record):
     def _compiles(self) -> "Pattern":
         if PLACEHOLDER not in self.pattern:
             raise ValueError(f"pattern {self.pattern!r} lacks {PLACEHOLDER}; add it")
-        _compiled(self.pattern.replace(PLACEHOLDER, "x"))
+        compiled(self.pattern.replace(PLACEHOLDER, "x"))
         return self
 
 
@@ -93,9 +93,10 @@ Verdict = Annotated[
 ]
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str, flags: int = re.S) -> re.Pattern[str]:
+    """Compile a user's pattern. Raise ValueError with a sentence if it is none."""
     try:
-        return re.compile(pattern, re.S)
+        return re.compile(pattern, flags)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
 
@@ -113,7 +114,7 @@ def scorer_of(request: dict[str, Any]) -> Callable[[str], float]:
                 _normal(_extracted(text, verdict["pattern"]), verdict["ignore_case"]) == wanted
             )
         case "pattern":
-            pattern = _compiled(verdict["pattern"].replace(PLACEHOLDER, re.escape(answer)))
+            pattern = compiled(verdict["pattern"].replace(PLACEHOLDER, re.escape(answer)))
             return lambda text: float(pattern.search(text) is not None)
         case "choice":
             letters = LETTERS[: verdict["num_choices"]]
@@ -163,7 +164,7 @@ def _normal(text: str, ignore_case: bool) -> str:
 def _extracted(text: str, pattern: str | None) -> str:
     if pattern is None:
         return text
-    matches = list(_compiled(pattern).finditer(text))
+    matches = list(compiled(pattern).finditer(text))
     return (matches[-1].group(1) or "") if matches else ""
 
 

@@ -9,10 +9,7 @@
 - At start each rank checks about CHECKED_TOKENS of its share.
 """
 
-import hashlib
 import json
-import mmap
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +25,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import ChatDataset, ChatFile, Demonstrations, Manifest, SftData
 from orrery.tasks import Message, Tool, ToolCall, make
 from orrery.tasks.chat import Example, Renderer
+from orrery.tasks.rows import DataRows, JsonLines, Tables, saved_files, saved_split, saved_state
 from orrery.tasks.task import Role
 from orrery.wire.columns import Columns
 
@@ -89,121 +87,49 @@ class DemonstratedChats:
         return Chat(f"demonstration {index} of {self._name}", self._demonstrate(index), tools)
 
 
-class FileChats:
-    """JSONL: `{"messages": [...]}` a line, optionally with `tools`."""
+class RowChats:
+    """A chat a row of a file. Its messages stand in the column `column`."""
 
-    def __init__(self, data: ChatFile, field: str):
-        self._path, self._begins, self._numbers = Path(data.path), array("q"), array("q")
-        digest, at = hashlib.sha256(), 0
-        try:
-            with self._path.open("rb") as file:
-                # Bytes end a line at \n only: JSON strings may hold U+2028.
-                for number, line in enumerate(file, 1):
-                    digest.update(line)
-                    if not line.isspace():
-                        self._begins.append(at)
-                        self._numbers.append(number)
-                    at += len(line)
-                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
-        except OSError as error:
-            raise OrreryError(f"{field}.path: {error}") from error
-        if (found := digest.hexdigest()) != data.sha256:
-            raise OrreryError(
-                f"{field}.sha256: {self._path} has {found}, the manifest says {data.sha256}"
-            )
+    def __init__(self, rows: DataRows, column: str = "messages"):
+        self._rows, self._column = rows, column
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Chat:
-        where, begin = f"{self._path}:{self._numbers[index]}", self._begins[index]
-        end = self._content.find(b"\n", begin)
-        line = self._content[begin : len(self._content) if end < 0 else end]
-        return _chat(where, lambda: json.loads(line.decode()))
-
-
-class DatasetChats:
-    """A dataset from Hugging Face's `save_to_disk`: Arrow streams, named in JSON."""
-
-    def __init__(self, data: ChatDataset, field: str):
-        try:
-            import pyarrow as pa
-        except ImportError as error:
-            raise OrreryError(
-                f"{field}.kind: datasets are read with pyarrow, which is not installed here; type "
-                f"`make setup`, or `pip install pyarrow` where the environment is not of this "
-                f"checkout"
-            ) from error
-        self._folder, self._column = _split_folder(data, field), data.column
-        default: dict[str, Any] = {"_data_files": [], "_fingerprint": None}
-        state = default | _json(self._folder / "state.json", field)
-        if (found := state["_fingerprint"]) != data.fingerprint:
-            raise OrreryError(
-                f"{field}.fingerprint: {self._folder} has {found}, "
-                f"the manifest says {data.fingerprint}"
-            )
-        self._parts = []
-        for path in (self._folder / file["filename"] for file in state["_data_files"]):
-            try:
-                table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-            except (OSError, pa.ArrowInvalid) as error:
-                raise OrreryError(f"{field}.path: cannot read {path}: {error}") from error
-            if data.column not in table.column_names:
-                raise OrreryError(
-                    f"{field}.column: {path} has no {data.column!r}; "
-                    f"choose from {', '.join(sorted(table.column_names))}"
-                )
-            others = {"tools", *REFUSED} - {data.column}
-            columns = [data.column, *(name for name in table.column_names if name in others)]
-            self._parts += table.select(columns).to_batches()
-        self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __getitem__(self, index: int) -> Chat:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        part = self._parts[number]
-        at = index - (int(self._ends[number - 1]) if number else 0)
-
         def read() -> dict[str, Any]:
-            row = {name: _present(part.column(name)[at].as_py()) for name in part.schema.names}
+            row = dict(self._rows[index])
             return {"messages": row.pop(self._column), **row}
 
-        return _chat(f"{self._folder}: row {index}", read)
+        return _chat(self._rows.place(index), read)
 
 
-def _split_folder(data: ChatDataset, field: str) -> Path:
-    folder = Path(data.path)
-    if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json", field)["splits"]
-        if data.split is None or data.split not in splits:
-            raise OrreryError(
-                f"{field}.split: {folder} has no {data.split!r}; choose from {', '.join(splits)}"
-            )
-        return folder / data.split
-    if data.split is not None:
-        raise OrreryError(
-            f"{field}.split: {folder} is not a dataset of several splits, "
-            f"so there is no {data.split!r}; set it to null"
-        )
-    return folder
-
-
-def _json(path: Path, field: str) -> dict[str, Any]:
+def _file_chats(data: ChatFile, field: str) -> Chats:
+    """JSONL: `{"messages": [...]}` a line, optionally with `tools`."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        rows = JsonLines(Path(data.path))
+    except OSError as error:
+        raise OrreryError(f"{field}.path: {error}") from error
+    if rows.sha256 != data.sha256:
         raise OrreryError(
-            f"{field}.path: {error}; name a folder that `Dataset.save_to_disk` wrote"
-        ) from error
+            f"{field}.sha256: {data.path} has {rows.sha256}, the manifest says {data.sha256}"
+        )
+    return RowChats(rows)
 
 
-def _present(value: Any) -> Any:
-    """Drop null fields, because Arrow rows have every field."""
-    if isinstance(value, dict):
-        return {name: _present(one) for name, one in value.items() if one is not None}
-    return [_present(one) for one in value] if isinstance(value, list) else value
+def _dataset_chats(data: ChatDataset, field: str) -> Chats:
+    """A dataset from Hugging Face's `save_to_disk`: Arrow streams, named in JSON."""
+    try:
+        folder = saved_split(Path(data.path), data.split)
+        state = saved_state(folder)
+        if (found := state["_fingerprint"]) != data.fingerprint:
+            raise OrreryError(
+                f"fingerprint: {folder} has {found}, the manifest says {data.fingerprint}"
+            )
+        files = saved_files(folder, state)
+        return RowChats(Tables(folder, files, data.column, ("tools", *REFUSED)), data.column)
+    except OrreryError as error:
+        raise OrreryError(f"{field}.{error}") from error
 
 
 # Parsing ------------------------------------------------------------------------------------------
@@ -302,8 +228,8 @@ def _parsed(given: Any) -> Any:
 
 KINDS: dict[str, Callable[[Any, str], Chats]] = {
     "demonstrations": DemonstratedChats,
-    "chat_file": FileChats,
-    "dataset": DatasetChats,
+    "chat_file": _file_chats,
+    "dataset": _dataset_chats,
 }
 
 
