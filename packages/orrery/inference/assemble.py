@@ -145,7 +145,7 @@ def _spread(inference: Inference) -> dict[str, str]:
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
-        # DeepGEMM's and the trainer's format: a scale a 128 × 128 block.
+        # DeepGEMM and the trainer use this format too: one scale per 128 × 128 block.
         # Rounding routers would change the choice of experts.
         arguments |= {
             "--quantization": "fp8_per_block",

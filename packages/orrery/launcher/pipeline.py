@@ -265,7 +265,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the command line's targets. `workflow` does not have them yet."""
+    """Return the targets in `argv`. Snakemake's `workflow` lacks them during parsing."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

@@ -3,7 +3,7 @@
 - A role polls its parent (`ParentWatch`). When the parent is gone, the role runs its callbacks and
   kills its process group.
 - A foreign command (a router binary) cannot poll. Use `preexec_fn=die_with_parent`.
-- No pipe: every child that inherits a pipe's end keeps it open.
+- A pipe to the parent would not do. Every child inherits its end and keeps it open.
 """
 
 import ctypes

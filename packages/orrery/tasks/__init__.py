@@ -100,7 +100,7 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 class FewShot:
     """Another task with solved examples before every problem, for small pretrained models.
 
-    - `num_examples` demonstrations of the task stand after `system`, the chat's first message.
+    - A chat begins with the message `system`, if any. Then come `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
       The examples are of the training side if the task has a `split`.
     """

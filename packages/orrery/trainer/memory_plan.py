@@ -489,9 +489,10 @@ class _StepPlan:
         return self.tokens * sum(each)
 
     def logits(self) -> int:
-        """Return 6 bytes a logit of the largest tile, or 4·M·V and 2 of a tile if logits are kept.
+        """Return the bytes of logits. M, the scored tokens, is at most T.
 
-        M = T is an upper bound.
+        That is 6 bytes per logit of the largest tile. If logits are kept, it is 4·M·V bytes and 2
+        bytes per logit of a tile.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

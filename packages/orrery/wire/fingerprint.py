@@ -195,7 +195,10 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """The box at `starts` of a tensor of `full_shape`, dense and row-major from byte `offset`."""
+    """A box of a tensor. It is stored dense and row-major from byte `offset` of a buffer.
+
+    The box begins at index `starts` of a tensor of `full_shape`.
+    """
 
     offset: int
     shape: tuple[int, ...]

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents are equally long, so that packed tensors are a batch.
+        """Return whether all documents have one length, so that packed tensors are a batch.
 
         n documents of at most m tokens and n·m tokens in all have m tokens each.
         """

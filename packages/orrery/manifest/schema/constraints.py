@@ -534,7 +534,7 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
 
 
 def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why the mesh cannot divide one context, with possible cp·dp_shard."""
+    """Yield why the mesh cannot divide one context, and name products cp·dp_shard that can."""
     sharded = devices // mesh.dp_replicate
     if devices % mesh.dp_replicate:
         sharded = mesh.dp_shard * mesh.cp

@@ -249,7 +249,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(1.0)  # other ranks may write better errors
+            time.sleep(1.0)  # let other ranks write their errors, which may say more
             raise RunFailed(_error(ranks, folder, failed[0]))
         if all(code == 0 for code in codes):
             return

@@ -185,7 +185,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight would keep connections open, and peers waiting.
+        # Drop messages in flight: they would keep connections open, and peers would wait.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
