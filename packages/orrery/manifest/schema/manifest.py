@@ -25,8 +25,7 @@ class Hardware(Record):
 class Manifest(Record):
     """One whole run.
 
-    `python_lock_sha256` is the hash of `locks/cpu.txt`. On GPUs it is the output of `cat
-    locks/orchestrator.txt locks/trainer.cuda.txt locks/inference.cuda.txt | sha256sum`.
+    `python_lock_sha256` is the hash of `locks/cpu.txt`, on GPUs of `locks/cuda.txt`.
     """
 
     schema_version: Literal[2]
