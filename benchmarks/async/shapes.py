@@ -106,8 +106,11 @@ class Numbers:
         }
 
 
-def numbers(run: RunData) -> Numbers:
-    """Raise SystemExit if the run has too few steps to be warm, or compiled in a measured one."""
+def numbers(run: RunData, most_of_median: float = MOST_OF_MEDIAN) -> Numbers:
+    """Raise SystemExit if the run has too few steps to be warm, or compiled in a measured one.
+
+    Runs that evaluate have slower steps and take another `most_of_median`.
+    """
     steps = [row for row in run.rl[WARM_STEPS:] if row["time_s"] <= run.batches[-1]["time_s"]]
     if len(steps) < 2:
         raise SystemExit(
@@ -124,7 +127,7 @@ def numbers(run: RunData) -> Numbers:
         length / row["num_trained_tokens"] for length, row in zip(lengths, steps, strict=True)
     ]
     slowest = max(range(len(steps)), key=per_token_s.__getitem__)
-    if (times := per_token_s[slowest] / statistics.median(per_token_s)) > MOST_OF_MEDIAN:
+    if (times := per_token_s[slowest] / statistics.median(per_token_s)) > most_of_median:
         raise SystemExit(
             f"error: {run.run_dir.name}: step {steps[slowest]['step']} took "
             f"{lengths[slowest]:.3g} s, {times:.2g} times the median a token of the {len(steps)} "
