@@ -1,0 +1,219 @@
+"""Measure which one-GPU runs fit a card of 24, 48 or 80 GB, on one larger GPU.
+
+    python benchmarks/async/memory_cap.py gsm8k --spare smollm2_problems_seed_1
+
+- A run trains a few steps without a limit. If both roles' peak is above a card's size, it trains
+  again: the trainer's allocator is capped at what the engine leaves of that card.
+- Peaks are the driver's, twice a second: of the whole device, and of each role's processes.
+- GB are 10^9 bytes, so a card of "24 GB" is taken as smaller than it is.
+- A run without its weights or data here gets random weights, and the tokenizer and tasks of
+  `--spare`. Its answers are then of full length, so it needs as much as the longest batch.
+- `memory_<device>.json`: the share of the runs that fit 80 GB, and a row per run with the smallest
+  card that holds it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.schema import Manifest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import ROOT, device, record
+
+HERE = Path(__file__).resolve().parent
+GB = 10**9
+CONTEXT_BYTES = 700_000_000  # of CUDA and its libraries in the trainer, outside its allocator
+ROLES = ("orrery.trainer", "orrery.inference")
+LIMIT_S = 280.0
+HOOK = """
+import os, sys
+if "orrery.trainer" in sys.orig_argv:
+    share = os.environ["ORRERY_CAP_SHARE"]
+    conf = f"expandable_segments:True,per_process_memory_fraction:{share}"
+    os.environ["PYTORCH_ALLOC_CONF"] = conf
+"""
+
+
+def smi(*query: str) -> list[list[str]]:
+    argv = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    return [[word.strip() for word in line.split(",")] for line in text.splitlines() if line]
+
+
+def role_of(pid: int) -> str:
+    """Return the role whose process, or whose child, has this id."""
+    while pid > 1:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+        if found := [word for word in words if word in ROLES]:
+            return found[0]
+        pid = parent
+    return "other"
+
+
+class Peaks:
+    """The largest memory of the device and of each role while the block runs, in bytes."""
+
+    def __enter__(self) -> "Peaks":
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.before = int(smi("--query-gpu=memory.used")[0][0]) * 2**20
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.5):
+            used = {"device": int(smi("--query-gpu=memory.used")[0][0]) * 2**20}
+            for pid, mib in smi("--query-compute-apps=pid,used_memory"):
+                if mib.isdigit():
+                    role = role_of(int(pid))
+                    used[role] = used.get(role, 0) + int(mib) * 2**20
+            for name, value in used.items():
+                self.bytes[name] = max(self.bytes[name], value)
+
+
+def shortened(name: str, steps: int, spare: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the run's manifest with a few steps, and what it lacked here."""
+    run = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
+    lacks = []
+    other = json.loads((ROOT / "manifests" / f"{spare}.json").read_text())
+    init = run["model"]["init"]
+    if init["kind"] == "pretrained" and not (ROOT / init["path"]).exists():
+        lacks.append("weights")
+        run["model"]["init"] = {"kind": "random", "seed": run["seed"]}
+        run["model"]["tokenizer"] = other["model"]["tokenizer"]
+    paths = [
+        source["path"]
+        for side in run["tasks"].values()
+        for use in side
+        if isinstance(source := use["args"].get("source"), dict)
+    ]
+    if not all((ROOT / path).exists() for path in paths):
+        lacks.append("data")
+        run["tasks"] = other["tasks"]
+    run["name"] = f"memory_{name}"
+    run["stages"]["sft"] = None
+    run["stages"]["rl"]["num_steps"] = steps
+    run["stages"]["evaluate"]["num_problems"] = 8
+    run["orchestrator"]["evaluation"].update(interval_steps=steps, num_problems=8)
+    run["trainer"]["checkpoint"]["interval_steps"] = steps
+    return Manifest.model_validate(run).model_dump(mode="json"), lacks
+
+
+def train(manifest: dict[str, Any], share: float | None) -> tuple[bool, dict[str, int], str]:
+    """Run init and rl. Return whether they ended well, the peaks, and the last line of output."""
+    with tempfile.TemporaryDirectory(prefix="orrery-memory-") as work:
+        folder = Path(work)
+        for each in ROOT.iterdir():
+            if each.name not in ("manifests", "runs") and not each.name.startswith("."):
+                (folder / each.name).symlink_to(each)
+        (folder / "manifests").mkdir()
+        (folder / "manifests" / f"{manifest['name']}.json").write_text(json.dumps(manifest))
+        env = dict(os.environ)
+        if share is not None:
+            (folder / "hook").mkdir()
+            (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+            path = filter(None, [f"{folder}/hook", env.get("PYTHONPATH")])
+            env |= {"PYTHONPATH": os.pathsep.join(path), "ORRERY_CAP_SHARE": f"{share:.4f}"}
+        with Peaks() as peaks:
+            for stage in ("init", "rl"):
+                argv = [sys.executable, "-m", "orrery.launcher.cli", "run", manifest["name"], stage]
+                try:
+                    done = subprocess.run(
+                        argv, cwd=work, env=env, capture_output=True, text=True, timeout=LIMIT_S
+                    )
+                except subprocess.TimeoutExpired:
+                    return False, dict(peaks.bytes), f"{stage} took longer than {LIMIT_S:g} s"
+                if done.returncode:
+                    break
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line] or lines[-1:] or [""]
+        return done.returncode == 0, dict(peaks.bytes), errors[-1][:500]
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one run. Raise SystemExit if it does not train without a limit."""
+    manifest, lacks = shortened(name, options.steps, options.spare)
+    total = int(smi("--query-gpu=memory.total")[0][0]) * 2**20
+    ended, free, said = train(manifest, None)
+    if not ended:
+        raise SystemExit(f"error: {name}: it does not train without a limit: {said}")
+    print(f"{name}: without a limit {json.dumps(free)}", flush=True)
+    cards: dict[str, Any] = {}
+    for card in sorted(options.cards, reverse=True):
+        limit = card * GB
+        if free["device"] <= limit:
+            cards[f"{card}"] = {"fits": True, "capped": False, "peak_bytes": free["device"]}
+            continue
+        left = limit - free["orrery.inference"] - CONTEXT_BYTES
+        if left <= 0:
+            cards[f"{card}"] = {"fits": False, "capped": False, "why": "the engine alone is larger"}
+            break
+        ended, peak, said = train(manifest, left / total)
+        fits = ended and peak["device"] <= limit
+        why = "" if ended else said
+        row = {"fits": fits, "capped": True, "trainer_bytes": left, "why": why}
+        cards[f"{card}"] = row | {"peak_bytes": peak.get("device")}
+        print(f"{name}, {card} GB: {json.dumps(cards[f'{card}'])}", flush=True)
+        if not fits:
+            break
+    fitting = [int(card) for card, row in cards.items() if row["fits"]]
+    return {
+        "variant": name,
+        "value": min(fitting) if fitting else None,
+        "unit": "GB",
+        "better": "lower",
+        "goal": None,
+        "peak_bytes": free,
+        "kv_cache_bytes": manifest["inference"]["kv_cache_bytes"],
+        "lora": manifest["trainer"]["lora"] is not None,
+        "replaced": lacks,
+        "cards": cards,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", metavar="RUN")
+    parser.add_argument("--cards", type=int, nargs="+", default=[24, 48, 80], metavar="GB")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--spare", required=True, metavar="RUN")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=HERE)
+    options = parser.parse_args()
+    start_s, rows = time.monotonic(), []
+    for name in options.names:
+        rows.append(measure(name, options))
+        print(f"{name}: {json.dumps(rows[-1])}; {time.monotonic() - start_s:.0f} s", flush=True)
+    record(
+        options.out / f"memory_{device()}.json",
+        figure=f"One-GPU runs that fit a card of {max(options.cards)} GB, on one {device()}",
+        value=sum(row["value"] is not None for row in rows) / len(rows),
+        unit="share",
+        goal=1.0,
+        better="higher",
+        rows=rows,
+        details={"steps": options.steps, "cards_gb": options.cards},
+    )
+
+
+if __name__ == "__main__":
+    main()
