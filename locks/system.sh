@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the Debian packages that the Python packages need. Run at the root of the checkout:
-#   bash locks/system.sh cpu      what `make demo` and `make test` need (locks/install.sh calls this)
+#   bash locks/system.sh cpu      what `make demo` and `make test` need (locks/install.sh calls this); cuda is the same
 #   bash locks/system.sh login    what a login node needs
 #   bash locks/system.sh nix      Nix, with which tests/test_nix.py evaluates the flake (`make nix`)
 # It installs them as root or if sudo asks for no password. Otherwise it prints the command to type.
@@ -16,14 +16,14 @@ libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
 python=$(command -v "python$version" || command -v python3 || true)
 
 case ${1:-cpu} in
-    cpu | login)
+    cpu | cuda | login)
         [ -n "$python" ] || missing+=(python3)
         # uv comes from pip; a machine with the pinned uv needs no pip.
         uv_version=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' locks/uv.txt)
         [ "$(uv --version 2>/dev/null | cut -d' ' -f2)" = "$uv_version" ] || [ -x .tools/bin/uv ] ||
             "${python:-false}" -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
         ;;&
-    cpu)
+    cpu | cuda)
         # Some packages of the lock have no wheel and are compiled; torch.compile calls g++ while a run trains.
         program g++ g++
         "${python:-false}" -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null || missing+=(python3-dev)
@@ -33,7 +33,7 @@ case ${1:-cpu} in
         ;;
     login) ;;
     nix) program nix nix-bin ;;
-    *) fail "there is no list of packages '$1'; there are cpu, login and nix" ;;
+    *) fail "there is no list of packages '$1'; there are cpu, cuda, login and nix" ;;
 esac
 [ ${#missing[@]} -gt 0 ] || exit 0
 

@@ -102,6 +102,143 @@ def test_a_login_node_needs_no_compiler_and_no_library(system, tmp_path):
     assert install(tmp_path, "login") == (0, "", [])
 
 
+# locks/install.sh, with a fake driver, disk and uv
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Return a checkout's set-up beside fakes in `bin`, and `setup(*argv)`, which runs `make`."""
+    checkout, fakes = tmp_path / "checkout", tmp_path / "bin"
+    shutil.copytree(ROOT / "locks", checkout / "locks")
+    fakes.mkdir()
+    for name in ("Makefile", ".python-version", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    script = checkout / "locks/install.sh"
+    text = script.read_text()
+    for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"):
+        assert path in text
+        text = text.replace(path, str(tmp_path / Path(path).name))
+    script.write_text(text)
+    (checkout / "locks/system.sh").write_text("exit 0\n")
+    pinned = re.search(r"^uv==(\S+)", (ROOT / "locks/uv.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+
+    def add(name: str, text: str) -> None:
+        (fakes / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
+        (fakes / name).chmod(0o755)
+
+    def setup(*argv: str) -> tuple[int, str]:
+        env = {"PATH": f"{fakes}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        command = ["make", "setup", *argv]
+        done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
+        said = re.sub(r"\033\[\dm", "", done.stdout + done.stderr).replace("\033[0m", "")
+        return done.returncode, said
+
+    python = f"#!{shutil.which('bash')}\necho {(ROOT / '.python-version').read_text().strip()}"
+    add(
+        "uv",
+        f"""case "$1 $2" in
+            --version*) echo "uv {pinned[1]}" ;;
+            "venv "*) rm -rf .venv; mkdir -p .venv/bin
+                printf '{python}\n' >.venv/bin/python; chmod +x .venv/bin/python ;;
+            "pip install") [[ $* != *--require-hashes* ]] || echo "uv took ${{@: -1}}" ;;
+            "cache dir") echo . ;;
+        esac""",
+    )
+    add("df", "printf 'x\\nx 1 1 99000000 1 /\\n'")
+    add("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
+    return checkout, add, setup
+
+
+def driver(version: str) -> str:
+    """Return a script of an nvidia-smi with two GPUs."""
+    return f'[[ $1 == --query-gpu=driver_version ]] && printf "{version}\\n{version}\\n"'
+
+
+def test_set_up_takes_the_lock_of_the_driver_that_it_finds(machine):
+    checkout, add, setup = machine
+    code, said = setup()
+    assert code == 0 and "uv took locks/cpu.txt" in said
+    assert "hardware cpu: no NVIDIA driver answers" in said and "HARDWARE=cuda" in said
+    assert (checkout / ".venv/hardware").read_text() == "cpu\n"
+    shutil.rmtree(checkout / ".venv")
+    add("nvidia-smi", driver("580.65.06"))
+    code, said = setup()
+    assert code == 0 and "uv took locks/cuda.txt" in said
+    assert "hardware cuda: NVIDIA driver 580.65.06" in said and "HARDWARE=cpu" in said
+    assert (checkout / ".venv/hardware").read_text() == "cuda\n"
+
+
+def test_a_container_with_devices_and_no_nvidia_smi_has_a_driver(machine, tmp_path):
+    _, _, setup = machine
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  581.15.02  Release Build\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    assert "hardware cpu: no NVIDIA driver answers" in setup()[1]  # the host's, and no device
+    (tmp_path / "nvidiactl").touch()
+    assert "hardware cuda: asked for" in setup("HARDWARE=cuda")[1]
+    shutil.rmtree(machine[0] / ".venv")
+    assert "hardware cuda: NVIDIA driver 581.15.02" in setup()[1]
+
+
+def test_hardware_that_is_typed_wins_and_replaces_the_environment_of_the_other(machine):
+    checkout, add, setup = machine
+    assert setup()[0] == 0
+    (checkout / ".venv/of_cpu").touch()
+    code, said = setup("HARDWARE=cuda")
+    assert code == 0 and "that of cpu is replaced" in said and "uv took locks/cuda.txt" in said
+    assert "no NVIDIA driver answers here; everything installs" in said
+    assert not (checkout / ".venv/of_cpu").exists()
+    assert "uv took" not in setup("HARDWARE=cuda")[1] + setup()[1]  # all done
+    (checkout / "locks/cuda.txt").touch()
+    assert "hardware cuda: .venv is for cuda already" in setup()[1]
+    add("nvidia-smi", driver("590.1.2"))
+    assert "hardware cpu: asked for" in setup("HARDWARE=cpu")[1]
+
+
+REFUSALS = {
+    "old": (
+        driver("535.104.05"),
+        "99000000",
+        "",
+        "the NVIDIA driver is 535.104.05, and CUDA 13 needs 580.65.06 or newer; install one "
+        "and type again: make setup, or without GPUs: make setup HARDWARE=cpu",
+    ),
+    "older of the same branch": (driver("580.9.1"), "99000000", "", "driver is 580.9.1, and"),
+    "full": (
+        driver("580.65.06"),
+        "9000000",
+        "",
+        "9000 MB are free here; the environment needs about 11000 MB",
+    ),
+    "unknown": ("exit 1", "99000000", "rocm", "HARDWARE=rocm: choose cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_set_up_refuses_in_one_sentence_and_leaves_nothing(machine, case):
+    checkout, add, setup = machine
+    nvidia_smi, free_kib, hardware, sentence = REFUSALS[case]
+    add("nvidia-smi", nvidia_smi)
+    add("df", f"printf 'x\\nx 1 1 {free_kib} 1 /\\n'")
+    code, said = setup(*([f"HARDWARE={hardware}"] if hardware else []))
+    (refusal,) = [line for line in said.splitlines() if line.startswith("setup failed: ")]
+    assert code != 0 and sentence in refusal and "uv took" not in said
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_failed_download_ends_with_the_free_space_and_is_repeated(machine):
+    checkout, add, setup = machine
+    uv = (checkout.parent / "bin/uv").read_text()
+    add("uv", uv.replace('echo "uv took', 'echo "No space left on device" >&2; exit 2; echo "'))
+    code, said = setup()
+    assert code != 0 and "No space left" in said and "99000000" in said
+    assert "setup failed: see uv's message above, and the free space" in said
+    add("uv", uv.partition("\n")[2])
+    assert "uv took locks/cpu.txt" in setup()[1]
+
+
 PASSES, FAILS, CRASHES_LATE = (
     "def test_it(): pass",
     "def test_it(): assert False",
