@@ -42,8 +42,9 @@ elif [ "$lock" = cuda ] && [ "$(printf '%s\n' "$NEEDS_DRIVER" "$found" | sort -V
     fail "the NVIDIA driver is $found, and CUDA 13 needs $NEEDS_DRIVER or newer; install one and type again: $again, or without GPUs: make setup HARDWARE=cpu"
 fi
 version=$(<.python-version)
-# The locks hold for 3.12 too. It serves where it runs and the pinned version does not.
-for also in "$version" 3.12; do "python$also" -c '' 2>/dev/null && version=$also && break; done
+if [ "$lock" = cuda ]; then # holds for 3.12 too, which serves where it runs and the pinned version does not
+    for also in "$version" 3.12; do "python$also" -c '' 2>/dev/null && version=$also && break; done
+fi
 uv_version=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' locks/uv.txt)
 
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || fail "$(uname -s) $(uname -m): the lock is for Linux on x86_64"

@@ -197,6 +197,14 @@ def test_hardware_that_is_typed_wins_and_replaces_the_environment_of_the_other(m
     assert "hardware cpu: asked for" in setup("HARDWARE=cpu")[1]
 
 
+@pytest.mark.parametrize(("hardware", "version"), [("cuda", "3.12"), ("cpu", "3.11")])
+def test_python_3_12_serves_the_cuda_lock_where_3_11_does_not_run(machine, hardware, version):
+    _, add, setup = machine
+    add("python3.11", "exit 127")  # as a shim of pyenv
+    add("python3.12", "exit 0")
+    assert f"Python {version} in .venv" in setup(f"HARDWARE={hardware}")[1]
+
+
 REFUSALS = {
     "old": (
         driver("535.104.05"),
