@@ -27,9 +27,11 @@ CHANGE = [
     "orrery render reverse_text",
     "orrery plan reverse_text",
 ]
-# Not typed: the environment is active, `make demo` needs `make setup`, tensorboard never ends.
+# Not typed: the environment is active, `make demo` needs `make setup`, tensorboard and the server
+# never end.
 START = ["snakemake --profile local reverse_text", "make demo RUN=count_vowels"]
 OTHERWISE = [". .venv/bin/activate", "tensorboard --logdir runs", "orrery stop reverse_text"]
+OTHERWISE += ["orrery serve reverse_text"]
 # Smaller than the page's run: a shorter warm start, and RL ends at its first evaluation.
 SMALLER = (
     ("sft+: {\n          num_steps: 25", "sft+: {\n          num_steps: 15"),

@@ -315,7 +315,7 @@ def test_an_engine_where_vllm_is_not_installed_says_so_in_one_sentence(monkeypat
         OrreryError,
         match=r"^inference: vLLM is not installed here\. Install locks/inference\.cuda\.txt",
     ):
-        registry.import_vllm(load(REPOSITORY / "manifests/reverse_text_moe_replay.json"))
+        registry.import_vllm(enforce_eager=True)
 
 
 def test_a_command_line_is_written_where_vllm_is_not_installed(monkeypatch):

@@ -41,7 +41,7 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
     )
     health = SimpleNamespace(doing=lambda _: None, beat_loop=lambda _: None, failed=lambda _: None)
     ctx = SimpleNamespace(index=0, name="inference.0", health=health)
-    args = Namespace(data_parallel_size=1, tensor_parallel_size=1)
+    args = Namespace(data_parallel_size=1, tensor_parallel_size=1, weight_transfer_config={})
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
     return asyncio.run(asyncio.wait_for(server._serve(ctx, entry, args, tmp_path), 10))
@@ -252,7 +252,6 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     parser = SimpleNamespace(parse_args=lambda _: None)
     monkeypatch.setattr(server, "_serve", start)
     monkeypatch.setattr(server.plugin, "register", lambda: None)
-    monkeypatch.setattr(server.registry, "correct_server", lambda _: None)
     monkeypatch.setattr("vllm.entrypoints.launchers.cli_args.make_arg_parser", lambda _: parser)
     monkeypatch.setattr(
         "vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args", lambda _: None
@@ -260,7 +259,7 @@ def test_what_the_launcher_is_told_of_such_an_engine_has_the_cause(monkeypatch, 
     monkeypatch.setattr(server.signal, "signal", lambda *_: None)
     monkeypatch.setattr(server, "_kill_children", lambda: None)
     monkeypatch.setattr(
-        server.Left, "by", lambda _: server.Left(tmp_path, "start", "shared", tmp_path / "disk", 0)
+        server.Left, "by", lambda *_: server.Left(tmp_path, "start", "shared", None, 0)
     )
     monkeypatch.setattr(server.tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -147,6 +147,8 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("report", "reverse_text"), "not started"),
         (("report", "--summary", "reverse_text"), "it has no report yet"),
         (("export", "reverse_text"), "not started"),
+        (("serve", "reverse_text"), "it has no weights of RL yet; type `snakemake"),
+        (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
         (("bench",), "say what"),
         (("bench", "a/b"), "there is no such figure"),
     ],
@@ -680,7 +682,12 @@ def test_a_group_shows_every_run(checkout, capsys):
         text.parent.mkdir(parents=True)
         text.write_text(f"{name}: held-out reward 0.9\n")
     assert orrery(capsys, "report", "--summary", "reverse_text_seeds")[1].splitlines() == [
-        f"{name}: held-out reward 0.9" for name in names
+        line
+        for name in names
+        for line in (
+            f"{name}: held-out reward 0.9",
+            f"weights: `orrery export {name}` writes those of its newest checkpoint",
+        )
     ]
     assert orrery(capsys, "status", "reverse_text_seeds")[1].count("not started") == 3
 

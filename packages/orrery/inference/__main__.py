@@ -9,8 +9,8 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
-from orrery.inference.kv_connectors import offload
-from orrery.inference.patches.registry import import_vllm
+from orrery.inference.kv_connectors import disk_folder, offload
+from orrery.inference.patches import registry
 from orrery.inference.token import INDEX
 from orrery.runtime.role_context import role_process
 from orrery.runtime.token import run_token
@@ -29,10 +29,11 @@ def main() -> None:
             manifest, weights_dir(ctx.run_dir, manifest), ctx.index, ctx.host, ctx.port, adapter
         )
         arguments += offload(ctx)
-        import_vllm(manifest)
+        registry.import_vllm(manifest.inference.enforce_eager)
         from orrery.inference import server  # vLLM reads the environment at import
 
-        server.serve(ctx, arguments)
+        registry.correct_server(manifest)
+        server.serve(ctx, arguments, disk_folder(ctx))
 
 
 if __name__ == "__main__":

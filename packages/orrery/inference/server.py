@@ -1,7 +1,7 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
 - In: vLLM's arguments. Out: the rendezvous endpoint, once /health answers and the weight receiver
-  is set up.
+  is set up, if it takes weights.
 - Engine cores (one a data-parallel rank) and workers (one a further GPU) are child processes. They
   die with this process (`plugin`), an engine core with its workers.
 - This process ends within WATCH_S of an engine core's death.
@@ -31,8 +31,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from orrery.inference import plugin
-from orrery.inference.kv_connectors import disk_folder, handover, remove_disk
-from orrery.inference.patches import registry, vllm_processes
+from orrery.inference.kv_connectors import handover, remove_disk
+from orrery.inference.patches import vllm_processes
 from orrery.manifest.errors import RunFailed
 from orrery.runtime import scratch
 from orrery.runtime.health import beating_loop
@@ -58,15 +58,16 @@ CONSEQUENCE = re.compile(  # caused by the end of another process
 )
 
 
-def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
-    """Serve until SIGTERM. Raise RunFailed if the engine does not start or dies."""
-    left = Left.by(ctx)
+def serve(ctx: RoleContext, arguments: Sequence[str], disk: Path | None = None) -> None:
+    """Serve until SIGTERM, and then remove `disk`. Raise RunFailed if the engine does not start or
+    dies.
+    """
+    left = Left.by(ctx, disk)
     left.remove()
     log = log_path(ctx.run_dir, ctx.name)
     log_begin = log.stat().st_size if log.exists() else 0
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
-    registry.correct_server(ctx.manifest)
     from vllm.entrypoints.launchers.api_server import entry  # binds names that patches replace
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
@@ -85,7 +86,7 @@ def serve(ctx: RoleContext, arguments: Sequence[str]) -> None:
     finally:
         _kill_children()
         left.remove()
-    remove_disk(left.disk)
+    left.remove_disk()
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,16 @@ class Left:
     scratch: Path
     start: str  # prefix of folders in `scratch`
     shared: str  # part of names in shared memory
-    disk: Path  # cache blocks, removed only by an orderly end
+    disk: Path | None  # cache blocks, removed only by an orderly end
     pid: int  # of the server, because forks inherit its handlers
 
     @staticmethod
-    def by(ctx: RoleContext) -> "Left":
+    def by(ctx: RoleContext, disk: Path | None) -> "Left":
         """Call before TMPDIR changes."""
         tempfile.tempdir = None
         start = scratch.start_prefix(ctx.run_dir, ctx.index)
         shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
-        return Left(Path(tempfile.gettempdir()), start, shared, disk_folder(ctx), os.getpid())
+        return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
         """Remove all, and last the blocks on disk if the engine `ended` in order. They may be many,
@@ -115,6 +116,10 @@ class Left:
         scratch.remove_folders(self.start, self.scratch)
         scratch.remove_memory(self.shared)
         if ended:
+            self.remove_disk()
+
+    def remove_disk(self) -> None:
+        if self.disk is not None:
             remove_disk(self.disk)
 
 
@@ -140,13 +145,14 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
         watching = asyncio.ensure_future(_engine_death(engine, stopping))
-        request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
-        setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
-        await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if engine.errored:  # vLLM never answers a call to a dead core
-            setting_up.cancel()
-            raise _died(ctx)
-        setting_up.result()
+        if args.weight_transfer_config is not None:
+            request = WeightTransferInitRequest(init_info={"num_ranks": num_ranks})
+            setting_up = asyncio.ensure_future(engine.init_weight_transfer_engine(request))
+            await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if engine.errored:  # vLLM never answers a call to a dead core
+                setting_up.cancel()
+                raise _died(ctx)
+            setting_up.result()
         serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(ctx, args, left))
         awaited = {serving, announcing, watching}

@@ -1,4 +1,4 @@
-"""Check the credential of every request to an engine."""
+"""Check the credential of every request to an engine, or to `orrery serve`."""
 
 import hmac
 import os
@@ -14,6 +14,7 @@ from orrery.wire.engine_api import ENGINE_HEADER
 OPEN = ("/health", "/metrics")  # for the router and monitors
 GENERATE = "/inference/v1/generate"
 UNAUTHORIZED = "this engine serves one run's roles only: the run's token is missing or another's\n"
+UNKNOWN_KEY = "the token that `orrery serve` printed is missing or another's\n"
 INDEX = "ORRERY_ENGINE"
 
 
@@ -52,3 +53,21 @@ class RequireToken:
             await send(message)
 
         return named
+
+
+class RequireKey:
+    """ASGI middleware of `orrery serve`: answer 401 without the token, before the body is read.
+
+    Clients of OpenAI's API send it as their key. vLLM's own `--api-key` leaves some paths open.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app, self.wanted = app, f"Bearer {run_token()}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if scope["type"] != "lifespan" and scope["path"] not in OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                app = PlainTextResponse(UNKNOWN_KEY, 401)
+        await app(scope, receive, send)

@@ -210,7 +210,7 @@ def stop(
     print(stop_run(find(word, workspace).path, load_site(workspace).slurm is not None, checkpoint))
 
 
-SUMMARY_HELP = "Print the summary line of the run, or of each run of a group, instead."
+SUMMARY_HELP = "Print the result and the weights' folder of the run, or of each run of a group."
 
 
 @app.command()
@@ -223,16 +223,21 @@ def report(
 
     from orrery.launcher import status as statuses
     from orrery.launcher.runs import find, members, resume_command
+    from orrery.launcher.serve import summary_line
     from orrery.manifest.json_file import read_regular
     from orrery.runtime.run_directory import report_page
 
     if summary:
-        for run in members(word):
+        runs = members(word)
+        for run in runs:
             text = report_page(run.path).with_name("summary.txt")
             if not text.exists():
                 command = resume_command(run, "report")
                 raise OrreryError(f"{run.path.name}: it has no report yet; type `{command}`")
             print(read_regular(text).decode(errors="replace").strip())
+            name = run.manifest.name
+            is_newest = len(runs) > 1 or word == name
+            print(summary_line(name if is_newest else run.path.name, run))
         return
     found = find(word)
     last = statuses.read(found.path)
@@ -270,6 +275,34 @@ def export(
     if not (found.path / MANIFEST).exists():
         raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
     raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
+
+
+SERVE_HELP = "A run's name or folder in runs/, or any Hugging Face folder."
+PORT_HELP = "The port to listen on."
+
+
+@app.command()
+def serve(
+    word: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help=SERVE_HELP)],
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help=PORT_HELP)] = 8000,
+) -> None:
+    """Serve a run's weights by vLLM on this machine, until Ctrl-C.
+
+    A run serves weights/rl, else the newest step that `orrery export` wrote.
+
+    When the server is healthy, it prints its address, its token and a curl command. It speaks
+    OpenAI's HTTP interface. The model's name is the folder's name.
+
+    Every request but /health and /metrics needs the header `Authorization: Bearer TOKEN`. The token
+    is new at each start. ORRERY_TOKEN_FILE names a file with a token to keep (mode 0600).
+
+    It listens on loopback. ORRERY_INTERFACE names another network interface. CUDA_VISIBLE_DEVICES
+    names the GPU. On a cluster, type it in a job.
+    """
+    from orrery.launcher.serve import serve
+    from orrery.manifest.identity import find_workspace
+
+    raise typer.Exit(serve(word, port, find_workspace()))
 
 
 ANY_OPTIONS = {

@@ -212,8 +212,8 @@ def environment(manifest: Manifest) -> dict[str, str]:
     return {}
 
 
-def import_vllm(manifest: Manifest) -> None:
-    """Import vLLM, without torch's compiler under `enforce_eager`. Raise OrreryError if it is
+def import_vllm(enforce_eager: bool) -> None:
+    """Import vLLM, without torch's compiler if `enforce_eager`. Raise OrreryError if it is
     missing.
     """
     if find_spec("vllm") is None:
@@ -221,16 +221,14 @@ def import_vllm(manifest: Manifest) -> None:
             "inference: vLLM is not installed here. Install locks/inference.cuda.txt (GPU) or "
             "locks/inference.cpu.txt"
         )
-    if manifest.inference.enforce_eager:
+    if enforce_eager:
         _apply("vllm.import_without_compiler")
 
 
 def correct_server(manifest: Manifest) -> None:
     """Patch the API server's process, before vLLM reads its arguments."""
     if manifest.hardware.accelerator == "cpu":
-        _apply("vllm.fork_engine_core")
-        _apply("vllm.inspect_models_here")
-        _apply("vllm.draw_again_after_a_part")
+        correct_cpu_server()
         if manifest.transport.routed_experts:
             _apply("vllm_routes.routes_on_cpu")
         if manifest.transport.weights == "adapters":
@@ -238,6 +236,12 @@ def correct_server(manifest: Manifest) -> None:
     _apply("vllm_answers.write_answers")
     if manifest.inference.data_parallel > 1:
         _apply("vllm_processes.answer_for_every_rank")
+
+
+def correct_cpu_server() -> None:
+    _apply("vllm.fork_engine_core")
+    _apply("vllm.inspect_models_here")
+    _apply("vllm.draw_again_after_a_part")
 
 
 def correct_engine(shared_memory_name: str | None) -> None:

@@ -1,0 +1,90 @@
+"""`python -m orrery.inference.folder`: serve a Hugging Face folder for `orrery serve`.
+
+- In: a run directory without a manifest. `weights/serve` links to the folder, and `--stage` is
+  `serve`. The token comes by standard input.
+- Out: OpenAI's HTTP interface of vLLM. The server is that of an engine, without a weight receiver
+  and without vLLM's paths for developers.
+- On a CPU a share of the free memory is for the cache, and vLLM computes in the folder's dtype.
+  Its own choice for float32 would be another.
+- The context is as long as the cache allows.
+"""
+
+import gc
+import os
+from pathlib import Path
+
+import psutil
+
+from orrery.inference.assemble import PLUGIN, UNIPROC
+from orrery.inference.patches.registry import correct_cpu_server, import_vllm
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.json_file import read_object
+from orrery.runtime.network import name_interface
+from orrery.runtime.role_context import log_level, role_process
+from orrery.runtime.run_directory import weights_path
+from orrery.runtime.token import run_token
+
+MAX_CPU_CACHE_BYTES = 4 << 30
+CPU_SHARE = 4  # of the free memory, one part for the cache
+MAX_ERROR_CHARACTERS = 300  # vLLM lists all of its architectures
+
+
+def arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
+    """Return the arguments of `vllm serve`. `cpu_cache_bytes` None: on a GPU."""
+    found = ["--model", str(folder), "--served-model-name", folder.name]
+    found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
+    found += ["--middleware", "orrery.inference.token.RequireKey"]
+    found += ["--uvicorn-log-level", "warning"]
+    found += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if cpu_cache_bytes is not None:
+        dtype = read_object(folder / "config.json", "copy it again").get("dtype") or "auto"
+        found += ["--dtype", str(dtype)]
+        found += ["--kv-cache-memory-bytes", str(cpu_cache_bytes), "--enforce-eager"]
+        found += ["--distributed-executor-backend", UNIPROC]
+    return found
+
+
+def environment(host: str, is_cpu: bool) -> None:
+    variables = {"VLLM_PLUGINS": PLUGIN, "VLLM_HOST_IP": host, "VLLM_NO_USAGE_STATS": "1"}
+    variables |= {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    if is_cpu:
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes
+    os.environ.update(variables)
+    os.environ.pop("VLLM_SERVER_DEV_MODE", None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
+    name_interface()
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first line of vLLM's error, without pydantic's heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("Value error, ")), (lines or [""])[0])
+    said = said.removeprefix("Value error, ").partition(" [type=")[0]
+    return said[:MAX_ERROR_CHARACTERS] or type(error).__name__
+
+
+def main() -> None:
+    gc.disable()  # the imports make millions of permanent objects
+    with role_process("inference") as ctx:
+        if not run_token():
+            raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")
+        ctx.health.doing("loading vLLM")
+        folder = weights_path(ctx.run_dir, ctx.stage).resolve()
+        is_cpu = not Path("/dev/nvidiactl").exists()
+        environment(ctx.host, is_cpu)
+        import_vllm(enforce_eager=is_cpu)
+        from orrery.inference import server  # vLLM reads the environment at import
+
+        cache_bytes = None
+        if is_cpu:
+            correct_cpu_server()
+            cache_bytes = min(psutil.virtual_memory().available // CPU_SHARE, MAX_CPU_CACHE_BYTES)
+        try:
+            server.serve(ctx, arguments(folder, ctx.host, ctx.port, cache_bytes))
+        except (ValueError, KeyError, OSError) as error:  # vLLM refuses its configuration
+            raise RunFailed(f"vLLM cannot serve it: {first_sentence(error)}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
+
+- The server is a role in a run directory of its own in TMPDIR. Its log stays there if it fails.
+- The address is printed once /health answers. The token is new at each start, or the content of
+  the file that ORRERY_TOKEN_FILE names.
+- Ctrl-C or SIGTERM ends the server and its children. The exit code is then 0.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from orrery.launcher.preemption import catch_signals
+from orrery.launcher.process import Process, environment
+from orrery.launcher.runs import Run, find, resume_command
+from orrery.launcher.site import load_site
+from orrery.launcher.stage import Interrupts
+from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.identity import Workspace
+from orrery.manifest.json_file import read_object
+from orrery.manifest.plan import ProcessPlan
+from orrery.runtime import network
+from orrery.runtime.health import read_health
+from orrery.runtime.run_directory import (
+    MANIFEST,
+    WEIGHTS,
+    endpoints_dir,
+    logs_dir,
+    weights_path,
+    whole_checkpoints,
+)
+from orrery.runtime.token import TOKEN_FILE, take
+
+STAGE = "serve"
+MODULE = "orrery.inference.folder"
+CONFIG = "config.json"
+POLL_S = 0.1
+STOP_S = 10.0  # from SIGTERM to SIGKILL
+CUDA = "CUDA_VISIBLE_DEVICES"
+
+
+def serve(word: str, port: int, workspace: Workspace) -> int:
+    """Serve until a signal. Return the exit code. Raise OrreryError if impossible."""
+    folder = check_folder(folder_of(word, workspace))
+    check_port(port)
+    shown, token = _token()
+    run_dir = Path(tempfile.mkdtemp(prefix="orrery-serve-"))
+    has_failed = True
+    try:
+        with catch_signals() as interrupts:
+            process = _start(run_dir, folder, port, token, workspace)
+            try:
+                url = _await_url(process, run_dir, folder, interrupts)
+                if url is not None:
+                    print(_how_to_ask(url, folder, shown), flush=True)
+                    _await_end(process, run_dir, folder, interrupts)
+            finally:
+                _end(process, interrupts)
+        has_failed = False
+        print("stopped", file=sys.stderr)
+        return 0 if url is not None else 128 + interrupts.received[0]
+    finally:
+        if not has_failed:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def folder_of(word: str, workspace: Workspace) -> Path:
+    """Return the folder `word`, or the newest weights of the run `word`."""
+    path = Path(word)
+    if path.is_dir() and not (path / MANIFEST).exists():
+        return path.resolve()
+    if "/" in word and not path.is_dir():
+        raise OrreryError(f"{word}: there is no such folder; name a run, or a Hugging Face folder")
+    run = find(word, workspace)
+    folder = exported(run)
+    if folder is not None:
+        return folder
+    remedy = f"type `{resume_command(run, 'rl', workspace)}` to train it"
+    if whole_checkpoints(run.path):
+        remedy = f"type `orrery export {word}` to write those of its newest checkpoint"
+    raise OrreryError(f"{run.path.name}: it has no weights of RL yet; {remedy}")
+
+
+def exported(run: Run) -> Path | None:
+    """Return the folder of the rl stage's weights, else of the newest exported step, or None."""
+    steps = [
+        path
+        for path in (run.path / WEIGHTS).glob("step_*")
+        if path.name.removeprefix("step_").isdecimal()
+    ]
+    steps.sort(key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    found = [weights_path(run.path, "rl"), *steps]
+    return next((path for path in found if (path / CONFIG).is_file()), None)
+
+
+def summary_line(word: str, run: Run) -> str:
+    """Return the last line of a run's summary: its weights, and the command that serves them."""
+    folder = exported(run)
+    if folder is None:
+        return f"weights: `orrery export {word}` writes those of its newest checkpoint"
+    return f"weights: {folder}; type `orrery serve {word}` to serve them"
+
+
+def check_folder(folder: Path) -> Path:
+    """Return `folder`. Raise OrreryError if it is no Hugging Face folder with weights."""
+    if not (folder / CONFIG).is_file():
+        raise OrreryError(
+            f"{folder}: no {CONFIG}, so no Hugging Face folder; name one that a run or "
+            "`orrery export RUN` wrote"
+        )
+    remedy = "copy the folder again"
+    if not read_object(folder / CONFIG, remedy).get("architectures"):
+        raise OrreryError(
+            f"{folder / CONFIG}: it has no architectures, so it is of no language model; {remedy}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise OrreryError(f"{folder}: it has no model.safetensors, hence no weights; {remedy}")
+    return folder
+
+
+def check_port(port: int) -> None:
+    host = network.address()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            [free] = network.free_ports(1, host)
+            why = error.strerror or str(error)
+            raise OrreryError(
+                f"--port {port}: {host} does not give it ({why}); type `--port {free}`, which is "
+                "free"
+            ) from None
+
+
+def _token() -> tuple[str, str]:
+    """Return the token as a shell word, and the token."""
+    file = os.environ.get(TOKEN_FILE)
+    if not file:
+        token = secrets.token_hex(16)
+        return token, token
+    if token := take():
+        return ("<token>" if file == "-" else f"$(cat {file})"), token
+    raise OrreryError(
+        f"{TOKEN_FILE}: {file} is empty; write a token into it, such as {secrets.token_hex(16)}"
+    )
+
+
+def _start(run_dir: Path, folder: Path, port: int, token: str, workspace: Workspace) -> Process:
+    logs_dir(run_dir).mkdir()
+    endpoints_dir(run_dir, STAGE).mkdir(parents=True)
+    weights_path(run_dir, STAGE).parent.mkdir()
+    weights_path(run_dir, STAGE).symlink_to(folder)
+    cores = frozenset(os.sched_getaffinity(0))
+    env = environment(os.environ, load_site(workspace), secrets.token_hex(8), cores, None)
+    env.pop(CUDA)
+    env |= {CUDA: os.environ[CUDA]} if CUDA in os.environ else {}
+    plan = ProcessPlan("inference", 0, MODULE, 0, "with_stage")
+    process = Process(plan, run_dir, STAGE, 1, port, None, env, token)
+    print(f"starting vLLM for {folder}; its log is {process.log}", file=sys.stderr, flush=True)
+    return process
+
+
+def _await_url(process: Process, run_dir: Path, folder: Path, interrupts: Interrupts) -> str | None:
+    """Return the server's address once it is healthy, or None after a signal."""
+    endpoint = endpoints_dir(run_dir, STAGE) / "inference.0.json"
+    while not endpoint.exists():
+        if interrupts.received:
+            return None
+        _check(process, run_dir, folder)
+        time.sleep(POLL_S)
+    return str(json.loads(endpoint.read_text())["url"])
+
+
+def _await_end(process: Process, run_dir: Path, folder: Path, interrupts: Interrupts) -> None:
+    while not interrupts.received:
+        _check(process, run_dir, folder)
+        time.sleep(POLL_S)
+
+
+def _check(process: Process, run_dir: Path, folder: Path) -> None:
+    """Raise RunFailed with the server's reason if it has ended."""
+    if process.poll() is None:
+        return
+    health = read_health(run_dir, STAGE).get(process.name)
+    error = (health.error if health else None) or f"the server ended: {process.last_output()}"
+    error = error.removesuffix(f". Read logs/{process.name}.log").removeprefix("inference 0: ")
+    raise RunFailed(f"{folder}: {error}; its log is {process.log}")
+
+
+def _end(process: Process, interrupts: Interrupts) -> None:
+    process.signal(signal.SIGTERM)
+    limit_s = time.monotonic() + STOP_S
+    while process.poll() is None and time.monotonic() < limit_s and len(interrupts.received) < 2:
+        time.sleep(POLL_S)
+    process.kill()
+    process.wait(STOP_S)
+
+
+def _how_to_ask(url: str, folder: Path, token: str) -> str:
+    """Return the lines that a user reads: the address, the token and a command that asks."""
+    path, body = "completions", {"model": folder.name, "prompt": "hello", "max_tokens": 32}
+    if _has_chat_template(folder):
+        path, messages = "chat/completions", [{"role": "user", "content": "hello"}]
+        body = {"model": folder.name, "messages": messages, "max_tokens": 32}
+    return "\n".join(
+        [
+            f"serving {folder} at {url}/v1 (Ctrl-C stops)",
+            f"token: {token}",
+            f"curl {url}/v1/{path} -H 'Content-Type: application/json' \\",
+            f'  -H "Authorization: Bearer {token}" \\',
+            f"  -d '{json.dumps(body)}'",
+        ]
+    )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(read_object(config, "copy it again").get("chat_template"))
