@@ -10,7 +10,7 @@ COMMA := ,
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo test test-cluster test-bare test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
+.PHONY: help setup demo test test-cluster test-bare test-cuda-setup test-kernels nix check fmt render bench bench-page gate lock clean other-hardware
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -43,6 +43,9 @@ test-cluster: setup ## boot a Slurm cluster on this Debian 12 machine, build the
 
 test-bare: ## follow the README on a bare Debian 12 root file system (slow); as root
 	@ARGS='$(ARGS)' bash tests/bare/test.sh
+
+test-cuda-setup: ## set up a clone from the CUDA lock, also without a GPU (11 GB), and import every module
+	@bash tests/cuda_setup.sh
 
 test-kernels: setup ## the tests of Triton's kernels, under its interpreter
 	@bash tests/interpreted.sh $(ARGS)

@@ -626,7 +626,7 @@ def test_shared_memory_is_told_with_what_it_is_compared_with_and_what_it_is_not(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30))
     )
-    one = doctor._shared_memory()
+    one = doctor._shared_memory(0.25)
     assert (
         one.found.startswith(
             f"{free_gib} GiB free, 0.25 asked for; an RL stage on the wire `files` asks for its own"

