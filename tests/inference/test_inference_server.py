@@ -19,7 +19,9 @@ async def done(_request):
     pass
 
 
-def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=False):
+def serve(
+    monkeypatch, tmp_path, announce, serving, initialize=done, errored=False, death=lambda: None
+):
     """Run `_serve`; return the exception that it raises."""
 
     @asynccontextmanager
@@ -44,7 +46,7 @@ def serve(monkeypatch, tmp_path, announce, serving, initialize=done, errored=Fal
     args = Namespace(data_parallel_size=1, tensor_parallel_size=1, weight_transfer_config={})
     monkeypatch.setattr(server, "_announce", announce)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
-    return asyncio.run(asyncio.wait_for(server._serve(ctx, entry, args, tmp_path), 10))
+    return asyncio.run(asyncio.wait_for(server._serve(ctx, entry, args, tmp_path, death), 10))
 
 
 async def for_ever(*_):

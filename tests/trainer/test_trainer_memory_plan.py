@@ -741,6 +741,26 @@ def test_a_stage_that_runs_out_fails_with_the_sentence():
         raise RuntimeError("else")
 
 
+def test_a_trainer_on_a_cpu_that_runs_out_names_a_field_that_frees_enough(monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_end_soon", lambda *_: None)
+    spec = load_manifest(ROOT / "manifests" / "smollm2_smoke.json")
+    ctx = SimpleNamespace(manifest=spec, stage="rl", index=0)
+
+    def fail(num_bytes):
+        with pytest.raises(RunFailed) as failed, explain_out_of_memory(ctx) as where:
+            where.learner = SimpleNamespace(step=4)
+            try:
+                torch.empty(1 << 60, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise RuntimeError(str(error).replace(str(1 << 60), str(num_bytes))) from None
+        return str(failed.value)
+
+    said = fail(GIB // 4)
+    assert said.startswith("rank 0 ran out of host memory in step 5: 0.2 GiB were asked for; ")
+    assert re.search(r"trainer\.\S+: \S+ instead of .* frees about .*; set it in ", said)
+    assert fail(1 << 60).endswith("that are missing: it takes more devices too")
+
+
 def test_a_rank_that_others_hold_up_ends_all_the_same(monkeypatch):
     """An orderly end would wait for collectives of ranks that do not come."""
     ended, said, code = threading.Event(), [], []

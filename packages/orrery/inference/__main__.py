@@ -2,7 +2,9 @@
 
 import gc
 import os
+from functools import partial
 
+from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
     blank_adapter,
     engine_environment,
@@ -25,15 +27,15 @@ def main() -> None:
         engine_environment(manifest, ctx.host)
         os.environ[INDEX] = str(ctx.index)
         adapter = blank_adapter(ctx.run_dir, manifest, ctx.stage, ctx.index)
-        arguments = server_arguments(
-            manifest, weights_dir(ctx.run_dir, manifest), ctx.index, ctx.host, ctx.port, adapter
-        )
+        weights = weights_dir(ctx.run_dir, manifest)
+        arguments = server_arguments(manifest, weights, ctx.index, ctx.host, ctx.port, adapter)
         arguments += offload(ctx)
         registry.import_vllm(manifest.inference.enforce_eager)
         from orrery.inference import server  # vLLM reads the environment at import
 
         registry.correct_server(manifest)
-        server.serve(ctx, arguments, disk_folder(ctx))
+        explain = partial(out_of_memory.explain, manifest=manifest, weights=weights)
+        server.serve(ctx, arguments, disk_folder(ctx), explain)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,9 +58,14 @@ CONSEQUENCE = re.compile(  # caused by the end of another process
 )
 
 
-def serve(ctx: RoleContext, arguments: Sequence[str], disk: Path | None = None) -> None:
+def serve(
+    ctx: RoleContext,
+    arguments: Sequence[str],
+    disk: Path | None = None,
+    explain: Callable[[str], str | None] = lambda _: None,
+) -> None:
     """Serve until SIGTERM, and then remove `disk`. Raise RunFailed if the engine does not start or
-    dies.
+    dies. `explain` returns a better sentence for a cause, or None.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -76,13 +81,16 @@ def serve(ctx: RoleContext, arguments: Sequence[str], disk: Path | None = None) 
     signal.signal(signal.SIGTERM, partial(_stop_early, left))
     # vLLM leaves sockets and files in TMPDIR. A socket's path has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=left.start, dir=left.scratch)
+
+    def death() -> str | None:
+        return explain(root_cause(RuntimeError(POINTER), log, log_begin))
+
     try:
-        uvloop.run(_serve(ctx, entry, args, left))
+        uvloop.run(_serve(ctx, entry, args, left, death))
     except RuntimeError as error:  # an engine core died
         cause = root_cause(error, log, log_begin)
-        raise RunFailed(
-            f"inference {ctx.index}: vLLM did not start ({cause}). Read logs/{ctx.name}.log"
-        ) from error
+        text = explain(cause) or f"vLLM did not start ({cause})"
+        raise RunFailed(f"inference {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
     finally:
         _kill_children()
         left.remove()
@@ -134,7 +142,9 @@ def _exit_now(left: Left) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> None:
+async def _serve(
+    ctx: RoleContext, entry: Any, args: Namespace, left: Left, death: Callable[[], str | None]
+) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
     args.port = socket.getsockname()[1]  # the kernel's choice for 0
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
@@ -151,7 +161,7 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
             await asyncio.wait({setting_up, watching}, return_when=asyncio.FIRST_COMPLETED)
             if engine.errored:  # vLLM never answers a call to a dead core
                 setting_up.cancel()
-                raise _died(ctx)
+                raise _died(ctx, death)
             setting_up.result()
         serving = asyncio.ensure_future(entry.build_and_serve(engine, address, socket, args))
         announcing = asyncio.ensure_future(_announce(ctx, args, left))
@@ -165,7 +175,7 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
         if serving.done():
             serving.result()
         if not stopping.is_set():
-            raise _died(ctx)
+            raise _died(ctx, death)
         winding_down = serving.result()
     try:
         await asyncio.wait_for(winding_down, HANG_UP_S)
@@ -175,9 +185,10 @@ async def _serve(ctx: RoleContext, entry: Any, args: Namespace, left: Left) -> N
         socket.close()
 
 
-def _died(ctx: RoleContext) -> RunFailed:
+def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
     """Report the engine core's death before callers see failures."""
-    died = RunFailed(f"inference {ctx.index}: the engine core died. Read logs/{ctx.name}.log")
+    why = f" ({reason})" if (reason := death()) else ""
+    died = RunFailed(f"inference {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
     return died
 

@@ -25,6 +25,8 @@ from orrery.wire.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # of the device, for fragments
 END_S = 10.0  # for an orderly end, with collectives
+# On a CPU the device's memory is the host's.
+CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PINNING_FIELDS = (
     ("memory", "activation_offload"),
@@ -65,6 +67,8 @@ def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
+    if CPU_ALLOCATOR in str(error):
+        return not torch.cuda.is_available()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
@@ -82,7 +86,7 @@ def describe_error(
     `ranks_here`: ranks on this host.
     """
     capacity, available = device_bytes(), available_bytes()
-    is_torchs = isinstance(error, torch.OutOfMemoryError)
+    is_torchs = isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
     pinning = " or ".join(
         f"trainer.{section}.{field}"
         for section, field in PINNING_FIELDS
@@ -173,9 +177,10 @@ def describe_device_error(
 
     `capacity`: device bytes, if the text has none. `host_bytes`: free host memory for this rank.
     """
-    asked, free = _bytes(error, "Tried to allocate"), _bytes(error, "of which", "is free")
+    asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity
-    head = f"rank {rank} ran out of device memory {_when(step)}"
+    kind = "host" if CPU_ALLOCATOR in error else "device"
+    head = f"rank {rank} ran out of {kind} memory {_when(step)}"
     if asked is not None:
         head += f": {_size(asked)} were asked for"
         if free is not None and capacity:
