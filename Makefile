@@ -27,7 +27,7 @@ other-hardware: # than .venv is for
 demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN=$(RUN))
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
-	@$(if $(filter smollm2_%,$(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
+	@$(if $(filter cuda smollm2_%,$(IS) $(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
 	@$(if $(filter smollm2_demo,$(RUN)),export CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES:-0$(COMMA)0}"; )snakemake --profile local $(RUN)
 	@orrery report $(RUN) --summary
 
