@@ -11,7 +11,7 @@
 #   gpu_host.sh run RUN …          there: every stage of every run but its report, one after the other; one that fails does not stop the next
 #   gpu_host.sh figure SCRIPT …    there: a benchmark of this folder with the same site, its files into $OUT
 #   gpu_host.sh python …           there: python3 with the same site
-#   gpu_host.sh start JOB GPUS …   there: a command that goes on when the call returns, on these GPUs (0,1; 0,0 puts two roles on one device),
+#   gpu_host.sh start JOB GPUS …   there: a command that goes on when the call returns, on these GPUs (0,1),
 #                                  its files in /tmp/orrery-host/jobs/JOB
 #   gpu_host.sh wait SECONDS JOB … there: until these have ended, or so long
 #   gpu_host.sh gather             there: how each job stands; the end of its log; all that they and their runs wrote into $OUT/jobs.tar.gz

@@ -9,7 +9,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
 (import 'lib/constraints.libsonnet') + {
   local run = self,
 
-  schema_version: 2,
+  schema_version: 3,
   name: error 'name: a run takes its name from lib/named.libsonnet',
   seed: error 'seed: say it in the run file, for example seed: 1',
   python_lock_sha256: if self.hardware.accelerator == 'cpu' then cpu_lock else cuda_lock,
@@ -33,7 +33,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     hf_config: null,
   },
 
-  hardware: { accelerator: error 'hardware: no hardware axis; add (import "hardware/cpu.libsonnet")' },
+  hardware: { accelerator: error 'hardware: no hardware axis; add (import "hardware/cpu.libsonnet")', shared_devices: false },
 
   trainer: {
     mesh: {
@@ -45,6 +45,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       ep_backend: 'torch',
     },
     fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },
+    attention: 'auto',
     compile: run.hardware.accelerator != 'cpu' && run.model.family != 'hugging_face',
     lora: null,
     // Far above the values of tokens up to eight versions old, far below those of forged answers. On a canary, engine and

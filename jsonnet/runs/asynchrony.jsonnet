@@ -27,9 +27,8 @@ local shapes = {
       orchestrator+: { rollouts_per_batch: 64 },
       stages+: { rl+: { num_steps: 16 } },
     },
-  // Both roles on one device: CUDA_VISIBLE_DEVICES=0,0.
   h200_1: run + (import 'models/qwen3_0_6b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
-    hardware+: { devices_per_node: 2 },
+    hardware+: (import 'hardware/one_h200.libsonnet').hardware,
   },
   h200_2: run + (import 'models/qwen3_4b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + alone + {
     hardware+: { devices_per_node: 2 },

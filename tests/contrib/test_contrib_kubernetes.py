@@ -40,7 +40,12 @@ TIERS = {"kind": "tiers", "host_bytes": 1 << 26, "disk_bytes": 1 << 28}
 
 def run(name="reverse_text_moe", weights="files", routed_experts=False, **inference):
     data = json.loads((REPOSITORY / f"manifests/{name}.json").read_text())
-    data["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 32}
+    data["hardware"] = {
+        "accelerator": "h200",
+        "num_nodes": 1,
+        "devices_per_node": 32,
+        "shared_devices": False,
+    }
     data["transport"] |= {"weights": weights, "routed_experts": routed_experts}
     data["inference"] |= {"num_replicas": 2, "dtype": "bfloat16"} | inference
     return check(data, "test")

@@ -291,7 +291,12 @@ def manifests():
     """A run on CPU, and one on GPUs that asks for everything."""
     cpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
     gpu = json.loads((REPOSITORY / "manifests/reverse_text_moe.json").read_text())
-    gpu["hardware"] = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+    gpu["hardware"] = {
+        "accelerator": "h200",
+        "num_nodes": 1,
+        "devices_per_node": 8,
+        "shared_devices": False,
+    }
     gpu["model"]["moe"]["expert_intermediate_size"] = (
         256  # whole blocks of FP8, as on the next line
     )

@@ -31,6 +31,7 @@ from orrery.kernels.attention import (
 from orrery.kernels.attention import (
     layout as layout_module,
 )
+from orrery.kernels.attention.flash import load_flash4
 from orrery.kernels.attention.layout import Layout
 from orrery.kernels.attention.portable import Grids
 
@@ -688,3 +689,19 @@ def test_a_gpu_that_is_asked_for_the_same_bits_gives_them(num_heads, num_kv_head
         torch.use_deterministic_algorithms(False)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_preferred_backend_comes_first_and_plain_excludes_the_others(monkeypatch):
+    monkeypatch.setattr(dispatch, "_order", list(dispatch.BACKENDS))
+    dispatch.prefer("fa2")
+    assert dispatch._order[0] == "flash" and set(dispatch._order) == set(dispatch.BACKENDS)
+    dispatch.prefer("plain")
+    assert dispatch._order == ["padded", "batched", "plain"]
+    dispatch.prefer("auto")
+    assert dispatch._order == list(dispatch.BACKENDS)
+
+
+@pytest.mark.skipif(load_flash4() is not None, reason="flash-attn-4 is installed here")
+def test_a_backend_whose_package_is_missing_cannot_be_preferred(monkeypatch):
+    with pytest.raises(ValueError, match="package flash-attn-4 cannot be imported here; install"):
+        dispatch.prefer("fa4")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orrery.launcher.process import environment, share_cores, share_devices
 from orrery.launcher.site import Site
-from orrery.manifest.plan import ProcessPlan
+from orrery.manifest.plan import ProcessPlan, StagePlan, on_devices
 from orrery.runtime import scratch
 
 
@@ -73,8 +73,24 @@ def test_every_computing_process_gets_cores_and_the_kinds_do_not_overlap(
             )
 
 
+def placed(processes, shared=False):
+    return on_devices(StagePlan("rl", (), processes), shared).processes
+
+
+def test_roles_that_share_devices_each_begin_at_the_first():
+    plans = placed(stage(trainers=2, engines=1, devices=2), shared=True)
+    assert share_devices("01", plans) == {
+        ("inference", 0): ("0", "1"),
+        ("orchestrator", 0): (),
+        ("trainer", 0): ("0",),
+        ("trainer", 1): ("1",),
+    }
+    with pytest.raises(ValueError, match="needs 2 devices, this machine offers 1"):
+        share_devices("0", plans)
+
+
 def test_devices_are_shared_out_in_order_and_never_twice():
-    plans = stage(trainers=2, engines=2, devices=2)
+    plans = placed(stage(trainers=2, engines=2, devices=2))
     shares = share_devices("01234567", plans)
     assert (shares["inference", 1], shares["trainer", 0], shares["orchestrator", 0]) == (
         ("2", "3"),
@@ -86,7 +102,7 @@ def test_devices_are_shared_out_in_order_and_never_twice():
 
 
 def test_a_device_named_twice_serves_two_processes_and_never_one():
-    plans = stage(trainers=2, engines=2, devices=2)
+    plans = placed(stage(trainers=2, engines=2, devices=2))
     assert share_devices("012301", plans)["trainer", 1] == ("1",)
     with pytest.raises(
         ValueError,

@@ -14,7 +14,7 @@ from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job import components, step_plans
 from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.identity import Workspace, load
-from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, stage
+from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, on_devices, stage
 from orrery.manifest.schema import Hardware
 from orrery.runtime import scratch
 
@@ -86,8 +86,8 @@ def test_engines_and_ranks_on_one_node_share_its_devices_and_none_twice():
         ProcessPlan("orchestrator", 0, "m", 0, "itself"),
         *(ProcessPlan("trainer", index, "m", 1, "itself") for index in range(4)),
     )
-    one = StagePlan("rl", (), processes, (NodeGroup("all", 0, 1),))
-    hardware = Hardware(accelerator="h200", num_nodes=1, devices_per_node=8)
+    one = on_devices(StagePlan("rl", (), processes, (NodeGroup("all", 0, 1),)), shared=False)
+    hardware = Hardware(accelerator="h200", num_nodes=1, devices_per_node=8, shared_devices=False)
     *engines, orchestrator, ranks = step_plans(
         one, components(hardware, one, SITE.slurm), SITE.slurm
     )

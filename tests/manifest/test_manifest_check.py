@@ -368,7 +368,10 @@ SENTENCES = [
         "hardware.num_nodes 6: inference 3 + trainer 2 nodes are 5; set hardware.num_nodes to 5",
     ),
     (
-        broken(("hardware",), {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1}),
+        broken(
+            ("hardware",),
+            {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 1, "shared_devices": False},
+        ),
         "trainer 1 + inference 1 devices do not fit 1",
     ),
     (

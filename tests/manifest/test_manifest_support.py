@@ -26,7 +26,7 @@ def changed(name: str, **fields) -> Manifest:
     return check(data, name)
 
 
-H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8}
+H200 = {"accelerator": "h200", "num_nodes": 1, "devices_per_node": 8, "shared_devices": False}
 APART = {
     "inference__prefill_replicas": 1,
     "inference__kv_transfer": {"kind": "nixl"},
@@ -186,6 +186,85 @@ DEVICES = [
         "trainer 1 + inference 4 devices do not fit 4; set hardware.devices_per_node to 5",
     ),
 ]
+
+
+SHARED = H200 | {"devices_per_node": 1, "shared_devices": True}
+SHARING = [
+    (
+        {"hardware": SHARED | {"accelerator": "cpu"}},
+        "hardware.shared_devices: roles share the GPUs of one node, and this run has 1 of cpu; set "
+        "hardware.shared_devices to false",
+    ),
+    (
+        {"hardware": SHARED, "trainer__mesh__dp_shard": 2},
+        "trainer.mesh's dp_replicate·dp_shard·cp 2 exceeds hardware.devices_per_node 1, with "
+        "hardware.shared_devices too; set it to at most 1",
+    ),
+    (
+        {"hardware": SHARED, "inference__tensor_parallel": 4},
+        "inference's devices of all replicas 4 exceeds hardware.devices_per_node 1, with "
+        "hardware.shared_devices too; set it to at most 1",
+    ),
+]
+
+
+def test_a_gpu_that_roles_share_is_counted_once():
+    changed("reverse_text", hardware=SHARED)
+
+
+@pytest.mark.parametrize(("fields", "sentence"), SHARING)
+def test_roles_that_cannot_share_devices_are_refused(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("reverse_text", **fields)
+    assert str(caught.value) == f"reverse_text: {sentence}"
+
+
+HALF = {"trainer__compute_dtype": "bfloat16"}
+KERNELS = [
+    ({"trainer__attention": "fa2"}, "'fa2' on cpu: needs a GPU of compute capability 8.0 or newer"),
+    (
+        {"trainer__attention": "fa4", "hardware": H200 | {"accelerator": "b200"}, **HALF},
+        "'fa4' on b200: needs a GPU of compute capability 9.0",
+    ),
+    (
+        {"trainer__attention": "cudnn", "hardware": H200 | {"accelerator": "a100_80gb"}, **HALF},
+        "'cudnn' on a100_80gb: needs a GPU of compute capability 9.0 or newer",
+    ),
+    (
+        {"trainer__attention": "fa2", "hardware": H200},
+        "'fa2' on h200: computes in bfloat16, not in float32",
+    ),
+    (
+        {"trainer__attention": "fa4", "hardware": H200, **HALF},
+        "'fa4' on h200: has no kernel for model.head_dim 64 with gradients",
+    ),
+    (
+        {"trainer__attention": "fa3", "hardware": H200, **HALF},
+        "'fa3' on h200: no package of locks/cuda.txt has gradients of FlashAttention 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), KERNELS)
+def test_a_kernel_of_attention_that_the_device_lacks_is_refused(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("reverse_text", **fields)
+    assert f"trainer.attention {sentence}; choose from ['auto', 'plain'" in str(caught.value)
+
+
+@pytest.mark.parametrize("accelerator", ["rtx_4090", "h100", "b200"])
+def test_a_kernel_of_attention_is_chosen_by_capability(accelerator):
+    changed(
+        "reverse_text",
+        trainer__attention="fa2",
+        hardware=H200 | {"accelerator": accelerator},
+        **HALF,
+    )
+
+
+def test_an_unknown_device_is_refused_with_those_of_the_table():
+    with pytest.raises(OrreryError, match=r"accelerator.*'v100' is unknown; choose from cpu, h100"):
+        changed("reverse_text", hardware=H200 | {"accelerator": "v100"})
 
 
 @pytest.mark.parametrize(("fields", "sentence"), DEVICES)

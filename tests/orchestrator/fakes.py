@@ -62,7 +62,7 @@ def manifest(**orchestrator: Any) -> Manifest:
         for i, weight in enumerate(weights)
     ]
     checked = Manifest.model_validate({
-        "schema_version": 2, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
+        "schema_version": 3, "name": "tiny", "seed": 0, "python_lock_sha256": "0" * 64,
         "model": {
             "family": "qwen3", "init": {"kind": "random", "seed": 0, "std": 0.02},
             "tokenizer": {"kind": "characters", "alphabet": "abc"},
@@ -73,7 +73,9 @@ def manifest(**orchestrator: Any) -> Manifest:
             "hf_config": None, "rotary_fraction": 1.0, "rope_scaling": None,
             "attention_bias": False, "qk_norm": True,
         },
-        "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
+        "hardware": {
+            "accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1, "shared_devices": False
+        },
         "trainer": {
             "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses",
             "ep_backend": "torch"},

@@ -15,6 +15,7 @@ import torch
 import trainer_cases
 from trainer_cases import manifest
 
+from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
 from orrery.models.flops import model_flops
@@ -40,7 +41,7 @@ from orrery.trainer.bench.__main__ import (
     resolve_options,
 )
 from orrery.trainer.bench.rank import KINDS, divide_step, host_copies, kind_of
-from orrery.trainer.bench.report import RATES, expected
+from orrery.trainer.bench.report import expected
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.micro_batch import count_members
 
@@ -216,7 +217,7 @@ def test_tokens_are_counted_as_they_were_computed_and_not_with_their_padding():
 
 
 def test_a_network_of_transformers_has_no_utilisation_and_the_table_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(RATES, "cpu", RATES["NVIDIA H200"])
+    monkeypatch.setattr(report, "_device", lambda name: DEVICES["h200"])
     for model, counted in (({}, True), (GEMMA, False)):
         found = measured(model, [10, 3, 2])
         assert {found[key] is not None for key in (*report.WORK, "expected_s")} == {counted}
@@ -455,7 +456,14 @@ def test_two_ranks_measure_and_say_everything(tmp_path):
 
 
 def test_a_manifest_for_other_hardware_and_a_rank_that_fails_are_one_sentence(tmp_path):
-    spec = manifest(hardware={"accelerator": "h200", "num_nodes": 1, "devices_per_node": 2})
+    spec = manifest(
+        hardware={
+            "accelerator": "h200",
+            "num_nodes": 1,
+            "devices_per_node": 2,
+            "shared_devices": False,
+        }
+    )
     done = bench(tmp_path, spec)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert (

@@ -98,7 +98,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
     sft |= {"trained_roles": ["assistant"], "validation": None}
     return Manifest.model_validate(
         {
-            "schema_version": 2,
+            "schema_version": 3,
             "name": "tiny",
             "seed": 5,
             "python_lock_sha256": "0" * 64,
@@ -126,7 +126,12 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "qk_norm": True,
                 **(model or {}),
             },
-            "hardware": {"accelerator": "cpu", "num_nodes": 1, "devices_per_node": 1},
+            "hardware": {
+                "accelerator": "cpu",
+                "num_nodes": 1,
+                "devices_per_node": 1,
+                "shared_devices": False,
+            },
             "trainer": {
                 "mesh": {
                     "dp_replicate": 1,

@@ -184,20 +184,18 @@ def share_devices(
     Raise ValueError for too few or repeated devices.
     """
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
-    next_device = 0
+    needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:
-        share = tuple(offered[next_device : next_device + process.num_devices])
-        next_device += process.num_devices
+        first = process.first_device
+        share = tuple(offered[first : first + process.num_devices])
         if len(set(share)) < len(share):
             raise ValueError(
                 f"of the devices {','.join(offered)}, given out in order, "
                 f"{process.role}.{process.index} would get {','.join(share)}"
             )
         shares[process.role, process.index] = share
-    if next_device > len(offered):
-        raise ValueError(
-            f"the stage needs {next_device} devices, this machine offers {len(offered)}"
-        )
+    if needed > len(offered):
+        raise ValueError(f"the stage needs {needed} devices, this machine offers {len(offered)}")
     return shares
 
 

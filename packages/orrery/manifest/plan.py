@@ -15,7 +15,6 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # in orrery.models
-WIDE_ENGINES = ("h200",)  # accelerators for engines of several processes
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
 SERVED_RANK = 512  # vLLM's maximum
 ROUTED_EXPERTS = (False, True)
@@ -29,7 +28,10 @@ Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "re
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process: `python -m <module>` as `role` number `index` on `node`."""
+    """One process: `python -m <module>` as `role` number `index` on `node`.
+
+    It has `num_devices` of the node's devices, from `first_device` on.
+    """
 
     role: Role
     index: int
@@ -37,6 +39,7 @@ class ProcessPlan:
     num_devices: int
     ends: Literal["itself", "with_stage"]
     node: int = 0
+    first_device: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,22 @@ class StagePlan:
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
+    """Return the stages, each with its processes on their nodes and devices."""
+    return [on_devices(one, manifest.hardware.shared_devices) for one in _stages(manifest)]
+
+
+def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
+    """Give out each node's devices in order, to each role anew if roles share them."""
+    used: dict[object, int] = {}
+    placed = []
+    for process in stage.processes:
+        owner = (process.node, process.role if shared else "")
+        placed.append(replace(process, first_device=used.get(owner, 0)))
+        used[owner] = used.get(owner, 0) + process.num_devices
+    return replace(stage, processes=tuple(placed))
+
+
+def _stages(manifest: Manifest) -> list[StagePlan]:
     ranks = tuple(
         ProcessPlan("trainer", i, "orrery.trainer", 1, "itself")
         for i in range(manifest.trainer.mesh.world_size)
@@ -153,7 +172,7 @@ def check_supported(manifest: Manifest) -> None:
             f"model.family {family!r}: this network is not built yet; choose from "
             f"{', '.join(FAMILIES)}"
         )
-    if accelerator not in WIDE_ENGINES and (devices := inference.devices_per_replica) != 1:
+    if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is "
             "one process, for vLLM exchanges tokens between experts on GPUs alone; set both to 1, "

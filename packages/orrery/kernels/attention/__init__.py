@@ -3,6 +3,7 @@
 from orrery.kernels.attention.dispatch import (
     attention_backward,
     attention_forward,
+    prefer,
     reference_varlen_attention,
     varlen_attention,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "Documents",
     "attention_backward",
     "attention_forward",
+    "prefer",
     "reference_varlen_attention",
     "varlen_attention",
 ]

@@ -1,7 +1,7 @@
 """Public attention functions, their two custom operators, and the choice of a backend.
 
 - `BACKENDS` has the fastest first. If one fails, the next runs, and the failed backend is not tried
-  again in this process.
+  again in this process. `prefer` moves some to the front.
 - `torch.compile(fullgraph=True)` traces the operators with symbolic lengths: a new packing does not
   recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
@@ -15,8 +15,8 @@ import logging
 import torch
 from torch import Tensor
 
-from orrery.kernels.attention.cudnn import CudnnDense, CudnnPacked
-from orrery.kernels.attention.flash import Flash2, Flash4
+from orrery.kernels.attention.cudnn import CudnnDense, CudnnPacked, load_library
+from orrery.kernels.attention.flash import Flash2, Flash4, load_flash4
 from orrery.kernels.attention.layout import (
     AttentionBackend,
     Documents,
@@ -40,7 +40,37 @@ BACKENDS: dict[str, AttentionBackend] = {
     "plain": Plain(),
 }
 
+CHOICES: dict[str, tuple[str, ...]] = {  # of `trainer.attention`
+    "auto": (),
+    "fa2": ("flash",),
+    "fa4": ("flash4",),
+    "cudnn": ("cudnn_dense", "cudnn_packed"),
+    "plain": ("padded", "batched", "plain"),
+}
+PORTABLE = CHOICES["plain"]
+PACKAGES = {
+    "fa4": ("flash-attn-4", load_flash4),
+    "cudnn": ("nvidia-cudnn-frontend", load_library),
+}
+
 _failed: set[str] = set()
+_first_used: set[str] = set()
+_order: list[str] = list(BACKENDS)
+
+
+def prefer(choice: str) -> None:
+    """Try the backends of `choice` first in this process. After `plain` no other is tried.
+
+    Raise ValueError if their package cannot be imported.
+    """
+    names = CHOICES[choice]
+    if choice in PACKAGES and PACKAGES[choice][1]() is None:
+        raise ValueError(
+            f"the package {PACKAGES[choice][0]} cannot be imported here; install it as "
+            "locks/cuda.txt has it, or choose 'auto'"
+        )
+    rest = [name for name in BACKENDS if name not in names]
+    _order[:] = names if names == PORTABLE else [*names, *rest]
 
 
 def varlen_attention(
@@ -199,7 +229,7 @@ varlen_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 
 def candidates(q: Tensor, k: Tensor, layout: Layout) -> list[str]:
     """Return the backends for these inputs, best first and `plain` last."""
-    names = [name for name in BACKENDS if name not in _failed]
+    names = [name for name in _order if name not in _failed]
     return [name for name in names if BACKENDS[name].supports(q, k, layout)]
 
 
@@ -226,6 +256,7 @@ def _run_first_that_succeeds(
 ) -> tuple[Tensor, ...]:
     *optional, last = candidates(q, k, layout)
     for name in optional:
+        _tell_first_use(name, q, k)
         try:
             return _contiguous(getattr(BACKENDS[name], pass_)(*tensors, layout))
         except Exception as error:
@@ -237,7 +268,14 @@ def _run_first_that_succeeds(
                 "(q %s, k %s, %d documents): %s",
                 *(name, pass_, list(q.shape), list(k.shape), layout.num_documents, error),
             )
+    _tell_first_use(last, q, k)
     return _contiguous(getattr(BACKENDS[last], pass_)(*tensors, layout))
+
+
+def _tell_first_use(name: str, q: Tensor, k: Tensor) -> None:
+    if name not in _first_used:
+        _first_used.add(name)
+        log.info("attention runs on %s (q %s, k %s)", name, list(q.shape), list(k.shape))
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +61,7 @@ def _component(hardware: Hardware, plan: StagePlan, group: NodeGroup, slurm: Slu
 
 def devices_per_node(plan: StagePlan, group: NodeGroup) -> int:
     processes = (plan.by_node.get(node, ()) for node in nodes(group))
-    return max(sum(process.num_devices for process in each) for each in processes)
+    return max(one.first_device + one.num_devices for each in processes for one in each)
 
 
 def nodes(group: NodeGroup) -> range:
@@ -150,10 +149,6 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     chooses: all of its role on the node for a trainer rank (CUDA IPC), only its own for an engine.
     """
     order = [process.role for process in plan.processes]
-    first_device: dict[ProcessPlan, int] = {}
-    for each in plan.by_node.values():
-        counts = accumulate((process.num_devices for process in each), initial=0)
-        first_device |= zip(each, counts, strict=False)
     computing = {
         node: sum(one.role in KINDS for one in each) for node, each in plan.by_node.items()
     }
@@ -164,14 +159,14 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
             processes = tuple(process for process in inside if process.role == role)
             steps = [(process,) for process in processes] if role == "inference" else [processes]
             for step in steps:
-                before, num_computing = first_device[step[0]], computing[step[0].node]
-                found.append(_step_plan(number, part, step, before, num_computing, slurm))
+                num_computing = computing[step[0].node]
+                found.append(_step_plan(number, part, step, num_computing, slurm))
     return sorted(found, key=lambda step: order.index(step.processes[0].role))
 
 
 def _step_plan(
-    number: int, part: Component, processes: tuple[ProcessPlan, ...], first_device: int,
-    num_computing: int, slurm: Slurm,
+    number: int, part: Component, processes: tuple[ProcessPlan, ...], num_computing: int,
+    slurm: Slurm,
 ) -> StepPlan:  # fmt: skip
     first = processes[0]
     num_nodes = len({process.node for process in processes})
@@ -187,7 +182,7 @@ def _step_plan(
         cpus_per_task=max(1, part.cpus // tasks),
         num_threads=max(1, part.cpus // num_computing) if first.role in KINDS else 1,
         gres=gres(slurm, part.gpus) if part.gpus and first.num_devices else None,
-        devices=(first_device, tasks * first.num_devices),
+        devices=(first.first_device, tasks * first.num_devices),
     )
 
 

@@ -7,7 +7,7 @@
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """
 
-from orrery.manifest.schema.constraints import TARGETS, context_misfits, trainer_misfits
+from orrery.manifest.schema.constraints import TARGETS
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
 from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
 from orrery.manifest.schema.model import (
@@ -57,3 +57,4 @@ from orrery.manifest.schema.trainer import (
     Trainer,
     WsdSchedule,
 )
+from orrery.manifest.schema.trainer_constraints import context_misfits, trainer_misfits

@@ -1,7 +1,7 @@
 """Every constraint between fields, once, with its sentence: field, value, rule, and the remedy.
 
 - Each function yields the sentences of the broken rules of one part, in the order of urgency.
-- `Manifest` raises the first. The trainer's benchmark asks `trainer_misfits` for other meshes.
+- `Manifest` raises the first. Rules of the trainer alone are in `trainer_constraints.py`.
 - Jsonnet asserts only what the schema cannot see: hidden settings, and ranks that do not divide.
 """
 
@@ -18,15 +18,21 @@ from orrery.manifest.schema.inference import (
 )
 from orrery.manifest.schema.model import MAX_COUNT, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
-from orrery.manifest.schema.trainer import Lora, Mesh, Trainer, has_state
+from orrery.manifest.schema.trainer import has_state
+from orrery.manifest.schema.trainer_constraints import (
+    divisors,
+    head_divisors,
+    trainer_field_misfits,
+    trainer_misfits,
+)
 
 if TYPE_CHECKING:
-    from orrery.manifest.schema.manifest import Manifest
+    from orrery.manifest.schema.manifest import Hardware, Manifest
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline
 FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
 SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
-KV_BLOCK_TOKENS = {"cpu": 32, "h200": 16}  # vLLM's blocks of cache are a multiple of it
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's blocks of cache are a multiple of it
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -56,7 +62,7 @@ PARTS = {  # the families with a part
 def misfits(run: "Manifest") -> Iterator[str]:
     """Yield the sentences of all broken rules. Later rules rely on earlier ones."""
     yield from _model_misfits(run.model)
-    yield from _trainer_field_misfits(run.trainer)
+    yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
     yield from _orchestrator_misfits(run.orchestrator)
     yield from _task_misfits(run.tasks)
@@ -93,7 +99,7 @@ def _model_misfits(model: Model) -> Iterator[str]:
     if model.num_heads % model.num_kv_heads:
         yield (
             f"model.num_heads {model.num_heads} is not a multiple of num_kv_heads "
-            f"{model.num_kv_heads}; choose num_kv_heads from {_divisors(model.num_heads)}"
+            f"{model.num_kv_heads}; choose num_kv_heads from {divisors(model.num_heads)}"
         )
     if mla is not None and model.head_dim != (width := mla.nope_head_dim + mla.rope_head_dim):
         yield (
@@ -125,33 +131,6 @@ def _model_misfits(model: Model) -> Iterator[str]:
                 f"model.{field} {value!r}: family {model.family!r} has "
                 f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
             )
-
-
-def _trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
-    if (ranks := trainer.mesh.world_size) > MAX_COUNT:
-        yield (
-            f"trainer.mesh.dp_replicate·dp_shard·cp = {ranks}: a trainer has at most {MAX_COUNT} "
-            "ranks; set them to less"
-        )
-    for name in ("kl", "logprob_difference"):
-        warn = getattr(trainer.mismatch, f"warn_{name}")
-        stop = getattr(trainer.mismatch, f"stop_{name}")
-        if warn is not None and stop is not None and warn > stop:
-            yield (
-                f"trainer.mismatch.warn_{name} {warn:g} exceeds stop_{name} {stop:g}: the run "
-                "would end before it warns; set it to at most that"
-            )
-    if trainer.param_dtype == "bfloat16":
-        yield (
-            "trainer.param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and "
-            "at a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' "
-            "(frozen weights beside trainer.lora are held in trainer.compute_dtype)"
-        )
-    if trainer.memory.optimizer_offload and trainer.fsdp.cpu_offload:
-        yield (
-            "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host "
-            "memory already; set trainer.memory.optimizer_offload to false"
-        )
 
 
 def _inference_misfits(inference: Inference) -> Iterator[str]:
@@ -245,21 +224,44 @@ def _task_misfits(tasks: Tasks) -> Iterator[str]:
 
 
 def _node_misfits(run: "Manifest") -> Iterator[str]:
-    mesh, inference, devices = run.trainer.mesh, run.inference, run.hardware.devices_per_node
-    used = sum(run.group_devices.values())
-    if run.hardware.accelerator == "cpu" or run.hardware.num_nodes > 1 or used <= devices:
+    hardware, trainer = run.hardware, run.trainer.mesh.world_size
+    engines = sum(run.group_devices.values()) - trainer
+    if hardware.shared_devices:
+        yield from _sharing_misfits(hardware, trainer, engines)
         return
-    ranks = devices - used + mesh.world_size
-    replicas = (devices - mesh.world_size) // inference.devices_per_replica
+    devices, used = hardware.devices_per_node, trainer + engines
+    if hardware.accelerator == "cpu" or hardware.num_nodes > 1 or used <= devices:
+        return
+    ranks = devices - engines
+    replicas = (devices - trainer) // run.inference.devices_per_replica
     fits = []
     if ranks > 0:
         fits.append(f"trainer.mesh's dp_replicate·dp_shard·cp to at most {ranks}")
-    if replicas > inference.prefill_replicas:
+    if replicas > run.inference.prefill_replicas:
         fits.append(f"inference.num_replicas to at most {replicas}")
     yield (
-        f"trainer {mesh.world_size} + inference {used - mesh.world_size} devices do not fit "
+        f"trainer {trainer} + inference {engines} devices do not fit "
         f"{devices}; set {', or '.join([*fits, f'hardware.devices_per_node to {used}'])}"
     )
+
+
+def _sharing_misfits(hardware: "Hardware", trainer: int, engines: int) -> Iterator[str]:
+    """Yield why trainer and engines cannot run on the same devices."""
+    if hardware.accelerator == "cpu" or hardware.num_nodes > 1:
+        yield (
+            f"hardware.shared_devices: roles share the GPUs of one node, and this run has "
+            f"{hardware.num_nodes} of {hardware.accelerator}; set hardware.shared_devices to false"
+        )
+    most = hardware.devices_per_node
+    for field, devices in (
+        ("trainer.mesh's dp_replicate·dp_shard·cp", trainer),
+        ("inference's devices of all replicas", engines),
+    ):
+        if devices > most:
+            yield (
+                f"{field} {devices} exceeds hardware.devices_per_node {most}, with "
+                f"hardware.shared_devices too; set it to at most {most}"
+            )
 
 
 def _length_misfits(run: "Manifest") -> Iterator[str]:
@@ -305,7 +307,7 @@ def _expert_misfits(run: "Manifest") -> Iterator[str]:
         yield (
             f"inference.expert_parallel: {devices} devices of a replica do not divide "
             f"{moe.num_experts} experts; choose data_parallel·tensor_parallel from "
-            f"{_divisors(moe.num_experts, devices)}, or set inference.expert_parallel to false"
+            f"{divisors(moe.num_experts, devices)}, or set inference.expert_parallel to false"
         )
 
 
@@ -319,7 +321,7 @@ def _engine_misfits(run: "Manifest") -> Iterator[str]:
         )
     for field, width, by, devices in shard_widths(model, inference):
         if width % devices:
-            fits, more = _divisors(width, devices), ""
+            fits, more = divisors(width, devices), ""
             if by == "tensor_parallel":
                 fits = [n for n in fits if n in heads]
             else:
@@ -328,7 +330,9 @@ def _engine_misfits(run: "Manifest") -> Iterator[str]:
                 f"inference.{by} {devices}: {field} {width} does not divide among as many "
                 f"devices; choose {by} from {fits}{more}"
             )
-    if (block := inference.kv_block_tokens) % (least := KV_BLOCK_TOKENS[accelerator]):
+    if (block := inference.kv_block_tokens) % (
+        least := KV_BLOCK_TOKENS["cpu" if accelerator == "cpu" else "gpu"]
+    ):
         yield (
             f"inference.kv_block_tokens {block}: attention on {accelerator} reads blocks of a "
             f"multiple of {least} tokens; try {-(-block // least) * least}"
@@ -472,7 +476,7 @@ def _group_misfits(run: "Manifest") -> Iterator[str]:
         yield (
             f"inference.data_parallel·tensor_parallel = {devices} does not divide "
             f"hardware.devices_per_node {per_node}, and no engine spans nodes; choose from "
-            f"{_divisors(per_node)}"
+            f"{divisors(per_node)}"
         )
     groups = run.group_devices
     left = num_nodes * per_node - sum(groups.values()) + groups["trainer"]
@@ -493,99 +497,3 @@ def _group_misfits(run: "Manifest") -> Iterator[str]:
             f"to {needed}"
             + (f", or trainer.mesh's dp_replicate·dp_shard·cp to {left}" if left > 0 else "")
         )
-
-
-# The trainer and its model -----------------------------------------------------------------------
-
-
-def trainer_misfits(
-    trainer: Trainer, model: Model, accelerator: str, devices: int
-) -> Iterator[str]:
-    """Yield why `trainer` cannot train the model on `devices`, with fitting meshes."""
-    yield from _trainer_field_misfits(trainer)
-    if adapters := list(_adapter_misfits(trainer.lora, model)):
-        yield from adapters
-        return
-    yield from context_misfits(trainer.mesh, model, devices)
-    yield from _spread_misfits(trainer, model, accelerator)
-
-
-def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
-    if lora is None:
-        return
-    if model.family == "hugging_face":
-        yield (
-            "trainer.lora: adapters need a network of this project's own; set trainer.lora to "
-            "null, or choose another model.family"
-        )
-        return
-    moe = model.moe
-    parts = {
-        "attention": True,
-        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
-        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
-    }
-    has = [part for part, is_there in parts.items() if is_there]
-    if lacking := [target for target in lora.targets if target not in has]:
-        yield (
-            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "
-            f"choose from {has}"
-        )
-
-
-def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why the mesh cannot divide one context, and name products cp·dp_shard that can."""
-    sharded = devices // mesh.dp_replicate
-    if devices % mesh.dp_replicate:
-        sharded = mesh.dp_shard * mesh.cp
-    if mesh.cp == 1:
-        return
-    if model.family == "hugging_face":
-        yield (
-            f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
-            f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
-        )
-    elif mesh.cp_style == "ulysses" and mesh.cp not in (heads := head_divisors(model)):
-        fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
-        yield (
-            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} "
-            f"key heads do not divide among as many ranks; choose cp·dp_shard from {fits}"
-            + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
-        )
-
-
-def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
-    mesh = trainer.mesh
-    if mesh.ep == 1:
-        return
-    if model.moe is None:
-        yield (
-            f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; "
-            "set trainer.mesh.ep to 1"
-        )
-        return
-    sharded, experts = mesh.dp_shard * mesh.cp, model.moe.num_experts
-    fits = [n for n in _divisors(sharded) if experts % n == 0]
-    if mesh.ep not in fits:
-        whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
-        yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
-    if mesh.ep_backend == "deepep" and (
-        accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
-    ):
-        yield (
-            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
-            "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
-        )
-
-
-def head_divisors(model: Model) -> list[int]:
-    """Return the numbers of ranks that the heads can be divided among.
-
-    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
-    """
-    groups = model.num_kv_heads
-    return [n for n in _divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
-
-
-def _divisors(whole: int, most: int | None = None) -> list[int]:
-    return [n for n in range(1, (most or whole) + 1) if whole % n == 0]

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema.constraints import misfits
 from orrery.manifest.schema.inference import Inference
@@ -11,15 +12,26 @@ from orrery.manifest.schema.model import Count, Model, NonNegativeInt, Record, S
 from orrery.manifest.schema.orchestrator import Orchestrator, Sft, Stages, Tasks, Transport
 from orrery.manifest.schema.trainer import Trainer
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+
+def _known(accelerator: str) -> str:
+    if accelerator != "cpu" and accelerator not in DEVICES:
+        raise ValueError(f"{accelerator!r} is unknown; choose from {', '.join(['cpu', *DEVICES])}")
+    return accelerator
 
 
 class Hardware(Record):
-    """The shape of the machine. It changes reduction orders."""
+    """The shape of the machine. It changes reduction orders.
 
-    accelerator: Literal["cpu", "h200"]
+    `accelerator` is `cpu` or one of `manifest/devices.py`. With `shared_devices`, trainer and
+    engines run on the same GPUs of one node.
+    """
+
+    accelerator: Annotated[str, AfterValidator(_known)]
     num_nodes: Count
     devices_per_node: Count
+    shared_devices: bool
 
 
 class Manifest(Record):
@@ -28,7 +40,7 @@ class Manifest(Record):
     `python_lock_sha256` is the hash of `locks/cpu.txt`, on GPUs of `locks/cuda.txt`.
     """
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=100)]
     seed: NonNegativeInt
     python_lock_sha256: Sha256

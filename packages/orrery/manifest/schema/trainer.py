@@ -234,8 +234,14 @@ class Checkpoint(Record):
     keep: PositiveInt
 
 
+Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
+
+
 class Trainer(Record):
-    """The RL trainer. SFT shares mesh, precision and memory."""
+    """The RL trainer. SFT shares mesh, precision and memory.
+
+    `attention`: the kernel to prefer. `auto` takes the fastest that the device and the layout have.
+    """
 
     mesh: Mesh
     fsdp: Fsdp
@@ -243,6 +249,7 @@ class Trainer(Record):
     compute_dtype: DType
     reduce_dtype: DType
     compile: bool
+    attention: Attention
     memory: Memory
     lora: Lora | None
     optimizer: Optimizer

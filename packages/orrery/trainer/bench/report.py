@@ -10,7 +10,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from orrery.manifest.devices import DEVICES, Device, Measured, accelerator_of
 from orrery.models import build
 from orrery.models.flops import hardware_flops, is_counted, model_flops
 from orrery.observe.provenance import commit, versions
@@ -48,21 +48,10 @@ WORK = (
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class DeviceRates:
-    """A device's operations and bytes a second. `peak_flops`: dense bfloat16."""
-
-    peak_flops: float
-    dense_flops: float
-    grouped_flops: float
-    attention_flops: float
-    memory_bytes: float
-    link_bytes: float
-    host_link_bytes: float
-
-
-# By torch's device name, of single kernels, NCCL gathers and pinned copies.
-RATES = {"NVIDIA H200": DeviceRates(989e12, 650e12, 590e12, 550e12, 4.2e12, 350e9, 50e9)}
+def _device(name: str) -> Device | None:
+    """Return the device that torch calls `name`, or None if it is unknown."""
+    accelerator = accelerator_of(name)
+    return None if accelerator is None else DEVICES[accelerator]
 
 
 def result(
@@ -86,7 +75,7 @@ def result(
         count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)
     ]
     first = answers[0]
-    rates = RATES.get(first["device"])
+    device = _device(first["device"])
     # The profiled step may have other documents.
     predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
     planned = plan_memory(model, trainer, request.load, first["device_bytes"])
@@ -117,8 +106,8 @@ def result(
         "warmup_s": slowest_s("warmup", asked.warmup),
         "build_s": max(answer["build_s"] for answer in answers),
         "wall_s": wall_s,
-        **_work(request, every, request.num_devices * statistics.mean(step_s), rates),
-        "peak_flops": None if rates is None else rates.peak_flops,
+        **_work(request, every, request.num_devices * statistics.mean(step_s), device),
+        "peak_flops": None if device is None else device.bf16_flops,
         "peak_allocated_bytes": most("peak_allocated_bytes"),
         "peak_reserved_bytes": most("peak_reserved_bytes"),
         "allocated_before_steps_bytes": most("allocated_bytes", "memory_before_steps"),
@@ -141,7 +130,7 @@ def result(
 
 
 def _work(
-    request: BenchRequest, every: list[list[int]], device_s: float, rates: DeviceRates | None
+    request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
     """Return the `WORK` of steps. `every`: document lengths by step.
 
@@ -154,7 +143,7 @@ def _work(
     true = statistics.mean(model_flops(model, lengths, has_adapters).total for lengths in every)
     executed = statistics.mean(hardware_flops(model, trainer, lengths).total for lengths in every)
     per_token = true / statistics.mean(sum(lengths) for lengths in every)
-    mfu = None if rates is None else true / device_s / rates.peak_flops
+    mfu = None if device is None else true / device_s / device.bf16_flops
     tflops = true / device_s / 1e12, executed / device_s / 1e12
     return dict(zip(WORK, (per_token, *tflops, executed / true, mfu), strict=True))
 
@@ -242,7 +231,8 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
     Elementwise work counts as fused, and computation hides communication. `lengths`: a cp group's
     documents. None without the device's rates or the model's operations.
     """
-    rates = RATES.get(device)
+    known = _device(device)
+    rates = known.measured if known else None
     if rates is None or not is_counted(request.model):
         return None
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
@@ -303,7 +293,7 @@ def _communication_bytes(
 
 
 def _optimizer_s(
-    request: BenchRequest, trained: float, shards: int, rates: DeviceRates
+    request: BenchRequest, trained: float, shards: int, rates: Measured
 ) -> tuple[float, float, float]:
     """Return seconds of (kernels, offloaded states' copies, Muon's all-to-alls).
 

@@ -9,6 +9,8 @@
 
 import torch
 
+from orrery.kernels.attention import prefer
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, lora
 from orrery.models.causal_lm import CausalLm
@@ -24,7 +26,14 @@ from orrery.trainer.policy import Policy
 
 
 def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
-    """Return the parallelized policy with unset weights, on "meta" if it is sharded."""
+    """Return the parallelized policy with unset weights, on "meta" if it is sharded.
+
+    Raise OrreryError if the kernel of `trainer.attention` is not installed.
+    """
+    try:
+        prefer(trainer.attention)
+    except ValueError as error:
+        raise OrreryError(f"trainer.attention {trainer.attention!r}: {error}") from None
     network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
     memory = trainer.memory
     policy = Policy(network, memory.lm_head_chunk_tokens, memory.lm_head_keeps_logits)

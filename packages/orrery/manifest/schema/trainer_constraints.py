@@ -1,0 +1,160 @@
+"""Constraints of the trainer and its model, for manifests and for benchmarks of other meshes."""
+
+from collections.abc import Iterator
+
+from orrery.manifest.devices import AMPERE, DEVICES, HOPPER
+from orrery.manifest.schema.model import MAX_COUNT, Model
+from orrery.manifest.schema.trainer import Lora, Mesh, Trainer
+
+
+def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
+    if (ranks := trainer.mesh.world_size) > MAX_COUNT:
+        yield (
+            f"trainer.mesh.dp_replicate·dp_shard·cp = {ranks}: a trainer has at most {MAX_COUNT} "
+            "ranks; set them to less"
+        )
+    for name in ("kl", "logprob_difference"):
+        warn = getattr(trainer.mismatch, f"warn_{name}")
+        stop = getattr(trainer.mismatch, f"stop_{name}")
+        if warn is not None and stop is not None and warn > stop:
+            yield (
+                f"trainer.mismatch.warn_{name} {warn:g} exceeds stop_{name} {stop:g}: the run "
+                "would end before it warns; set it to at most that"
+            )
+    if trainer.param_dtype == "bfloat16":
+        yield (
+            "trainer.param_dtype 'bfloat16': a step below 1/512 of a weight is rounded away, and "
+            "at a learning rate of 1e-6 no weight moves; set trainer.param_dtype to 'float32' "
+            "(frozen weights beside trainer.lora are held in trainer.compute_dtype)"
+        )
+    if trainer.memory.optimizer_offload and trainer.fsdp.cpu_offload:
+        yield (
+            "trainer.memory.optimizer_offload with fsdp.cpu_offload: the state lives in host "
+            "memory already; set trainer.memory.optimizer_offload to false"
+        )
+
+
+def trainer_misfits(
+    trainer: Trainer, model: Model, accelerator: str, devices: int
+) -> Iterator[str]:
+    """Yield why `trainer` cannot train the model on `devices`, with fitting meshes."""
+    yield from trainer_field_misfits(trainer)
+    if adapters := list(_adapter_misfits(trainer.lora, model)):
+        yield from adapters
+        return
+    yield from context_misfits(trainer.mesh, model, devices)
+    yield from _spread_misfits(trainer, model, accelerator)
+    yield from _attention_misfits(trainer, model, accelerator)
+
+
+def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
+    if lora is None:
+        return
+    if model.family == "hugging_face":
+        yield (
+            "trainer.lora: adapters need a network of this project's own; set trainer.lora to "
+            "null, or choose another model.family"
+        )
+        return
+    moe = model.moe
+    parts = {
+        "attention": True,
+        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
+        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
+    }
+    has = [part for part, is_there in parts.items() if is_there]
+    if lacking := [target for target in lora.targets if target not in has]:
+        yield (
+            f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "
+            f"choose from {has}"
+        )
+
+
+def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
+    """Yield why the mesh cannot divide one context, and name products cp·dp_shard that can."""
+    sharded = devices // mesh.dp_replicate
+    if devices % mesh.dp_replicate:
+        sharded = mesh.dp_shard * mesh.cp
+    if mesh.cp == 1:
+        return
+    if model.family == "hugging_face":
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
+            f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
+        )
+    elif mesh.cp_style == "ulysses" and mesh.cp not in (heads := head_divisors(model)):
+        fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
+        yield (
+            f"trainer.mesh.cp {mesh.cp}: {model.num_heads} query heads and {model.num_kv_heads} "
+            f"key heads do not divide among as many ranks; choose cp·dp_shard from {fits}"
+            + ("" if sharded % mesh.cp else ", or set trainer.mesh.cp_style to 'ring'")
+        )
+
+
+def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
+    mesh = trainer.mesh
+    if mesh.ep == 1:
+        return
+    if model.moe is None:
+        yield (
+            f"trainer.mesh.ep {mesh.ep}: family {model.family!r} has no experts to spread; "
+            "set trainer.mesh.ep to 1"
+        )
+        return
+    sharded, experts = mesh.dp_shard * mesh.cp, model.moe.num_experts
+    fits = [n for n in divisors(sharded) if experts % n == 0]
+    if mesh.ep not in fits:
+        whole = f"dp_shard·cp = {sharded}" if sharded % mesh.ep else f"{experts} experts"
+        yield f"trainer.mesh.ep {mesh.ep} does not divide {whole}; choose from {fits}"
+    if mesh.ep_backend == "deepep" and (
+        accelerator == "cpu" or trainer.compute_dtype != "bfloat16"
+    ):
+        yield (
+            "trainer.mesh.ep_backend 'deepep' moves bfloat16 between GPUs and nothing else; "
+            "set trainer.mesh.ep_backend to 'torch', or trainer.compute_dtype to 'bfloat16' on GPUs"
+        )
+
+
+KERNELS = {  # of attention: the least compute capability, and the greatest head size
+    "fa2": (AMPERE, 256),
+    "fa4": (HOPPER, 128),
+    "cudnn": (HOPPER, 128),
+}
+
+
+def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
+    """Yield why the device or the model lacks the kernel of `trainer.attention`."""
+    choice = trainer.attention
+    if choice == "auto":
+        return
+    lacks, others = None, ["auto", "plain"]
+    if model.family == "hugging_face":
+        lacks, others = "transformers chooses the kernel of its networks", ["auto"]
+    elif choice == "fa3":
+        lacks = "no package of locks/cuda.txt has gradients of FlashAttention 3"
+        others = [*others, "fa2", "fa4", "cudnn"]
+    elif choice != "plain":
+        capability, most = KERNELS[choice]
+        has = None if accelerator == "cpu" else DEVICES[accelerator].capability
+        if has is None or has < capability or (choice == "fa4" and has != capability):
+            only = "" if choice == "fa4" else " or newer"
+            lacks = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{only}"
+        elif trainer.compute_dtype != "bfloat16":
+            lacks = f"computes in bfloat16, not in {trainer.compute_dtype}"
+        elif model.head_dim > most or (choice == "fa4" and model.head_dim != most):
+            lacks = f"has no kernel for model.head_dim {model.head_dim} with gradients"
+    if lacks is not None:
+        yield f"trainer.attention {choice!r} on {accelerator}: {lacks}; choose from {others}"
+
+
+def head_divisors(model: Model) -> list[int]:
+    """Return the numbers of ranks that the heads can be divided among.
+
+    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
+    """
+    groups = model.num_kv_heads
+    return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
+
+
+def divisors(whole: int, most: int | None = None) -> list[int]:
+    return [n for n in range(1, (most or whole) + 1) if whole % n == 0]
