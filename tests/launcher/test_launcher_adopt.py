@@ -207,13 +207,13 @@ def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, 
     with pytest.raises(
         OrreryError,
         match=(
-            rf"{two.path.name}: no stage of it is done, so there is nothing to adopt; start "
+            rf"{two.path.name}: none of its stages is done, so it has no state to adopt; start "
             rf"elsewhere by itself"
         ),
     ):
         adopt(one, two)
     with pytest.raises(
-        OrreryError, match=r"it has begun; only a run that has not can adopt another"
+        OrreryError, match=r"has already begun, and only a new run can adopt another"
     ):
         adopt(other, one)
 
@@ -224,7 +224,7 @@ def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
     run = begun(checkout, other)
     with (
         hold_lock(other.path),
-        pytest.raises(OrreryError, match="another launcher runs this run"),
+        pytest.raises(OrreryError, match="another launcher is running this run"),
     ):
         adopt(run, other)
     write(
@@ -234,7 +234,7 @@ def test_a_run_that_is_going_is_not_adopted_and_a_failure_leaves_nothing(
     monkeypatch.setattr(
         shutil, "copy2", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    with pytest.raises(OrreryError, match=r"nothing is adopted: .*No space left on device"):
+    with pytest.raises(OrreryError, match=r"cannot adopt the other run: .*No space left on device"):
         adopt(run, other)
     assert [path.name for path in (checkout / "runs").iterdir()] == [other.path.name]
 

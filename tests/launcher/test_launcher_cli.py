@@ -142,7 +142,7 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("run", "reverse_text", "rl"), "rl: sft is not done"),
         (("status",), "no run has started here"),
         (("status", "reverse_tex"), "did you mean 'reverse_text'?"),
-        (("stop", "reverse_text"), "no launcher runs it"),
+        (("stop", "reverse_text"), "is not running; type"),
         (("logs", "reverse_text", "trainer"), "the processes with a log are none yet"),
         (("report", "reverse_text"), "not started"),
         (("report", "--summary", "reverse_text"), "it has no report yet"),
@@ -150,7 +150,7 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("serve", "reverse_text"), "it has no weights of RL yet; type `snakemake"),
         (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
         (("bench",), "say what"),
-        (("bench", "a/b"), "there is no such figure"),
+        (("bench", "a/b"), "is not a known figure"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_non_zero_exit(checkout, capsys, words, sentence):
@@ -346,7 +346,7 @@ def test_a_plan_is_written_into_a_new_folder_alone_and_without_slurm_has_the_sta
 ):
     Path("here").mkdir()
     assert orrery(capsys, "plan", "reverse_text", "--write", "here")[::2] == (
-        2, "error: here: is there already; name a folder that is not, or remove this one\n"
+        2, "error: here: exists already; remove it, or name a new folder\n"
     )  # fmt: skip
     assert not list(Path("here").iterdir())
     assert orrery(capsys, "plan", "reverse_text", "rl", "--write", "there/plan")[0] == 0
@@ -571,7 +571,7 @@ def test_a_run_folder_whose_manifest_was_edited_is_refused_by_name_and_by_folder
     for word in ("reverse_text", made.run_dir.name):
         with pytest.raises(
             OrreryError,
-            match=r"manifest\.json: is of reverse_text-[0-9a-f]{12} by its hash: it was edited",
+            match=r"manifest\.json: its hash is that of reverse_text-[0-9a-f]{12}, so it was",
         ):
             job(word, "rl")
 

@@ -153,12 +153,14 @@ def test_a_missing_file_is_named(checkout, built):
 def test_a_damaged_file_is_found_when_asked(checkout, built):
     built.write_bytes(b"something else")
     assert containers.find_image(checkout, built.parent, "trainer", "cpu") == built
-    with pytest.raises(OrreryError, match=r"the file is not the one of containers/images\.lock"):
+    with pytest.raises(
+        OrreryError, match=r"the file's sha256 differs from containers/images\.lock"
+    ):
         containers.find_image(checkout, built.parent, "trainer", "cpu", verify=True)
 
 
 def test_a_role_without_an_image_is_named(checkout):
-    with pytest.raises(OrreryError, match="there is none for the role 'referee'"):
+    with pytest.raises(OrreryError, match="no image is for the role 'referee'"):
         containers.recipe(checkout, "referee", "cpu")
 
 

@@ -87,7 +87,7 @@ def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_t
         "  decode: 8 nodes × 8 H200: inference.8-15" in said
         and "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
     )
-    assert "note: no submission is shown: site.toml: there is no site file" in said
+    assert "note: no submission is shown: site.toml: does not exist" in said
     assert (
         "type `cp docs/site.example.toml site.toml`" in said
         and (ROOT / "docs/site.example.toml").is_file()
@@ -129,7 +129,7 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert lines == [
-        f"error: manifests/reverse_text.json: differs from what its spec renders to now "
+        f"error: manifests/reverse_text.json: differs from its rendered spec "
         f"({spec.relative_to(checkout)}); "
         "type `orrery render reverse_text` and review the change"
     ]
@@ -169,7 +169,7 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     result = subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "MissingRule" not in result.stderr
     assert (
-        "error: run 'reverse_tex': there is no manifests/reverse_tex.json; did you mean "
+        "error: run 'reverse_tex': manifests/reverse_tex.json does not exist; did you mean "
         "'reverse_text'?" in result.stderr
     )
 
@@ -179,8 +179,7 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
     [
         (
             ["reverse_tex"],
-            "run 'reverse_tex': no run, and no group of runs, has this name; did you "
-            "mean 'reverse_text'?",
+            "run 'reverse_tex': is neither a run nor a group of runs; did you mean 'reverse_text'?",
         ),
         (
             ["-n", "reverse_text", "--", "reverse_text_seed"],
@@ -188,13 +187,13 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         ),
         (
             ["zzzz"],
-            "run 'zzzz': no run, and no group of runs, has this name; `ls manifests "
+            "run 'zzzz': is neither a run nor a group of runs; `ls manifests "
             "jsonnet/runs` shows all names",
         ),
-        (["rl"], "run 'rl': no run, and no group of runs, has this name; "),
+        (["rl"], "run 'rl': is neither a run nor a group of runs; "),
         (
             ["runs/FOLDERa/stages/rl/DONE"],
-            "no checked-in manifest has the run folder 'FOLDERa'; did you mean 'FOLDER'?",
+            "no checked-in manifest is of run folder 'FOLDERa'; did you mean 'FOLDER'?",
         ),
         (
             ["./runs/FOLDER/stages/rk/DONE"],

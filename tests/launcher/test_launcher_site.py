@@ -58,7 +58,7 @@ def test_no_file_is_this_machine_alone(workspace):
     assert (site.slurm, site.containers, site.network) == (None, None, None)
     with pytest.raises(
         OrreryError,
-        match=r"site\.toml: there is no site file.*cp docs/site\.example\.toml site\.toml",
+        match=r"site\.toml: does not exist, and its .*cp docs/site\.example\.toml site\.toml",
     ):
         cluster(workspace)
 
@@ -142,5 +142,5 @@ def test_a_home_is_a_home_and_a_file_that_is_no_text_is_one_sentence(workspace):
 
 def test_several_nodes_need_a_network():
     check_network(Site(), 1, "rl of x")
-    with pytest.raises(OrreryError, match="rl of x has 4 nodes, and the site file has no"):
+    with pytest.raises(OrreryError, match="rl of x has 4 nodes, but the site file has no"):
         check_network(Site(), 4, "rl of x")

@@ -399,7 +399,7 @@ def test_a_second_launcher_of_the_same_run_gets_one_sentence(run_dir):
     assert status.lock_holder(run_dir).pid == first.pid
     code, stderr = end(launch(run_dir, ("trainer", ["ready", "wait"])))
     assert code == 2 and stderr.count("\n") == 1
-    assert f"another launcher runs this run (pid {first.pid})" in stderr
+    assert f"another launcher is running this run (pid {first.pid})" in stderr
     first.send_signal(signal.SIGTERM)
     end(first)
     assert status.lock_holder(run_dir) is None

@@ -500,7 +500,7 @@ def test_an_engine_that_stays_away_ends_the_run_by_its_name(tmp_path, monkeypatc
 
 # Direct wires
 
-ALONG = f"take 1 {ELSEWHERE}: trainer 0 did not send its slices"
+ALONG = f"transfer 1 {ELSEWHERE}: trainer 0 did not send its slices"
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_an_interrupted_engine_gets_the_version_without_the_lost_one_under_one_l
 def test_a_retry_after_the_trainer_has_stepped_waits_for_the_next_version_unfenced(
     tmp_path, monkeypatch
 ):
-    late = f"take 2 {ELSEWHERE}: version 3 {GONE}"
+    late = f"transfer 2 {ELSEWHERE}: version 3 {GONE}"
     trainer = Trainer()
     stand_ins = [
         StandIn(untaken_at_first=[[ALONG], [late]]),
@@ -614,7 +614,7 @@ def test_an_engine_that_hangs_in_a_take_is_lost_soon_after_the_take_was_over_for
         assert (await fleet.update(trainer.publish(tmp_path / "wire"))).version == 3
         assert fleet.registry.at(Phase.HEALTHY) == [0]
         assert (
-            "engine 1 hung in a take that was over for another 0.2 s before"
+            "engine 1 hung in a transfer 0.2 s after it had ended elsewhere"
             in fleet.registry[1].why
         )
 

@@ -90,7 +90,7 @@ def test_ports_that_do_not_suffice_are_a_sentence(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         with pytest.raises(
-            RunFailed, match=rf"ports {port} to {port}: 0 are free on 127.0.0.1, 1 are needed"
+            RunFailed, match=rf"ports {port} to {port}: 127.0.0.1 has 0 free, but 1 are needed"
         ):
             network.free_ports(1)
 

@@ -100,7 +100,7 @@ def test_a_level_that_there_is_not_is_one_line(tmp_path, monkeypatch):
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 2
     assert (
-        stderr.strip() == "error: ORRERY_LOG_LEVEL: there is no level 'loud'; "
+        stderr.strip() == "error: ORRERY_LOG_LEVEL: 'loud' is not a level; "
         "choose from debug, info, warning, error"
     )
 

@@ -109,7 +109,7 @@ def test_damage_is_named(tmp_path, damage, message):
 
 def test_an_empty_checkpoint_is_not_completed(tmp_path):
     tmp_path.joinpath("step_1").mkdir()
-    with pytest.raises(OrreryError, match="nothing to complete"):
+    with pytest.raises(OrreryError, match="has no files; a checkpoint"):
         checkpoints.complete(tmp_path / "step_1")
 
 
@@ -394,7 +394,7 @@ def test_an_earlier_attempts_endpoint_is_not_seen(tmp_path):
     rendezvous.publish(process(tmp_path, "router", attempt=1), "http://old")
     with pytest.raises(
         RunFailed,
-        match=r"orchestrator 0 waited 0\.1 s for router 0 to say where it listens; "
+        match=r"orchestrator 0 waited 0\.1 s for router 0 to publish its address; "
         r"read logs/router\.0\.log",
     ):
         rendezvous.await_endpoints(

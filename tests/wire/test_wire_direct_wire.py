@@ -246,7 +246,7 @@ def test_who_has_come_hears_at_once_that_another_will_not(tmp_path, kind):
             assert time.monotonic() - begin < 10
             time.sleep(0.001)
         assert [(error, version) for version, error, _ in ranks[0].takes] == [
-            ("engine 1 (rank 0) did not come before the take was given up", 0)
+            ("engine 1 (rank 0) did not come before the transfer was given up", 0)
         ]
 
 
@@ -506,6 +506,6 @@ def test_a_forged_fingerprint_ends_the_publication_by_name(tmp_path):
         [known] = [key for key in store.list_keys() if key.endswith("holding/1")]
         store.set(known.replace("holding/1", "share/2/1"), bytes(8 * len(SHAPES)))
         [refused] = together(partial(ranks[0].publish, 2))
-        assert isinstance(
-            refused, WireFailed
-        ) and "trainer 1, its fingerprints of version 2" in str(refused)
+        assert isinstance(refused, WireFailed) and "trainer 1's fingerprints of version 2" in str(
+            refused
+        )

@@ -291,7 +291,9 @@ def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
     async def run():
         async with wire_of(kind, tmp_path, num_ranks=2) as wire:
             uneven = Batch(1, [[documents([2])], []])
-            with pytest.raises(OrreryError, match=r"batch 1: micro-batches a rank \[1, 0\]"):
+            with pytest.raises(
+                OrreryError, match=r"batch 1: the ranks have \[1, 0\] micro-batches"
+            ):
                 await wire.sender.send(uneven)
 
     asyncio.run(run())
@@ -434,7 +436,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             stranger = wire.receiver()
             with pytest.raises(
                 RunFailed,
-                match=r"the token is not this run's; both processes must be of one attempt",
+                match=r"the orchestrator has the token of another attempt; restart the stage",
             ):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
@@ -495,7 +497,7 @@ with role_process("orchestrator") as ctx:
         assert role.returncode == 0, role.stderr
     else:
         assert role.returncode == 1 and role.stderr.splitlines()[-1].startswith(
-            "error: the run's token: none came by standard input, though"
+            "error: the run's token: a launcher started this process without"
         )
 
 

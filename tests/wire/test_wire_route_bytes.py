@@ -84,7 +84,8 @@ def test_layers_without_experts_are_left_out_and_one_byte_may_become_two():
 )
 def test_parts_that_are_not_of_this_model_and_these_tokens_are_refused(parts):
     with pytest.raises(
-        ValueError, match="are not of 14 tokens, 3 layers, 2 experts a token in uint8"
+        ValueError,
+        match="has 14 tokens, and the model 3 layers with experts, 2 experts per token",
     ):
         column(14, [split(answer(rows), start)[1] for rows, start in parts], SHAPE)
 

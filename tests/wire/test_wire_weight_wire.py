@@ -173,11 +173,11 @@ def test_the_folder_is_its_owners_alone_and_one_of_another_is_refused(tmp_path, 
         WeightPublisher(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "w")
-    with pytest.raises(OrreryError, match="link: a link, or another user's folder"):
+    with pytest.raises(OrreryError, match="link: is a link or another user's folder"):
         WeightPublisher(tmp_path / "link")
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(OrreryError, match="w: a link, or another user's folder"):
+    with pytest.raises(OrreryError, match="w: is a link or another user's folder"):
         WeightPublisher(tmp_path / "w")
 
 
@@ -401,7 +401,7 @@ def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, mo
     with pytest.raises(
         OrreryError,
         match=r"^transport\.weights 'nixl': .*; "
-        r"install nixl as locks/ has it, or set it to 'nccl'$",
+        r"install the nixl version of locks/, or set transport\.weights to 'nccl'$",
     ):
         if end == "trainer":
             make_weight_sender("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))

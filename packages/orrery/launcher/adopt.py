@@ -1,8 +1,8 @@
 """Adopt another run's state, on other devices or in another layout.
 
-- The manifests may differ in the fields in `FREE` alone. They do not change the training.
+- The manifests may differ only in the fields in `FREE`, which do not change the training.
 - Finished stages and complete checkpoints are copied or hard-linked.
-- The folder appears whole or not at all.
+- The run's folder is created in one step, so it is never incomplete.
 """
 
 import json
@@ -38,7 +38,7 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied: files of the other run, and files that the run makes again.
+# These are not copied: they describe the other run, or the run makes them again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
@@ -49,13 +49,13 @@ def adopt(run: Run, other: Run) -> str:
     """
     if run.path.exists():
         raise OrreryError(
-            f"{run.path.name}: it has begun; only a run that has not can adopt another "
-            f"(remove runs/{run.path.name} to drop it)"
+            f"{run.path.name}: has already begun, and only a new run can adopt another; "
+            f"remove runs/{run.path.name} to begin anew"
         )
     if not other.finished():
         raise OrreryError(
-            f"{other.path.name}: no stage of it is done, so there is nothing to adopt; "
-            f"start {run.manifest.name} by itself"
+            f"{other.path.name}: none of its stages is done, so it has no state to adopt; "
+            f"start {run.manifest.name} without it"
         )
     if changed := [one for one in diff(other.manifest, run.manifest) if not _is_free(one.field)]:
         more = f" and {len(changed) - 1} fields more" if changed[1:] else ""
@@ -67,7 +67,7 @@ def adopt(run: Run, other: Run) -> str:
         )
     made = run.path.with_name(f".{run.path.name}.partial")
     with hold_lock(other.path), hold_lock(made):
-        for left in made.iterdir():  # from a killed process
+        for left in made.iterdir():  # left by a killed process
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
@@ -85,7 +85,7 @@ def adopt(run: Run, other: Run) -> str:
             shutil.rmtree(made, ignore_errors=True)
             if isinstance(error, shutil.Error):  # copytree has an error per file
                 why = error.args[0][0][2]
-                raise OrreryError(f"{run.path.name}: nothing is adopted: {why}") from error
+                raise OrreryError(f"{run.path.name}: cannot adopt the other run: {why}") from error
             raise
     return where
 
@@ -99,7 +99,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     row = {"run": other.path.name, "done": done, "checkpoint": checkpoint}
     write_atomic(made / ADOPTED, (json.dumps(row) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:  # keeps its times
+    if (last := statuses.read(other.path)) is not None:  # keep the other run's times
         command = resume_command(run, next_stage)
         message = f"adopted from {other.path.name}: {where}; type `{command}` to go on"
         replace(

@@ -40,7 +40,7 @@ class Figure:
 
 
 def figures(root: Path) -> list[Figure]:
-    """Return every recorded figure. Raise OrreryError for another file."""
+    """Return every recorded figure. Raise OrreryError for a file of another form."""
     found = []
     for path in sorted(root.glob("**/*.json")):
         try:
@@ -57,7 +57,7 @@ def _figures(record: dict, name: Path) -> list[Figure]:
     rows = record.get("rows") or []
     measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
     if not rows or ("value" in record and (record["unit"], record["value"]) not in measured):
-        rows = [{}, *rows]  # the record's own value is not one of its rows
+        rows = [{}, *rows]  # the record's main value is not among its rows
     found = []
     for row in rows:
         if row.get("unit", record["unit"]) != record["unit"]:
@@ -103,15 +103,14 @@ def run(root: Path, figure: str) -> int:
             words = _without_folders(shlex.split(json.loads(record.read_text())["command"])[1:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OrreryError(
-                f"{record}: no command of a benchmark's record can be read from it ({error!r}); "
-                "run its script"
+                f"{record}: has no command of a benchmark ({error!r}); run the script beside it"
             ) from None
     elif script.is_file():
         words = [str(script.relative_to(root.parent))]
     else:
         near = nearest(figure, recorded)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(recorded)}"
-        raise OrreryError(f"benchmark {figure!r}: there is no such figure; {hint}")
+        raise OrreryError(f"benchmark {figure!r}: is not a known figure; {hint}")
     print(f"+ {shlex.join(['python', *words])}", flush=True)
     return subprocess.run([sys.executable, *words], cwd=root.parent).returncode
 

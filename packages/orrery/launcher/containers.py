@@ -1,11 +1,11 @@
 """The image of a role, and the container that its command runs in.
 
-- An image holds packages, never code. `containers/images.lock` has each image's recipe (the digest
-  of the files that decide its content) and the sha256 of its SIF file.
+- An image holds packages, never our code. For each image `containers/images.lock` has the recipe (a
+  digest of the files that determine its content) and the sha256 of the SIF file.
 - The code is a read-only snapshot in the run's folder.
-- A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp. No
-  `--contain`: ranks, engines and NCCL share /dev/shm and InfiniBand.
-- Variables go in through APPTAINERENV_*, because every user can read a command line.
+- A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp.
+  `--contain` is not used, because ranks, engines and NCCL share /dev/shm and InfiniBand.
+- Environment variables are passed as APPTAINERENV_*: other users could read a command line.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
     files = ["base.def", f"debian.{hardware}.lock", *TOOLS]
     if image == "base":
         return tuple(f"containers/{name}" for name in files)
-    files += [f"{image}.def", "debian.cuda.lock"]  # the GPU base has the compiler
+    files += [f"{image}.def", "debian.cuda.lock"]  # the base of GPU images includes the compiler
     files += ["python.sh", "contested.py", "sdists.in", "make_wheels.py"]
     lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
     folder = dict.fromkeys(f"containers/{name}" for name in files)
@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the name with the digest, because Snakemake knows images by name."""
+    """Return a file name with the digest, because Snakemake compares images by name."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -90,10 +90,10 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the file in `images_dir` of a role's (or image's) image.
+    """Return the file in `images_dir` of a role's image, or of an image by its name.
 
-    Raise OrreryError if the recipe differs from the lock's, or the file is missing or (`verify`)
-    damaged.
+    Raise OrreryError if the recipe differs from the lock, or the file is missing. With `verify`,
+    also if the file is damaged.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -114,14 +114,14 @@ def find_image(
         )
     if verify and sha256(path) != one.sif:
         raise OrreryError(
-            f"{workspace.shown(path)}: the file is not the one of {LOCK}; "
+            f"{workspace.shown(path)}: the file's sha256 differs from {LOCK}; "
             f"remove it and type `{build} {image}_{hardware}`"
         )
     return path
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the present image's record. Remove a record without image."""
+    """Return the record of the existing image file. Remove a record without such a file."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -139,18 +139,18 @@ def _image(role: str) -> Image:
     known: dict[str, Image] = {image: image for image in IMAGES} | IMAGE_OF
     if role not in known:
         names = ", ".join(known)
-        raise OrreryError(f"image: there is none for the role {role!r}; there are {names}")
+        raise OrreryError(f"image: no image is for the role {role!r}; choose from {names}")
     return known[role]
 
 
 # The container
 
 
-CODE = "/orrery/code"  # the snapshot, on every image's PYTHONPATH
+CODE = "/orrery/code"  # place of the snapshot in a container, on its PYTHONPATH
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # a user's options for Apptainer
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # the user's own options of Apptainer
 )
-CACHES = {  # there is no home
+CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
     "XDG_CONFIG_HOME": "/tmp/.config",
     "TRITON_HOME": "/tmp",
@@ -179,7 +179,7 @@ def enter_image(gpus: bool) -> list[str]:
 
 
 def with_modules(site: Containers | None, argv: list[str]) -> list[str]:
-    """Return `argv`, in a login shell that loads the site's modules."""
+    """Return a command that runs `argv` in a login shell after it loads the site's modules."""
     if site is None or not site.modules:
         return argv
     return ["bash", "-lc", f'module load {shlex.join(site.modules)} && exec "$@"', "bash", *argv]

@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # the list shows an older run with its remedy
+    except OrreryError as error:  # list an older release's run with its remedy
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -150,7 +150,7 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
     if not chosen:
         names = ", ".join(log.stem for log in every) or "none yet"
         raise OrreryError(
-            f"logs of {role or path.name}: there are none in {logs_dir(path)}; "
+            f"{logs_dir(path)}: has no log of {role or path.name}; "
             f"the processes with a log are {names}"
         )
     return chosen
@@ -179,7 +179,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # the last newline ends the last line
+    ends = num_lines + 1  # one more, since the file ends with a newline
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

@@ -1,6 +1,7 @@
-"""Export a run's checkpoint as a Hugging Face folder, with Slurm in a small job.
+"""Export a run's checkpoint as a Hugging Face folder.
 
-A login node has no torch and little memory. Complete checkpoints are read without a lock.
+With Slurm a small job does it, because a login node has no torch and little memory. Complete
+checkpoints do not change, so no lock is needed.
 """
 
 import os
@@ -17,9 +18,9 @@ from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 
-# The job's folder is its container's /tmp: torch leaves caches there.
+# The container's /tmp is the job's own folder, since torch leaves caches there.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
-CPUS, MEMORY_MB = 2, 16_000  # one file of at most 5 GB and its converted tensors
+CPUS, MEMORY_MB = 2, 16_000  # fits one file of at most 5 GB and its converted tensors
 
 
 def run(
@@ -61,11 +62,11 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    """Raise OrreryError if only the job's node sees the folder."""
-    # List the folder: a network file system may cache a missing single name.
+    """Raise OrreryError if this node does not see the folder that the job wrote."""
+    # List the parent: a network file system may cache that a name is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
-            f"--to {to}: the job wrote it on its node, and it is not to be seen here; "
+            f"--to {to}: the job wrote it on its node, but this node does not see it; "
             "choose a folder that all nodes share"
         )
     return code

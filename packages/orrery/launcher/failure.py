@@ -1,6 +1,6 @@
-"""Find the first failed process, the cause, and the stage's last message.
+"""Find the process that failed first, and write the stage's last message.
 
-A process that an error names is blamed if it fails too.
+If its error names another process that fails too, the other process is blamed.
 """
 
 import re
@@ -17,17 +17,17 @@ from orrery.runtime.health import FAILED, listed
 from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # for the failure of the process that an error names
-SETTLE_S = 0.3  # for consequences of a first failure to appear
-EVIDENCE_S = 2.0  # for stacks and flight recorders to reach the logs
-RECORDED_S = 10.0  # for the flight recorder of a rank on a busy host
-SLURM_SAYS_S = 2.0  # for Slurm to say whether it sent a role's SIGTERM
+BLAME_S = 5.0  # wait for the failure of a process that an error names
+SETTLE_S = 0.3  # wait after the first failure for failures at the same time
+EVIDENCE_S = 2.0  # wait until stacks and flight recorders are in the logs
+RECORDED_S = 10.0  # longest wait for a rank's flight recorder on a busy host
+SLURM_SAYS_S = 2.0  # wait for Slurm to report whether it sent a role's SIGTERM
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
     """Return the processes in `names` that `error` mentions.
 
-    `engine 0` is `inference.0`, and `router` is `router.0`.
+    The words `engine 0` mean `inference.0`, and `router` means `router.0`.
     """
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
@@ -46,7 +46,7 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
     text += f"; its log is {first.log}"
     peers = [one for one in stage.processes if one.plan.role == first.plan.role]
     others = any(one is not first and _can_answer(stage, one) for one in peers)
-    if others and (first.poll() or 0) < 0:  # a killed process reports no error itself
+    if others and (first.poll() or 0) < 0:  # a killed process cannot report an error
         text += f"; {keep_evidence(stage)}"
     return Outcome("failed", f"{text}; {stage.resume_hint()}", 1)
 
@@ -68,7 +68,7 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
 
 
 def lost_nodes(stage: RunningStage, ended: Sequence[Process | SlurmTask] = ()) -> list[str]:
-    """Return the job's lost nodes, at most the nodes of `ended` if given."""
+    """Return the job's lost nodes, only among the nodes of `ended` if given."""
     if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
         return []
     tasks = [one for one in stage.processes if isinstance(one, SlurmTask)]
@@ -102,9 +102,9 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make every process write its stacks, and trainer ranks torch's flight recorder.
+    """Make every process write its stacks, and trainer ranks write torch's flight recorder.
 
-    Return their paths.
+    Return a text with the paths of both.
     """
     for process in stage.processes:
         if process.name in stage.health:  # it wrote health, so it handles the signal
@@ -159,7 +159,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. Its signal may reach a role before us."""
+    """Return the outcome if Slurm ends the job. A role may get its signal before the launcher."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None

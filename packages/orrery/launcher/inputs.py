@@ -1,7 +1,7 @@
 """Compare the files of earlier stages with the receipt before a stage starts.
 
-- This finds accidents (a power cut, a bad disk, an edit), not attacks by the folder's owner.
-- Weights above `receipt.WHOLE_BYTES` have no sha256. Their sizes and index are compared.
+- This detects accidents (a power cut, a bad disk, an edit), not attacks by the folder's owner.
+- Weights above `receipt.WHOLE_BYTES` have no sha256. Only their sizes and index are compared.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the stages without a receipt. Raise OrreryError with the first different file, and
-    `remedy(stage that made it)`. `stop` ends the check early.
+    Return the earlier stages without a receipt. Raise OrreryError with the first file that differs,
+    and `remedy(maker)`, where `maker` is the stage that wrote it. `stop` ends the check early.
     """
-    expected: dict[str, tuple[str, str]] = {}  # path → (stage that made it, digest)
+    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []
     for maker in stages_read(stage, stages):
         files = told.get(maker, {}).get("outputs")

@@ -1,9 +1,9 @@
-"""The plan of the stages on this site: its text, its written files, and the Snakefile's pipeline.
+"""Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-- A missing run folder, image or job is a word in <>.
+- The text shows a missing run folder, image or job as a word in <>.
 - A written script holds the command that Snakemake's executor submits, or the stage's command
   without Slurm.
-- A checked-in manifest that differs from its rendered spec is an OrreryError.
+- Raise OrreryError if a checked-in manifest differs from its rendered spec.
 """
 
 import os
@@ -150,11 +150,9 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the new folder `folder`, whole or not at all. Return its files."""
+    """Write the plan into the new folder `folder`. Return its files. A failure leaves no folder."""
     if folder.exists() or folder.is_symlink():
-        raise OrreryError(
-            f"{folder}: is there already; name a folder that is not, or remove this one"
-        )
+        raise OrreryError(f"{folder}: exists already; remove it, or name a new folder")
     described = [
         line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
     ]
@@ -193,9 +191,9 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 class Pipeline:
     """The checked-in runs.
 
-    - `folders`: run folders by target (a run's name or a spec file's stem).
-    - `manifests`: by run folder.
-    - `broken`: a sentence for each spec file that does not render.
+    - `folders`: the run folders of each target (a run's name, or the stem of a spec file).
+    - `manifests`: the manifest of each run folder.
+    - `broken`: an error sentence for each spec file that does not render.
     """
 
     folders: dict[str, list[str]]
@@ -210,14 +208,12 @@ class Pipeline:
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
                 hint = _near(target, self.folders, "`ls manifests jsonnet/runs` shows all names")
-                raise OrreryError(
-                    f"run {target!r}: no run, and no group of runs, has this name; {hint}"
-                )
+                raise OrreryError(f"run {target!r}: is neither a run nor a group of runs; {hint}")
             run, stage = marker["run"], marker["stage"]
             if run not in self.manifests:
                 hint = _near(run, self.manifests, "type a run's name in place of the path")
                 raise OrreryError(
-                    f"target {target}: no checked-in manifest has the run folder {run!r}; {hint}"
+                    f"target {target}: no checked-in manifest is of run folder {run!r}; {hint}"
                 )
             stages = [one.name for one in plan(self.manifests[run])]
             if stage not in stages:
@@ -259,13 +255,13 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders alone: two files name one run
+    if not broken:  # each file renders, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return the targets in `argv`. Snakemake's `workflow` lacks them during parsing."""
+    """Return Snakemake's targets from `argv`, because its `workflow` lacks them during parsing."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:
@@ -288,7 +284,7 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
     for run in rendered:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file() or path.read_bytes() != pretty_json(run.manifest).encode():
-            state = "differs from what its spec renders to now" if path.is_file() else "is missing"
+            state = "differs from its rendered spec" if path.is_file() else "is missing"
             raise OrreryError(
                 f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}); "
                 f"type `orrery render {name}` and review the change"

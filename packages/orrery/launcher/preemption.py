@@ -1,8 +1,8 @@
 """End a stage early: preemption, and `orrery stop`.
 
-- A stage that runs out of time writes a checkpoint and ends, and Slurm requeues it.
-- SIGUSR1 (sent by Slurm) and the time limit preempt a stage.
-- Only the RL stage ends. The others are short, or have their own checkpoints.
+- Slurm's SIGUSR1, and the job's time limit, preempt a stage: it writes a checkpoint and ends, and
+  the launcher asks Slurm to requeue the job.
+- Only the RL stage is preempted. Other stages are short, or have their own checkpoints.
 - The job is requeued only if the stage has written a newer checkpoint.
 - `orrery stop` ends the launcher, or cancels the run's Slurm jobs.
 """
@@ -23,14 +23,14 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # for the checkpoint of local processes
-MARGIN_S = 60.0  # of a Slurm job's time, for the end
+WIND_DOWN_S = 600.0  # longest wait for the checkpoint of local processes
+MARGIN_S = 60.0  # part of a Slurm job's time kept for ending the stage
 STOP_S = 30.0
 
 
 @contextmanager
 def catch_signals() -> Iterator[Interrupts]:
-    """Catch the signals that end or preempt the stage, unless ignored (`nohup`)."""
+    """Catch the signals that end or preempt the stage, unless they are ignored (`nohup`)."""
     interrupts = Interrupts()
     from_terminal = [
         number
@@ -95,7 +95,7 @@ class Preemption:
     def _time_left_s(self) -> float:
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale
-        ends_at_s = _job_ends_at_s(self.job)  # asked again: an operator may have moved it
+        ends_at_s = _job_ends_at_s(self.job)  # ask again: an operator may have changed it
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
@@ -130,7 +130,7 @@ def stop_run(
 ) -> str:
     """End the run and return its last message. Raise OrreryError if it does not run.
 
-    `checkpoint`: only ask for a checkpoint and the end.
+    With `checkpoint`, ask the stage to write a checkpoint and then to end, and return at once.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)
@@ -142,9 +142,7 @@ def stop_run(
     if not jobs:
         if holder is not None:
             raise OrreryError(f"{name}: its launcher is {holder}; type `orrery stop {name}` there")
-        raise OrreryError(
-            f"{name}: no launcher runs it; type `orrery status {name}` to see where it stands"
-        )
+        raise OrreryError(f"{name}: is not running; type `orrery status {name}` to see its stages")
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     if checkpoint:
         return _preempt_jobs(run_dir, jobs, told)
@@ -182,7 +180,7 @@ def _forbid_requeue(run_dir: Path) -> None:
     if status is None or status.state != "running" or status.stage != "rl":
         stage = status.stage if status else "nothing"
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint is for the rl stage, and {stage} is what runs; "
+            f"{run_dir.name}: --checkpoint is for the rl stage, but the {stage} stage is running; "
             f"type `orrery stop {run_dir.name}`"
         )
     no_requeue_path(run_dir, "rl").touch()
@@ -205,7 +203,7 @@ def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except PermissionError:
         raise OrreryError(
-            f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask them, or become them"
+            f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask that user to stop it"
         ) from None
 
 

@@ -1,11 +1,11 @@
 """A local process of a stage, its cores, devices and environment.
 
-- Its session shields it from Ctrl-C, and makes it a group to kill.
-- SIGTERM goes to the process alone, because an engine ends its own workers well.
-- Processes that leave the group inherit its name and incarnation (`PROCESS`).
-- Trainers and engines are pinned. Each kind gets half of the cores, so that neither stalls the
-  other, and each process an equal run of neighbouring cores.
-- If one kind computes beside an orchestrator, a left-over core stays free for it.
+- It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
+- SIGTERM goes to the process alone, because an engine ends its own workers in order.
+- Descendants that leave the group still have its name and incarnation in the variable `PROCESS`.
+- Trainers and engines are pinned to cores. If a stage has both, each kind gets half of the cores,
+  so that neither slows the other. Each process gets equally many neighbouring cores.
+- If only one kind runs beside an orchestrator, cores left over by the division stay free for it.
 """
 
 import os
@@ -28,9 +28,9 @@ from orrery.runtime.run_directory import log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # `inference.0.2`: process and incarnation
+PROCESS = "ORRERY_PROCESS"  # such as `inference.0.2`: process, then incarnation
 KINDS = ("trainer", "inference")
-MAX_THREADS = 4  # for models on CPUs, more threads only wait for one another
+MAX_THREADS = 4  # of a model on CPUs, which gets no faster with more
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -58,12 +58,12 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # At once, since threads inherit it. The process may have ended.
+            # Pin at once, because later threads inherit it. The process may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number after a signal, None if running."""
+        """Return the exit code, or minus the number of the fatal signal, or None while running."""
         return self._popen.poll()
 
     @property
@@ -86,14 +86,14 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # a `SlurmTask` has another way
+    abandon = kill  # `SlurmTask` differs
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
 
 
 def reap(group: int) -> bool:
-    """Reap ended members of a process group. Return whether members are left."""
+    """Reap ended processes of a group. Return whether running processes are left."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -103,7 +103,7 @@ def reap(group: int) -> bool:
 
 
 def ended_within(popen: "subprocess.Popen[bytes]", within_s: float) -> bool:
-    """Return whether the process ended. Even SIGKILL may hang in the kernel."""
+    """Return whether the process ended in time. Even after SIGKILL it may hang in the kernel."""
     try:
         popen.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ def signal_or_code(code: int | None) -> str | None:
 
 
 def last_line(log: Path, begin: int) -> str:
-    """Return the log's shortened last line after `begin` bytes, or ""."""
+    """Return the last line of the log after byte `begin`, shortened, or ""."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -190,8 +190,8 @@ def share_devices(
         share = tuple(offered[first : first + process.num_devices])
         if len(set(share)) < len(share):
             raise ValueError(
-                f"of the devices {','.join(offered)}, given out in order, "
-                f"{process.role}.{process.index} would get {','.join(share)}"
+                f"{process.role}.{process.index} would get the devices {','.join(share)} "
+                f"of {','.join(offered)}, which has a device twice"
             )
         shares[process.role, process.index] = share
     if needed > len(offered):
@@ -208,14 +208,14 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a local process.
 
-    `cores` None: not pinned, one thread. `devices` None: a CPU run.
+    If `cores` is None, it is not pinned and has one thread. If `devices` is None, it has no GPU.
     """
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
         **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
-        "NO_PROXY": no_proxy,  # roles call one another on loopback, past any proxy
+        "NO_PROXY": no_proxy,  # roles reach one another on loopback without a proxy
         "no_proxy": no_proxy,
         LAUNCHER_PID: str(os.getpid()),
     }
@@ -227,7 +227,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # Slurm chooses the parent process
+        LAUNCHER_PID: "0",  # 0: Slurm chooses the parent process
     }
 
 
@@ -238,7 +238,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # libraries that iterate over sets make equal problems
+        "PYTHONHASHSEED": "0",  # tasks that iterate over sets are reproducible
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

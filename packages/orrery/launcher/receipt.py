@@ -1,10 +1,10 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- `record` writes it after an attempt. `orrery diff` reads it.
-- Code, software and images are read while the stage runs, to keep its end short.
+- `record` writes the receipt after each attempt. `orrery diff` reads it.
+- Code, software and images are examined while the stage runs, so that the stage ends quickly.
 - An attempt whose launcher died is `unrecorded`. Attempts are numbered without gaps.
-- It has no environment and no absolute path of a site. Values of variables such as TOKEN or
-  SECRET are struck out.
+- It has no environment variables and no absolute paths. The values of variables such as TOKEN or
+  SECRET are replaced in it.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ from orrery.runtime.run_directory import (
 )
 from orrery.runtime.timing import scaled
 
-WITHIN_S = 60.0  # for git, an image's Python, nvidia-smi
+WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # larger untracked files are named, but not in the kept diff
-WHOLE_BYTES = 64 * 2**30  # of larger weights the index is hashed, and shards have sizes
+KEPT_BYTES = 2**20  # the kept diff has only the names of larger untracked files
+WHOLE_BYTES = 64 * 2**30  # larger weights have the index's hash and file sizes
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -66,13 +66,15 @@ wanted = {{n: v for n, v in packages.items() if n in names or n.startswith(prefi
 print(json.dumps({{"python": platform.python_version(), **dict(sorted(wanted.items()))}}))
 """
 
-Facts = dict[str, Any]  # of an image: file, sha256, versions
-Software = dict[str, Any]  # of this host: driver, versions of packages
+Facts = dict[str, Any]  # an image's file, sha256 and versions
+Software = dict[str, Any]  # this host's driver and package versions
 
 
 @dataclass(frozen=True)
 class CodeState:
-    """`commit` is None without git. `note`: the reason, or files left out of the diff."""
+    """The checkout's state. `commit` is None without git. `note` has the reason, or the files that
+    the diff leaves out.
+    """
 
     commit: str | None
     dirty: bool | None
@@ -90,9 +92,9 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `images`: by role, from an `ImageReader`.
-    - `code`, `software`: None to read them now.
-    - `secrets`: more texts to strike out, such as the token.
+    - `images`: facts by role, from an `ImageReader`.
+    - `code`, `software`: examined now if None.
+    - `secrets`: further texts to replace, such as the token.
     - `engine_restarts`, `endings` ("exit code 0", "SIGKILL"): by process.
     """
     receipt: dict[str, Any] = {
@@ -125,7 +127,7 @@ def record(
 
 
 class ImageReader:
-    """A thread that reads images that the run's receipt lacks."""
+    """A thread that examines images which the run's receipt lacks."""
 
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
@@ -190,7 +192,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's stages, none if it is missing or unreadable."""
+    """Return the stages in the receipt, or none if it is missing or unreadable."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -217,7 +219,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt. Rename an unreadable file."""
+    """Return the receipt so far. Rename the file if it is unreadable."""
     path = run_dir / RECEIPT
     try:
         return read_receipt(path) if path.exists() else {}
@@ -230,7 +232,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the commit of `root`. Keep a dirty checkout's diff in the run."""
+    """Return the commit of `root`. Store the diff of a changed checkout in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -261,7 +263,7 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD, and untracked files left out. Keep the checkout's index."""
+    """Return the diff against HEAD and the untracked files that it omits. Keep the git index."""
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
         name for name in found if name and not (root / name).is_relative_to(run_dir.parent)
@@ -274,7 +276,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # Keep its time: git compares it with a file's to find edits within the same second.
+        # Keep the index's time: git compares it with files' times to find edits in the same second.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -321,7 +323,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """`isolation` "-P" searches the folders of PYTHONPATH too, as local roles do."""
+    """Return package versions. `isolation` "-P" includes PYTHONPATH, as for local roles."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),

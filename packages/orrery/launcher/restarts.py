@@ -1,9 +1,9 @@
-"""Replace an ended engine by its next incarnation.
+"""Restart an engine that has ended, as its next incarnation.
 
-- `Restarts` decides. `EngineRestarts` kills and starts.
-- Not restarted: an engine that ended by a user's mistake (exit code 2), or in two incarnations in a
-  row that never served.
-- The last incarnation's endpoint, health file, process group and strays are removed first.
+- `Restarts` decides whether. `EngineRestarts` kills and starts processes.
+- An engine is not restarted after a user's mistake (exit code 2), or if two incarnations in a row
+  never served.
+- First the old incarnation's endpoint, health file, process group and stray processes are removed.
 """
 
 import signal
@@ -20,25 +20,25 @@ from orrery.runtime.health import FAILED, Health
 from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import health_dir
 
-ROLE = "inference"  # the other roles can run without it for a while
-WINDOW_S = 24 * 3600.0  # a common cause ends engines within a day
+ROLE = "inference"  # the only role without which the others can wait
+WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
 class Restarts:
-    """Counts restarts. `most`: within a day, over all engines."""
+    """Count restarts. `most` is the limit for all engines together within WINDOW_S."""
 
     def __init__(self, most: int):
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # incarnations in a row that never served
+        self._failed_starts: Counter[str] = Counter()  # successive incarnations that never served
 
     @property
     def num_recent(self) -> int:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return why `name` is not restarted after `code`, or None and count it.
+        """Return why `name` is not restarted after exit code `code`, or count it and return None.
 
         Return "" if the manifest allows no restarts.
         """
@@ -143,7 +143,7 @@ class EngineRestarts:
             forget_fence(stage.run_dir, stage.name, stage.attempt, one)
 
     def _kill_hung(self, running: dict[str, Health]) -> None:
-        """Kill blocked engines, after they have written their stacks."""
+        """Kill engines that hang, after they have written their stacks."""
         stage, ended = self.stage, []
         hung = {
             name: hang_detector.hung_s(one, stage.health_view.now_s)

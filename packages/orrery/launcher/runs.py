@@ -67,7 +67,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
             near = nearest(word, names)
             hint = f"the runs are {', '.join(names) or 'none yet; type `orrery render`'}"
             hint = f"did you mean {near!r}?" if near else hint
-            raise OrreryError(f"run {word!r}: there is no {workspace.shown(path)}; {hint}")
+            raise OrreryError(f"run {word!r}: {workspace.shown(path)} does not exist; {hint}")
         manifest = load(path)
         path = run_dir(runs_root(workspace), manifest)
         return Run(_held(path) or manifest, path)
@@ -78,10 +78,9 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
     manifest = load(checked_in)
     if id12(manifest) != folder["id12"]:
         raise OrreryError(
-            f"run {word!r}: {workspace.shown(checked_in)} is {manifest.name}-{id12(manifest)} now "
-            f"and {workspace.shown(path)} is gone; type `orrery run {manifest.name} …` "
-            f"for the present "
-            "one"
+            f"run {word!r}: {workspace.shown(path)} does not exist, and "
+            f"{workspace.shown(checked_in)} is {manifest.name}-{id12(manifest)} now; "
+            f"type `orrery run {manifest.name} …` for that run"
         )
     return Run(manifest, path)
 
@@ -104,9 +103,9 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in a run folder, or None.
+    """Return the manifest in a run folder, or None if it has none.
 
-    Raise OrreryError for an edited manifest or another layout.
+    Raise OrreryError if the manifest was edited, or the folder has another layout.
     """
     file = path / MANIFEST
     if not file.exists():
@@ -115,8 +114,8 @@ def _held(path: Path) -> Manifest | None:
     manifest = load(file)
     if run_dir(path.parent, manifest) != path:
         raise OrreryError(
-            f"{file}: is of {run_dir('', manifest).name} by its hash: it was edited after the run "
-            f"began; put it back, or remove {path.name} and start the run again"
+            f"{file}: its hash is that of {run_dir('', manifest).name}, so it was edited after the "
+            f"run began; restore the file, or remove {path.name} and start the run again"
         )
     return manifest
 
@@ -134,7 +133,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     elif stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
-            f"nodes and this is one; type `snakemake --profile slurm {run.manifest.name}` on a "
+            f"nodes, here is one; type `snakemake --profile slurm {run.manifest.name}` on a "
             "cluster, or choose a hardware axis of one node"
         )
     _check_lock(run, workspace)

@@ -1,7 +1,7 @@
-"""The site file: the settings of a cluster, without effect on a manifest's id.
+"""The site file: the settings of a cluster. They do not change a run's id.
 
-The TOML file is `site.toml` at the checkout's root, or ORRERY_SITE. Without it the site is this
-machine.
+ORRERY_SITE names this TOML file. The default is `site.toml` in the checkout. Without a file, runs
+use only this machine.
 """
 
 import os
@@ -28,7 +28,7 @@ VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 
-# sbatch options that follow from the manifest or from other keys
+# Options of sbatch that the manifest or other keys determine
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -41,7 +41,7 @@ RESERVED = set(
 
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.@:+-]+(,[\w.@:+-]+)*", text):
-        raise ValueError(f"{text!r} is not a name; letters, digits and . _ - @ : + are")
+        raise ValueError(f"{text!r} is not a name; use letters, digits and . _ - @ : +")
     return text
 
 
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # of jobs without GPUs, "": the same partition
+    cpu_partition: NoWord = ""  # for jobs without GPUs, "": the same partition
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -105,13 +105,13 @@ class Containers(Record):
 
 
 class Network(Record):
-    """The interface for roles of several nodes. Roles of one node listen on loopback."""
+    """The network interface of stages on several nodes. A stage on one node uses loopback."""
 
     interface: Word
 
 
 class Roles(Record):
-    """`deadline_scale` multiplies the deadlines in the code."""
+    """Settings of all roles. `deadline_scale` multiplies the deadlines in the code."""
 
     deadline_scale: PositiveFloat = 1.0
 
@@ -132,7 +132,7 @@ class Site(Record):
                 raise ValueError(f"environment: {name} is set by the launcher; take it out")
             if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
                 raise ValueError(
-                    f"environment: {name} looks like a secret, which a site file is no place for; "
+                    f"environment: {name} looks like a secret; a site file must hold none; "
                     "export it in your shell"
                 )
         return self
@@ -146,7 +146,7 @@ def site_path(workspace: Workspace) -> Path | None:
 
 
 def load_site(workspace: Workspace) -> Site:
-    """Return the site. Raise OrreryError with the file and the field."""
+    """Return the site. Raise OrreryError with the file and the wrong field."""
     path = site_path(workspace)
     if path is None:
         return Site()
@@ -174,11 +174,11 @@ def cluster(workspace: Workspace) -> Slurm:
         where = site_path(workspace)
         if where is None:
             raise OrreryError(
-                f"{FILE}: there is no site file, which says how to reach Slurm; "
+                f"{FILE}: does not exist, and its [slurm] describes the cluster; "
                 f"type `cp {EXAMPLE} {FILE}` and edit it"
             )
         raise OrreryError(
-            f"{workspace.shown(where)}: there is no [slurm] in it; {EXAMPLE} shows what to write"
+            f"{workspace.shown(where)}: has no section [slurm]; copy it from {EXAMPLE}"
         )
     return site.slurm
 
@@ -186,13 +186,13 @@ def cluster(workspace: Workspace) -> Slurm:
 def check_network(site: Site, num_nodes: int, what: str) -> None:
     if num_nodes > 1 and site.network is None:
         raise OrreryError(
-            f"network.interface: {what} has {num_nodes} nodes, and the site file has no [network]; "
+            f"network.interface: {what} has {num_nodes} nodes, but the site file has no [network]; "
             "name the interface that nodes reach one another on (`ip address` shows them)"
         )
 
 
 def _sentence(error: ValidationError) -> str:
-    # A misspelt key comes before the missing key that it causes.
+    # Report a misspelt key before the missing key that it causes.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The state of a running stage, the end of its processes, and the removal of their remains."""
+"""The state of a running stage. End its processes and remove their leftovers."""
 
 import math
 import os
@@ -33,8 +33,8 @@ from orrery.runtime.parent_watch import START
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import WIRE, endpoints_dir, log_path, weights_path
 
-KILLED_S = 10.0  # for the kernel to end a killed process
-# Exit codes of a rank that ends by SIGTERM. Slurm ends a step's other ranks with its first.
+KILLED_S = 10.0  # wait for the kernel to end a killed process
+# Exit codes of a rank after SIGTERM. Slurm sends it to a step's other ranks when one has ended.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -45,7 +45,7 @@ class Job:
     - `num_devices`: None on CPUs.
     - `resume`: the command that resumes the run.
     - `allocation`: None if the processes are local.
-    - `max_restarts`: of engines within a day.
+    - `max_restarts`: the limit of engine restarts within a day.
     """
 
     run_dir: Path
@@ -64,7 +64,7 @@ class Job:
 class Outcome:
     """How a stage ended.
 
-    `requeue` "ask": the launcher asks Slurm to requeue the job. "wait": Slurm does so by itself.
+    `requeue` is "ask" if the launcher must requeue the job, "wait" if Slurm does so by itself.
     """
 
     state: State
@@ -94,9 +94,9 @@ class RunningStage:
         self.job, self.interrupts, self.attempt = job, interrupts, attempt
         self.run_dir, self.name = job.run_dir, job.plan.name
         self.processes: Sequence[Process | SlurmTask] = []
-        self.health: dict[str, Health] = {}  # with the writers' times, for people
+        self.health: dict[str, Health] = {}  # with the wall clocks of their writers
         self.health_view = HealthView()
-        self.fenced: dict[str, str] = {}  # process → the launcher's reason to end it
+        self.fenced: dict[str, str] = {}  # process → why it must be killed
         self.engine_restarts: Counter[str] = Counter()
         self.is_preempted = False
         slurm_job = job.allocation.job if job.allocation else None
@@ -133,7 +133,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills ranks that leave later than the first rank of their step.
+        # Slurm kills the other ranks of a step some time after its first rank has ended.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -178,9 +178,9 @@ class RunningStage:
 
 
 def end_all(stage: RunningStage, grace_s: float) -> str:
-    """Send SIGTERM to all, and SIGKILL to their groups after `grace_s` or a second Ctrl-C.
+    """Send SIGTERM to all processes, and SIGKILL to their groups after `grace_s` or Ctrl-C twice.
 
-    Return a message that names survivors of SIGKILL, or "".
+    Return a message that names processes which survived SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -209,7 +209,7 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill processes that roles, or one incarnation, started outside their process groups.
 
-    We have adopted them. Their environment holds the attempt's `start`.
+    The launcher is their parent by adoption. Their environment holds the attempt's `start`.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -224,7 +224,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # a role, or its fork, adopted after the role's end
+    except psutil.AccessDenied:  # a role or its fork, which hides its memory
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:

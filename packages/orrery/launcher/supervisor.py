@@ -1,11 +1,11 @@
-"""The supervisor of one stage, from its first process to its `DONE`.
+"""The supervisor of one stage, from its first process to its marker `DONE`.
 
-- It holds the run's lock: two launchers never share a run directory.
-- A failed process, or a server that ends early, ends all others within seconds. An engine is
-  restarted instead, where the manifest allows it (`restarts`).
+- It holds the run's lock, so two launchers never share a run directory.
+- If a process fails, or a server ends early, all others are ended within seconds. But an engine is
+  restarted if the manifest allows it (`restarts.py`).
 - No process, shared memory or cache on a scratch disk outlives the stage. If the launcher is
-  killed, the roles end by themselves, and the next start clears the rest.
-- A stage is never retried. Slurm requeues a job after a preemption or a node's loss.
+  killed, the roles end by themselves, and the next start removes what is left.
+- A stage is never retried. Only Slurm requeues a job, after a preemption or the loss of a node.
 """
 
 import json
@@ -62,14 +62,14 @@ from orrery.runtime.timing import Pace, duration
 from orrery.runtime.usage import PERIOD_S, Sampler
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # for a process that reported its failure to end
+HUNG_S = 5.0  # longest time between a process's reported failure and its end
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-RESTART_LOCK_S = 90.0  # on a network file system a lock outlives its dead node
+RESTART_LOCK_S = 90.0  # network file systems keep a dead node's lock for a while
 
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage. Raise OrreryError if it cannot start."""
-    log_level()  # an unknown level would end every role
+    log_level()  # refuse an unknown level before any role starts
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # DONE promises that the roles' files are on the disk
+            sync_folders(run_dir)  # DONE guarantees that the roles' files are on disk
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -166,7 +166,7 @@ class Supervisor:
         if stuck := end_all(stage, grace_s):
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # first: the rest takes time, and Slurm will end us
+            preemption.requeue(stage)  # first, because Slurm will end this process soon
         observer.close()
         view.close()
         stage.metrics.close()
@@ -175,7 +175,7 @@ class Supervisor:
             allocation.clean(*self.scratch, scratch.memory_prefix(stage.run_dir))
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
-        with suppress(OSError):  # on a full disk the message still reaches stderr
+        with suppress(OSError):  # with a full disk, still print the message
             stage.write_status(outcome.state, outcome.message)
             stage.log(outcome.message)
         try:
@@ -294,7 +294,7 @@ class Supervisor:
     def _watch(self, view: View) -> Outcome:
         stage = self.stage
         roles = [process.pid for process in stage.processes]
-        usage = Sampler(os.getpid(), without=roles)  # roles write their usage themselves
+        usage = Sampler(os.getpid(), without=roles)  # roles record their own usage
         look_at_s, pace = 0.0, Pace(PERIOD_S, time.monotonic())
         while True:
             if stage.interrupts.received:

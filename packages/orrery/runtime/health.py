@@ -1,11 +1,11 @@
-"""One small file per process: its activity, or its wait and deadline.
+"""The health file of a process: its current activity, or its waits with their deadlines.
 
 - Out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically, never synced.
-- Times are `time.time()`, for people. `clock_s` is monotonic time of the host's `boot`. The
-  launcher decides by its own clock (`hang_detector.HealthView`).
-- `time_s` is the last change. Heartbeats do not change it.
-- Ranks in lock-step also report a `Heartbeat`, roles with an event loop `LoopBeats`.
-- On a full disk the file is overwritten in place. A reader may then find broken JSON once.
+- Times are `time.time()`, for people. `clock_s` is monotonic time since the host's `boot`. The
+  launcher measures with its own clock (`hang_detector.HealthView`).
+- `time_s` is the time of the last change, other than a heartbeat.
+- Trainer ranks also report a `Heartbeat`, roles with an event loop report `LoopBeats`.
+- On a full disk the file is overwritten in place. A reader may then read broken JSON once.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled, NFS may lag by a minute
+HANG_S = 90.0  # scaled. More than NFS's delay of a minute
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One open wait. `what` names thing and role, as in "batch 4 from orchestrator".
+    """One open wait. `what` names the thing and its role, as in "batch 4 from orchestrator".
 
-    `behind_s`: a rank that still waits this long after the others entered a collective is stuck.
+    A rank is stuck if it still waits `behind_s` after the other ranks entered a collective.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Counts of one rank: reports, started and completed collectives, other `marks`."""
+    """One rank's counts of reports, started and completed collectives, and other `marks`."""
 
     beats: int
     begun: int
@@ -59,7 +59,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """The beats of an event loop. It is blocked if `count` does not change for `within_s`."""
+    """The beats of an event loop, which is blocked if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -79,8 +79,8 @@ class Health:
     deadline_s: float | None = None
     waits: tuple[Wait, ...] = ()
     error: str | None = None
-    was: str | None = None  # a failed process's last activity or wait
-    still_s: float | None = None  # no progress for this long is a stall
+    was: str | None = None  # last activity or wait of a failed process
+    still_s: float | None = None  # without progress for so long, it has stalled
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -143,7 +143,7 @@ class HealthFile:
         deadline_s: float | None = None,
         still_s: float | None = None,
     ) -> None:
-        """Report an activity. After `deadline_s`, or `still_s` without progress, it stalls."""
+        """Report an activity. It stalls after `deadline_s`, or after `still_s` without progress."""
         with self._lock:
             self._doing, self._since_s, self._was = what, time.time(), None
             self._step = self._step if step is None else step
@@ -159,7 +159,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat. The next comes within `within_s`. None: no more beats."""
+        """Count one beat, and promise the next within `within_s`. None: no more beats."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -183,7 +183,7 @@ class HealthFile:
         except BaseException:
             with self._lock:
                 self._waits.pop(ticket)
-                self._was = f"waiting for {what}"  # for the error message, if the process ends
+                self._was = f"waiting for {what}"  # for an error message
             raise
         with self._lock:
             self._waits.pop(ticket)
@@ -224,7 +224,7 @@ class HealthFile:
             self.path.with_name(f".{self.path.name}.tmp"),
             json.dumps(as_row(health)),
         )
-        with suppress(OSError):  # health must not end the process
+        with suppress(OSError):  # a failed write must not end the process
             try:
                 temporary.write_text(content)
                 temporary.replace(self.path)
@@ -237,7 +237,7 @@ class HealthFile:
 
 @cache
 def _boot() -> str:
-    """Return this host's boot id. Processes with equal ids share a monotonic clock."""
+    """Return this host's boot id. Processes with the same id share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -288,13 +288,13 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return the health of a stage (of one attempt) by `<role>.<i>`."""
+    """Return the health of a stage's processes (of one attempt) by `<role>.<i>`."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
             health = from_row(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # removed meanwhile, or another file
+            continue  # it was removed, or is no health file
         if attempt is None or health.attempt == attempt:
             found[health.name] = health
     return found
@@ -304,13 +304,13 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     """Count beats of the event loop every BEAT_S while the body runs.
 
-    The launcher ends a process without beats for HANG_S. Run long blocking work in a thread, under
-    a wait with a deadline.
+    The launcher ends a process that does not beat for HANG_S. So run blocking work in a thread,
+    inside a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield
-    finally:  # the process may still wait for threads
+    finally:  # afterwards it may wait for threads
         beating.cancel()
         with suppress(asyncio.CancelledError):
             await beating
@@ -325,7 +325,7 @@ async def _beat(health: HealthFile) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names with ranges of indices: `trainer.0-7, router.0`."""
+    """Join process names, with ranges of indices: `trainer.0-7, router.0`."""
     by_role: dict[str, list[int]] = {}
     for name in names:
         role, _, index = name.rpartition(".")

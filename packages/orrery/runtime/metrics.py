@@ -3,9 +3,9 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A row is one `write` in append mode. A kill or a full disk may tear it. Readers skip torn rows,
-  and the next row begins a new line.
-- `read` merges attempts: a resumed attempt overrides all steps from its first step on.
+- A row is written by one `write` in append mode. A kill or a full disk may cut it off. Readers skip
+  such rows, and the next row begins a new line.
+- If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
 import json
@@ -58,16 +58,16 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file. A line torn by an earlier process is ended first."""
+    """A JSONL file to append to. First end an incomplete line of an earlier process."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # the file has a part of our last row
+        self._is_torn = False  # the file ends with a part of a row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
-        """Append a row. Raise OSError if it is torn."""
+        """Append a row. Raise OSError if it is not written completely."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:
@@ -76,7 +76,7 @@ class _Lines:
                 self._is_torn = os.fstat(self._file).st_size > 0 and not _ends_a_line(self._path)
             if self._is_torn:
                 line = b"\n" + line
-            while line:  # a full disk takes a part
+            while line:  # a full disk accepts only a part
                 line = line[os.write(self._file, line) :]
                 self._is_torn = bool(line)
 
@@ -94,7 +94,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON types. Arrays become lists, NaN and infinities null, other values text."""
+    """Convert to JSON types: arrays to lists, NaN and infinities to null, other values to text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def rows(path: Path | str) -> Iterator[Row]:
-    """Yield every whole row of all attempts in order. A missing file has none."""
+    """Yield the complete rows of all attempts in order. A missing file has none."""
     try:
         file = open_regular(Path(path))
     except FileNotFoundError:
@@ -126,7 +126,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return one line's row, or None if it is torn or its stamps have wrong types."""
+    """Parse a row. Return None if the line, or its stage, attempt or step, is invalid."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -150,7 +150,10 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """The first step of each attempt in a stage's rows of one `event`, or spans of one `name`."""
+    """Decide which rows of a stage count, by the first step of each attempt.
+
+    All rows have one `event`, or all spans one `name`.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple, dict[int, int]] = {}
@@ -162,7 +165,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Return whether no newer attempt made the row's step again, after all `add`s."""
+        """Return whether no newer attempt repeated the row's step. Call it after every `add`."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -192,7 +195,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Yield the rows appended to `metrics/*.jsonl` (not spans) since the last look.
 
-    A torn last line waits until it is whole. If the next row follows it, it is skipped.
+    An incomplete last line is read later, once it is complete. If another row follows, skip it.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):

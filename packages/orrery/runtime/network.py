@@ -1,6 +1,6 @@
-"""The listening address of a role, and free ports.
+"""The address on which a role listens, and free ports.
 
-- ORRERY_INTERFACE names a network interface. Default: loopback, for roles on one machine.
+- ORRERY_INTERFACE names the network interface. The default is loopback, for stages on one machine.
 - A role never listens on all interfaces.
 """
 
@@ -41,20 +41,20 @@ def address() -> str:
         }
         usable = ", ".join(f"{each} ({addresses})" for each, addresses in some.items())
         raise OrreryError(
-            f"{INTERFACE}: {name} is not an interface with an IPv4 address on "
-            f"{socket.gethostname()}; it has {usable or 'none'}; set [network] interface in the "
-            "site file to one that every node has"
+            f"{INTERFACE}: {name} has no IPv4 address on "
+            f"{socket.gethostname()}, which has {usable or 'none'}; set [network] interface in the "
+            "site file to an interface of every node"
         )
     return found[name][0]
 
 
 def name_interface() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface())
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=": the exact name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface()}")  # "=" matches exactly
 
 
 def name_ucx_devices() -> None:
-    """Restrict UCX to our interface and all RDMA ports, unless set."""
+    """Restrict UCX to our interface and all RDMA ports, unless the variable is set."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 
@@ -64,7 +64,7 @@ def rdma_devices() -> list[str]:
 
 
 def without_proxy(hosts: Iterable[str]) -> None:
-    """Reach `hosts` without the site's proxy, also in child processes."""
+    """Make this process and its children reach `hosts` without the site's proxy."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)
@@ -73,7 +73,7 @@ def without_proxy(hosts: Iterable[str]) -> None:
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
     """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
-    with ExitStack() as held:  # all held at once, so ports are distinct
+    with ExitStack() as held:  # hold all ports at once, so they differ
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):
             if len(found) == count:
                 break
@@ -86,7 +86,7 @@ def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> lis
             found.append(port)
     if len(found) < count:
         raise RunFailed(
-            f"ports {PORTS.start} to {PORTS.stop - 1}: {len(found)} are free on {host}, {count} "
-            "are needed; end what holds them"
+            f"ports {PORTS.start} to {PORTS.stop - 1}: {host} has {len(found)} free, but {count} "
+            "are needed; end programs that use them (`ss -ltnp`)"
         )
     return found

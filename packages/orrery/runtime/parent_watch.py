@@ -1,9 +1,9 @@
-"""End a process soon after its parent.
+"""End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). When the parent is gone, the role runs its callbacks and
-  kills its process group.
-- A foreign command (a router binary) cannot poll. Use `preexec_fn=die_with_parent`.
-- A pipe to the parent would not do. Every child inherits its end and keeps it open.
+- A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
+  and kills its process group.
+- Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
+- A pipe to the parent would not work, because every child inherits its end and keeps it open.
 """
 
 import ctypes
@@ -13,9 +13,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # a role's expected parent, even if already gone
-START = "ORRERY_START"  # in all processes of an attempt, no secret
-WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ  # before `ParentWatch` removes one
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, which may have ended
+START = "ORRERY_START"  # marks all processes of an attempt, not secret
+# Read at import, because `ParentWatch` removes LAUNCHER_PID.
+WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
 CALLBACKS_S = 3.0
 
@@ -31,30 +32,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Get SIGKILL when the thread that forked this process ends. Use it as `preexec_fn`.
+    """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    Survives exec, not fork.
+    Use it as `preexec_fn`. It holds after exec, but not in forks.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies."""
+    """Become the parent of all descendants whose own parent dies."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def hide_memory() -> None:
     """Hide memory, environment and open files from other processes of this user.
 
-    Forks inherit this. Exec ends it.
+    It also holds in forks, but not after exec.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, also after exec. Root then has an ordinary user's rights."""
+    """Drop all capabilities, also for after exec. Root then has an ordinary user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # refused without privileges
+    for capability in range(CAPABILITIES):  # fails without privileges
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):
@@ -71,8 +72,8 @@ class ParentWatch:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # otherwise a user or a test started it
-        # Removed, because this process is its children's parent.
+        self.is_launched = LAUNCHER_PID in os.environ  # False: a user or a test started it
+        # Children must not inherit the variable: this process is their parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
@@ -84,7 +85,7 @@ class ParentWatch:
         self._stop.set()
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Run `callback` from the watching thread before the end, for CALLBACKS_S at most."""
+        """Let the watching thread run `callback` before it ends the process, within CALLBACKS_S."""
         self._callbacks.append(callback)
 
     def _watch(self) -> None:
@@ -102,5 +103,5 @@ class ParentWatch:
         for callback in self._callbacks:
             try:
                 callback()
-            except Exception as error:  # the other callbacks and the end must follow
+            except Exception as error:  # continue with other callbacks and the end
                 print(f"parent watch: {callback!r} failed: {error!r}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
 """Stop a stage at a checkpoint before its job ends, and end single engines.
 
 - Preemption: near the end of the job's time, the launcher writes `stages/<stage>/wind_down`. Only
-  the orchestrator reads it. Trainer ranks get the request over the rollout wire, all at the same
-  step. Then orchestrator and trainer raise `Preempted` and exit with EXIT_PREEMPTED. The stage can
-  be resumed.
-- Only stages in STAGES are preempted. Others are short, or resume from their own checkpoints.
-- Fence: for an engine without answers, the orchestrator writes
+  the orchestrator reads it. It sends the request over the rollout wire, so that all trainer ranks
+  stop at the same step. Then orchestrator and trainer raise `Preempted` and exit with
+  EXIT_PREEMPTED. The stage can be resumed.
+- Only stages in STAGES are preempted. Other stages are short, or resume from their own checkpoints.
+- Fence: if an engine does not answer, the orchestrator writes
   `stages/<stage>/fenced/<name>.<attempt>.<incarnation>`. The launcher kills that incarnation.
 """
 
@@ -33,14 +33,14 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # NFS caches a missing single name
+        return file.name in os.listdir(file.parent)  # NFS caches that a name is missing
     except FileNotFoundError:
         return False
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """An incarnation of process `name` (`inference.1`) to end, because of `why`."""
+    """An incarnation of process `name` (`inference.1`) that must end, for the reason `why`."""
 
     name: str
     incarnation: int

@@ -1,8 +1,9 @@
-"""The process of a role: command line, logs, signals, and exit code.
+"""A role's process: its command line, logs, signals, and exit code.
 
 - In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
-- `OrreryError`: one line `error: …`, health `failed`, the error's exit code. `Preempted`: health
-  `wound down`, EXIT_PREEMPTED. Other exceptions, also `SystemExit(0)`: traceback, exit 1.
+- `OrreryError` gives one line `error: …`, the health `failed` and the error's exit code.
+  `Preempted` gives the health `wound down` and EXIT_PREEMPTED. Other exceptions, also
+  `SystemExit(0)`, give a traceback and exit code 1.
 - SIGTERM raises `Terminated` in the main thread, so `finally` blocks run.
 - SIGUSR1 writes the stacks of all threads to stderr, even if the main thread is stuck.
 """
@@ -41,7 +42,7 @@ OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
-CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # one line per request
+CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # they log every request
 
 
 class Terminated(SystemExit):
@@ -59,16 +60,14 @@ class RoleContext:
         port: int,
         incarnation: int = 0,
     ):
-        """`incarnation` counts restarts within the attempt."""
+        """`incarnation` is the number of this process's restarts within the attempt."""
         self.role, self.run_dir, self.stage = role, run_dir, stage
         self.index, self.attempt, self.incarnation, self.port = index, attempt, incarnation, port
         self.log = logging.getLogger(self.name)
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if (
-            self.parent_watch.is_launched
-        ):  # a report drawn by a person must keep a live run's weights
+        if self.parent_watch.is_launched:  # a report must keep a running RL stage's weights
             self.on_orphaned(lambda: scratch.remove_memory(scratch.memory_prefix(run_dir)))
 
     @property
@@ -77,12 +76,12 @@ class RoleContext:
 
     @cached_property
     def host(self) -> str:
-        """Return this process's listening address. Raise OrreryError without interface."""
+        """Return the address to listen on. Raise OrreryError if the interface does not exist."""
         return network.address()
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # roles in tests need no manifest
+        from orrery.manifest.identity import load  # tests have no manifest
 
         return load(self.run_dir / MANIFEST)
 
@@ -109,7 +108,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
     """Run a role: `with role_process("trainer") as ctx:`."""
-    # First: a SIGUSR1 may follow the health file, and ends a process by default.
+    # First, because SIGUSR1 may arrive once the health file exists, and would end the process.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -123,7 +122,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
         usage.start()
     try:
         set_level()
-        take()  # before a child could inherit it
+        take()  # before any child inherits standard input
         yield ctx
     except Preempted as end:
         ctx.health.preempted(end.step)
@@ -153,7 +152,7 @@ def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleC
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files: each rollout in flight is a connection."""
+    """Raise the limit of open files, because each rollout in flight is a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -176,8 +175,8 @@ def stacks_on_signal(chain: bool = False) -> None:
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer`, because the main thread may be stuck. The signal writes a byte to the
-    wake-up descriptor, which this function takes over.
+    A thread runs `answer`, because the main thread may be stuck. Python writes a byte to the signal
+    wake-up descriptor, which this function sets, and the thread reads it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -201,9 +200,7 @@ def log_level() -> str | None:
     """Return ORRERY_LOG_LEVEL or None. Raise OrreryError for an unknown level."""
     level = os.environ.get(LOG_LEVEL, "").lower()
     if level and level not in LEVELS:
-        raise OrreryError(
-            f"{LOG_LEVEL}: there is no level {level!r}; choose from {', '.join(LEVELS)}"
-        )
+        raise OrreryError(f"{LOG_LEVEL}: {level!r} is not a level; choose from {', '.join(LEVELS)}")
     return level or None
 
 

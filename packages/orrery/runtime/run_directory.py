@@ -1,11 +1,11 @@
 """A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
 
-- Every file's name stands here. `<process>` is `trainer.0`.
+- This module has the names of all files. `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt first makes the folder `attempts/<k>/`. mkdir is exclusive, and the folder is synced,
-  so two launchers have distinct attempts.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`. A process left on an unreachable
-  node writes elsewhere.
+- An attempt begins with an exclusive mkdir of `attempts/<k>/`, and syncs it. So two launchers never
+  have the same attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process that is left on an
+  unreachable node never changes a newer attempt's checkpoint.
 - A run resumes from the newest complete step.
 """
 
@@ -21,7 +21,7 @@ from orrery.manifest.publish import make_folder, sync, write_atomic
 LAYOUT = 2
 LAYOUT_FILE = "layout"
 ATTEMPTS = "attempts"
-COMPLETE = "COMPLETE"  # the marker of a whole checkpoint
+COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 LOCK = ".lock"
@@ -60,12 +60,12 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of `<process>.<attempt>.<incarnation>`, the engines to end."""
+    """Return the folder of fences, files `<process>.<attempt>.<incarnation>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
 def request_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker that asks a stage for a checkpoint and its end."""
+    """Return the marker that asks a stage to write a checkpoint and end."""
     return stage_dir(run_dir, stage) / "wind_down"
 
 
@@ -83,7 +83,7 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
-    """Return the folder of `rank_<n>`, which torch writes."""
+    """Return the folder of torch's flight recorders, files `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -96,7 +96,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the weights of stage `name`, an exported step (`step_<n>`), or WIRE's versions."""
+    """Return the folder of a stage's weights, of an export (`step_<n>`), or of WIRE's versions."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -113,7 +113,7 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
-    """Return the folder of the code's snapshots, by digest."""
+    """Return the folder of snapshots of the code, named by their digests."""
     return Path(run_dir) / "code"
 
 
@@ -123,7 +123,7 @@ def code_dir(run_dir: Path) -> Path:
 def begin(run_dir: Path) -> None:
     """Make the folder of a new run, with its layout. Keep an existing folder."""
     make_folder(run_dir)
-    sync(run_dir.parent)  # Snakemake makes the folder first
+    sync(run_dir.parent)  # Snakemake may have made the folder
     if not (run_dir / MANIFEST).exists():
         write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
 
@@ -137,7 +137,7 @@ def check_layout(run_dir: Path) -> None:
         found = 1  # the first layout had no layout file
     except ValueError:
         raise OrreryError(
-            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, else "
+            f"{file}: does not hold a number; write {LAYOUT} if this release began the run, or "
             f"{_anew(run_dir)}"
         ) from None
     if found != LAYOUT:
@@ -166,7 +166,7 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim the next attempt's number, from 1. The claim is durable and unique."""
+    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1
@@ -189,7 +189,7 @@ def last_attempt(run_dir: Path) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """One attempt's checkpoint of a step, ordered by step, then by attempt."""
+    """One attempt's checkpoint of a step. Checkpoints are ordered by step, then by attempt."""
 
     step: int
     attempt: int

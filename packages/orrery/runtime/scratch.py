@@ -1,13 +1,13 @@
 """Names of a run's shared memory and scratch folders, and their removal.
 
 - Shared memory: names in `/dev/shm` contain `orrery-<run id12>-<place>-`.
-- Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` depends on the manifest's inode
-  and time too, because a new run folder counts versions from 0 again.
+- Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` also depends on the manifest's
+  inode and time, because a new run folder counts versions from 0 again.
 - Sockets of one start of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. Socket paths may have at
   most 107 characters.
-- `place` is the start of the hashed run folder's path, to separate checkouts.
-- The launcher removes all when a stage begins (its node) and ends (every node of the job). An
-  engine removes its part when it ends, and leftovers of killed starts when it begins.
+- `place` is the beginning of the hash of the run folder's path, which differs between checkouts.
+- The launcher removes all of them when a stage begins (on its node) and ends (on every node). An
+  engine removes its own when it ends, and those of its killed starts when it begins.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove and return all entries whose names contain `name`.
+    """Remove all shared memory whose name contains `name`. Return the names.
 
     Call it only after all processes of that run, or role, have ended.
     """
@@ -44,7 +44,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with suppress(OSError):  # gone, or another user's
+            with suppress(OSError):  # removed meanwhile, or another user's
                 path.unlink()
     return [path for path in found if not path.exists()]
 

@@ -24,18 +24,18 @@ def scaled(seconds: float) -> float:
     if not (math.isfinite(scale) and scale > 0):
         raise OrreryError(
             f"{SCALE}: {text!r} is not a positive number; set [roles] deadline_scale in the site "
-            f"file to one, such as 1.0"
+            f"file to a positive number, such as 1.0"
         )
     return seconds * scale
 
 
 def period_s(age_s: float, shortest_s: float) -> float:
-    """Return the seconds to the next row of a series of age `age_s`: a thousandth, in bounds."""
+    """Return the seconds to the next row of a series: 1/1000 of its age `age_s`, within bounds."""
     return max(shortest_s, min(LONGEST_S, SHARE_OF_AGE * age_s))
 
 
 class Pace:
-    """Tell when the next row is due. The caller asks at least every `shortest_s`."""
+    """Decide when the next row is due. The caller asks at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s
@@ -43,7 +43,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:  # timer jitter
             return False
-        # From the due time, so that early rows do not add up.
+        # Count from the due time, so that rows written early do not shorten the pace.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

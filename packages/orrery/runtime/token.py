@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # srun connects standard input after the task starts
+TAKE_S = 60.0  # longest wait for srun, which connects stdin after the task starts
 
 _kept = ""
 
@@ -61,7 +61,7 @@ def _from_standard_input() -> str:
             if not select.select([0], [], [], scaled(TAKE_S))[0]:
                 raise OrreryError(
                     f"{TOKEN_FILE}: no token came by standard input within {scaled(TAKE_S):g} s; "
-                    "see that srun passes it on"
+                    "check that srun passes on standard input"
                 )
             more = os.read(0, MAX_BYTES - len(line))
             if not more:
@@ -93,9 +93,9 @@ def run_token() -> str:
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(
-            "the run's token: none came by standard input, though a launcher started this process; "
-            "without it anybody could pass for a role of this run; see that whatever starts roles "
-            "(Slurm, the container) hands standard input on, then run again"
+            "the run's token: a launcher started this process without the token on standard input; "
+            "without it, any program could act as a role of this run; make Slurm or the container "
+            "pass on standard input, then run again"
         )
     return token
 
@@ -119,5 +119,5 @@ def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return 32 bytes for `purpose` that only the token's holders can compute."""
+    """Return 32 bytes for `purpose` that only processes with the token can compute."""
     return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

@@ -2,8 +2,8 @@
 
 - Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` every
   PERIOD_S, in long runs less often. 100 % is one core.
-- Reads /proc itself: psutil reads all processes to list children.
-- Only launched roles record usage. The launcher excludes its roles.
+- This reads /proc directly, because psutil reads all processes of a host to list children.
+- Only roles under a launcher record usage. The launcher's own usage excludes its roles.
 """
 
 import logging
@@ -54,14 +54,14 @@ def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
 
 
 class Sampler:
-    """Usage of a process tree between two samples, except the trees of `without`."""
+    """Measure a process tree's usage between two samples, without the trees of `without`."""
 
     def __init__(self, pid: int, without: Collection[int] = ()):
         self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
         self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}
 
     def sample(self) -> dict[str, float]:
-        """Return `cpu_percent` since the last sample and `rss_bytes`. New children count fully."""
+        """Return `cpu_percent` since the last sample, new children included, and `rss_bytes`."""
         now_s, found = time.monotonic(), tree(self._pid, self._without)
         used_s = sum(each.cpu_s - self._cpu_s.get(pid, 0.0) for pid, each in found.items())
         percent = 100 * used_s / max(now_s - self._time_s, 1 / TICKS_PER_S)
@@ -82,7 +82,7 @@ class UsageRows:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop. No row is written after this."""
+        """Stop. After this, no row is written."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -92,7 +92,7 @@ class UsageRows:
         while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
-            except OSError as error:  # a full disk ends the role at a row that the role writes
+            except OSError as error:  # the role itself will report a full disk
                 if not has_failed:
                     log.warning(
                         "use of processor and memory cannot be written (%s); tried again",

@@ -1,14 +1,14 @@
-"""Checkpoints: folders that count only once they are complete.
+"""Checkpoints: folders that are valid only once they are complete.
 
-- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
-  (sha256 of all), and last, with all synced, the marker `COMPLETE`. No attempt changes, completes
-  or prunes a newer attempt's folders.
-- A rank hashes its big files into a note (`note_digests`), so all ranks hash at once and `complete`
-  does not.
+- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json` (the
+  sha256 of every file), and last, after a sync of all, the marker `COMPLETE`. No attempt changes,
+  completes or removes a newer attempt's folders.
+- Each rank writes the sha256 of its big files into a note (`note_digests`), so ranks hash in
+  parallel, and `complete` does not read these files again.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- Only `later.attempt_<k>/`, with its own marker, may be added after the marker, when attempt k
-  winds down before the next checkpoint.
-- A discarded folder loses its marker first, then its name, then its files.
+- After the marker only `later.attempt_<k>/` may be added, with a marker of its own. Attempt k
+  writes it if it is preempted before the next checkpoint.
+- To discard a folder, remove its marker, rename it, then remove its files.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from orrery.wire import nfs
 
 MARKER = COMPLETE
 FILES = "files.json"
-LATER = "later"  # the orchestrator's, of a wind-down after a checkpoint
-PUBLISHED = "published.json"  # the trainer's {version: digest} of all published versions
+LATER = "later"  # orchestrator state of a preemption after this checkpoint
+PUBLISHED = "published.json"  # {version: digest} of all published versions, by the trainer
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders being removed
 
@@ -59,7 +59,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
     """Return whether the stage leaves a checkpoint after `step`.
 
-    RL leaves one after its last step. SFT exports its last weights instead.
+    RL leaves a checkpoint after its last step. SFT exports its last weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -89,14 +89,14 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
-    """Write `note`: size and sha256 of the synced `files` in the same folder."""
+    """Write `note` with the size and sha256 of `files`, which are synced and in the same folder."""
     write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
-    """Write `note` from every file's (bytes, sha256), by name.
+    """Write `note` from the (bytes, sha256) of every file, by name.
 
-    Call this last: a reader of the note may rename the folder at once. `complete` syncs it.
+    Call this last: a reader of the note may rename the folder at once. `complete` syncs the note.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -116,7 +116,7 @@ def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     digests = {name: digest for note in notes for name, digest in _noted(folder, note).items()}
     rest = [name for name in _files(folder) if name not in digests]
     if not digests and not rest:
-        raise OrreryError(f"{folder}: nothing to complete; a checkpoint holds at least one file")
+        raise OrreryError(f"{folder}: has no files; a checkpoint holds at least one file")
     for name in rest:
         sync(folder / name)
     for parent in sorted({(folder / name).parent for name in (*digests, *rest)}):
@@ -134,10 +134,10 @@ def verify(
     share: tuple[int, int] = (0, 1),
     each: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise OrreryError, with `remedy`, naming a missing, damaged or unknown file.
+    """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or unknown.
 
-    `share` (i, n) selects the i-th of n processes' shares. Threads call `each` after every
-    CHUNK_BYTES.
+    `share` (i, n) divides the files among n processes, and selects the part of process i. Threads
+    call `each` after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -151,15 +151,14 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # By suffix, so that big files are dealt evenly.
+    # Sort by suffix, so that every process gets equally many big files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
         for name, digest in zip(own, digests, strict=True):
             if digest != expected[name]:
                 raise OrreryError(
-                    f"{folder / name}: its sha256 is not the one in {FILES}, so it is damaged; "
-                    f"{remedy}"
+                    f"{folder / name}: its sha256 differs from {FILES}, so it is damaged; {remedy}"
                 )
 
 
@@ -185,7 +184,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a finished stage's checkpoints. Return the steps. The next call retries failures."""
+    """Remove a finished stage's checkpoints. Return their steps. The next call retries failures."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:  # a user's own copy
@@ -198,11 +197,11 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
 
 
 def discard(run_dir: Path, folder: Path) -> None:
-    """Free a checkpoint folder's name, if it exists, and remove its files if possible."""
+    """Rename a checkpoint folder, if it exists, and remove its files if possible."""
     aside = checkpoints_dir(run_dir) / f"{DISCARDED}.{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         folder.rename(aside)
-        sync(folder.parent)  # a power cut must not restore the marked name
+        sync(folder.parent)  # a power cut must not bring the marker back
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -240,12 +239,12 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return {name in `folder`: sha256} of a note. Checks the files' sizes."""
+    """Return {name in `folder`: sha256} of a note. Check the files' sizes."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(
-            f"{path}: missing; whoever writes files of a checkpoint leaves their sha256 there; "
-            "see the logs of the role"
+            f"{path}: missing; every rank that writes files of a checkpoint writes their sha256 "
+            "there; read the role's logs"
         )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
@@ -270,7 +269,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the size. NFS refreshes it on opening, `stat` may be stale."""
+    """Return the size. Open the file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

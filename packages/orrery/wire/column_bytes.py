@@ -1,11 +1,11 @@
 """The byte layout of columns, shared by all wires and files.
 
-- A micro-batch is given as parts (`Columns`), never concatenated. Its bytes
-  are segments: views of the parts.
+- The sender has a micro-batch as a list of parts (`Columns`), and never concatenates them. It sends
+  segments, which are views of the parts.
 - The receiver turns one buffer into `Columns` without a copy.
 - Columns follow each other without gaps, wider dtypes first. So each is aligned to its dtype, and
   the bytes are a valid safetensors body.
-- A decoder checks that columns lie inside the buffer.
+- The receiver checks that all columns lie inside the buffer.
 """
 
 import math
@@ -18,13 +18,13 @@ from orrery.wire.columns import Columns
 
 MicroBatch = Columns | Sequence[Columns]
 
-COALESCE_BYTES = 64 * 1024  # smaller segments are copied together
+COALESCE_BYTES = 64 * 1024  # segments below this size are copied into one chunk
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A column's place: `start` bytes into the layout. `kind` is offsets, token or sample."""
+    """A column's place, from byte `start` of the layout. `kind` is offsets, token or sample."""
 
     kind: str
     name: str
@@ -42,7 +42,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError if `layout_of` cannot have made this, since using it is unsafe."""
+        """Raise ValueError if `layout_of` cannot have made this layout: it is unsafe."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -51,11 +51,11 @@ class ColumnLayout(msgspec.Struct, frozen=True):
             if slot.start != start:
                 raise ValueError(
                     f"slot {slot.name!r} starts at byte {slot.start}, "
-                    f"not at {start} where the one before ends"
+                    f"not at {start}, the end of the slot before it"
                 )
             start += slot.num_bytes
         if start != self.num_bytes or not any(slot.kind == "offsets" for slot in self.slots):
-            raise ValueError(f"the slots name {start} bytes of {self.num_bytes}, or no offsets")
+            raise ValueError(f"the slots cover {start} of {self.num_bytes} bytes, or lack offsets")
 
 
 def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
@@ -99,7 +99,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order, as views. Only non-contiguous parts are copied."""
+    """Yield the bytes in order as views of the parts. Only non-contiguous arrays are copied."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":
@@ -117,7 +117,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes in chunks of at most `chunk_bytes`, small segments gathered."""
+    """Yield the bytes in chunks of at most `chunk_bytes`. Join small segments."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:
@@ -139,7 +139,7 @@ def columns_from(layout: ColumnLayout, buffer: np.ndarray) -> Columns:
     """Return views of `buffer` (uint8 [num_bytes]). Raises ValueError if the layout is damaged."""
     layout.check()
     if layout.num_bytes != len(buffer):
-        raise ValueError(f"the layout names {layout.num_bytes} bytes of {len(buffer)}")
+        raise ValueError(f"the layout needs {layout.num_bytes} bytes, the buffer has {len(buffer)}")
     found: dict[str, dict[str, np.ndarray]] = {"offsets": {}, "token": {}, "sample": {}}
     for slot in layout.slots:
         data = buffer[slot.start : slot.start + slot.num_bytes]

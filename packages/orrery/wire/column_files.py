@@ -2,8 +2,8 @@
 
 - A file holds the tensors `offsets`, `token/<name>` and `sample/<name>`, and JSON
   metadata.
-- It is written aside and renamed, straight from a micro-batch's parts. The library's
-  writer would copy every tensor.
+- The writer writes a temporary file directly from a micro-batch's parts, then renames it. The
+  library's writer would copy every tensor.
 - `rollouts/step_<n>.safetensors` in the run directory holds the batch of step n.
 """
 
@@ -38,7 +38,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` atomically. Return its bytes. `sync=False` if it need not survive a crash."""
+    """Write `path` atomically. Return its size in bytes. `sync=False`: a crash may lose it."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -65,12 +65,12 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into its JSON header and its data.
 
-    For readers that the library does not serve: it has no numpy type for bfloat16, and does not
-    name the tensor that is cut off. Raises ValueError without a whole header.
+    Use it where the safetensors library fails: it has no numpy type for bfloat16, and does not name
+    a cut-off tensor. Raises ValueError if the header is incomplete.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
-        raise ValueError(f"a header of {header_bytes} bytes in a file of {len(file)}")
+        raise ValueError(f"a header of {header_bytes} bytes exceeds a file of {len(file)}")
     header = json.loads(file[8 : 8 + header_bytes].tobytes())
     if not isinstance(header, dict):
         raise ValueError("a header that is not a table")
@@ -80,8 +80,8 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
     """Return (columns, info), read-only.
 
-    A mapped file's views stay valid if this machine removes it, but not if another machine does on
-    NFS. `mapped=False` reads the file whole. Raises OrreryError if it is missing or damaged.
+    Mapped columns stay valid if this machine removes the file, but not if another machine removes
+    it over NFS. `mapped=False` reads the whole file. Raises OrreryError if missing or damaged.
     """
     try:
         if mapped:

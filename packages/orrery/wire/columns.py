@@ -1,13 +1,13 @@
-"""Training data as columns: one numpy array a column over the concatenated tokens, plus offsets.
+"""Training data as columns: one numpy array per column over all tokens, plus the samples' offsets.
 
 - A sample is one document (a rollout or an SFT example) with tokens
   `offsets[i]:offsets[i + 1]`.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`.
 - Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), `trained[t]` says that
   the loss counts it. A sample's first token is never trained.
-- `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix dtypes. Other columns are opaque. Row t of
-  `routed_experts` produced `logprob[t + 1]`.
-- Defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
+- `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix the dtypes. Other columns have any dtype. Row t of
+  `routed_experts` has the experts that computed `logprob[t + 1]`.
+- Absent weights have defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ import numpy as np
 TOKEN_COLUMNS = {
     "token_id": np.dtype("int32"),
     "trained": np.dtype("bool"),
-    "logprob": np.dtype("float32"),  # the engine's, with temperature
-    "version": np.dtype("int32"),  # policy version of a sampled token, or −1
+    "logprob": np.dtype("float32"),  # by the engine, at the sampling temperature
+    "version": np.dtype("int32"),  # policy version that sampled the token, or −1
     "advantage": np.dtype("float32"),
     "rl_weight": np.dtype("float32"),
     "cross_entropy_weight": np.dtype("float32"),
@@ -28,8 +28,8 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # at the group's dispatch, cache salt
-    "engine": np.dtype("int32"),  # index of the sampling engine, −1: unknown, several
+    "dispatch_version": np.dtype("int32"),  # version at the group's dispatch, the cache salt
+    "engine": np.dtype("int32"),  # index of the sampling engine, −1 if unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
     "task_index": np.dtype("int32"),  # position in manifest.tasks.train
@@ -38,7 +38,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """`num_samples` documents. The arrays are read-only, possibly received views."""
+    """The columns of `num_samples` documents. Arrays are read-only and may be views of a buffer."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Columns:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens a sample, int64 [num_samples]."""
+        """Number of tokens of each sample, int64 [num_samples]."""
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":

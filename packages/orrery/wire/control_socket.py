@@ -1,8 +1,8 @@
 """The authenticated socket between the orchestrator (ROUTER) and the trainer's ranks (DEALER).
 
 - It carries batches (`rollout_wire.zeromq`) and leases (`weight_wire.leases`).
-- Both ends derive both CurveZMQ key pairs from the run's token. Neither the token nor the sender's
-  public key is sent. The handshake drops a peer without the token.
+- Both ends derive both CurveZMQ key pairs from the run's token, so neither the token nor the
+  orchestrator's public key is sent. The handshake drops peers without the token.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
 """
 
@@ -26,7 +26,7 @@ PROTOCOL = 3
 MAX_ASK_BYTES = 4096
 MAX_HEAD_BYTES = 64 << 20
 HANDSHAKE_S = 5.0
-# Decoding errors. RecursionError and ValueError come of deep nesting and bad UTF-8.
+# Decoding errors. Deep nesting raises RecursionError, bad UTF-8 ValueError.
 NOT_OF_THE_PROTOCOL = (msgspec.MsgspecError, RecursionError, ValueError)
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -41,8 +41,8 @@ def authenticate(socket: Any, is_sender: bool) -> None:
     """Restrict `socket` to the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
-            "pyzmq: it was built without CURVE, and the rollout wire lets nobody in without it. "
-            "Install pyzmq's own wheel"
+            "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers; "
+            "install the wheel of pyzmq from PyPI"
         )
     secret_keys = {
         role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
@@ -67,7 +67,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, in one event loop. `num_foreign` counts refused peers and messages.
+    """The orchestrator's end, for one event loop. `num_foreign` counts refused peers and messages.
 
     `port` 0 takes a free port.
     """
@@ -77,7 +77,7 @@ class ControlSocket:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # asks bound the queue, and a full queue drops
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would drop messages
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             authenticate(self._socket, is_sender=True)
@@ -100,15 +100,15 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle` (peer, message) for messages of `kind`. It may be a coroutine function.
+        """Call `handle(peer, message)` for every message of `kind`. It may be a coroutine function.
 
-        It returns False for a message that is not of the protocol.
+        `handle` returns False for a message that violates the protocol.
         """
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Serve, if it does not yet. Return the serving task, which calls the last `at_end`."""
+        """Start serving, unless it runs. Return its task, which ends with a call of `at_end`."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")
@@ -117,7 +117,7 @@ class ControlSocket:
         return self.server
 
     async def post(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Queue one message. A lost peer asks again under a new identity."""
+        """Queue one message. A peer that lost it reconnects under a new identity and asks again."""
         try:
             await self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], copy=False)
         except zmq.ZMQError as error:
@@ -168,5 +168,5 @@ class ControlSocket:
 
     def _count_foreign(self, why: str) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # powers of two: a flood must not fill the disk
+        if self.num_foreign.bit_count() == 1:  # powers of two keep the log short
             log.warning("rollout wire: turned away %s (%d so far)", why, self.num_foreign)

@@ -5,7 +5,7 @@ Let b_i be the elements in row-major order, their raw bits read as signed intege
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
     m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two rounds of splitmix64
 
-- c_i depends only on the global position, so slices' shares add up to the whole F.
+- c_i depends only on the position in the whole tensor, so shares of disjoint slices add up to F.
 - One flipped bit always shows: it adds ±2^k · c_i, never 0 because c_i is odd.
 - Swapped elements show unless 2^64 divides (b_i − b_j) · (c_j − c_i).
 - It detects damage, not an adversary.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_ELEMENTS = 1 << 18  # fits a core's cache, keeps temporaries small
-GPU_CHUNK_ELEMENTS = 1 << 24  # hides the cost of fifteen launches
+GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
@@ -34,7 +34,7 @@ GROUP = 16  # consecutive elements that share one m
 
 
 def _mixed(index: np.ndarray) -> np.ndarray:
-    """Return `mix` | 1 of u64."""
+    """Return `mix(values) | 1` for an array u64."""
     value = (index + np.uint64(1)) * np.uint64(GOLDEN)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(SECOND)
@@ -49,10 +49,10 @@ def tensor_fingerprint(
     full_shape: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
 ) -> int:
-    """Return F of `tensor`, in [0, 2^64). Dtypes of 1, 2, 4 or 8 bytes, any device and strides.
+    """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, return a slice's share of the whole F. Raises ValueError if it
-    lies outside.
+    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor, and the result is its
+    share of the larger tensor's F. Raises ValueError if the slice does not lie inside.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -66,7 +66,7 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor with the integer elements `bits`. Needs no torch."""
+    """Return F of a whole tensor from its elements' `bits`, read as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -79,7 +79,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return 16 hex digits for named fingerprints in any order."""
+    """Return one hash of all fingerprints and their names, as 16 hex digits. Order is ignored."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -87,7 +87,7 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return a slice's share, an i64 scalar on its device. No checks, no synchronization."""
+    """Return a slice's share, an i64 scalar on its device. No checks and no device sync."""
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -95,8 +95,8 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # consecutive in the whole too
-    if not is_run and tensor.numel() > most:  # flattening would copy it whole
+    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # in the full tensor too
+    if not is_run and tensor.numel() > most:  # flattening would copy all of it
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))
@@ -121,7 +121,7 @@ def slice_share(
 
 
 def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
-    """Return the share of elements from position `first` on."""
+    """Return the share of consecutive elements that begin at position `first`."""
     import torch
 
     head = min(-first % GROUP, len(bits))
@@ -140,7 +140,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of the groups `index`. Overwrites `index`."""
+    """Return the share of whole groups with the numbers `index`. Overwrites `index`."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -195,9 +195,9 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A box of a tensor. It is stored dense and row-major from byte `offset` of a buffer.
+    """A slice of a tensor: the box of `shape` that begins at index `starts` of `full_shape`.
 
-    The box begins at index `starts` of a tensor of `full_shape`.
+    A buffer holds its elements, of `itemsize` bytes, dense and row-major from byte `offset` on.
     """
 
     offset: int
@@ -208,14 +208,17 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """(elements a row, positions between rows, first position), or None if rows are uneven."""
+        """The slice as equal rows: (elements per row, distance of rows, first position).
+
+        A row is consecutive in the full tensor. None if rows have no constant distance.
+        """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
         dim = len(self.shape)
         while dim and self.shape[dim - 1] == self.full_shape[dim - 1]:
             dim -= 1
         if dim:
-            dim -= 1  # a row is part of this dimension and all later
+            dim -= 1  # a row spans a part of this dimension and all later dimensions
         sizes = zip(self.shape[:dim], strides[:dim], strict=True)
         outer = [(size, stride) for size, stride in sizes if size > 1]
         if len(outer) > 1:
@@ -224,7 +227,7 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Shares of many slices at fixed places of one buffer.
+    """Compute the shares of many slices at fixed places of one buffer.
 
     On a GPU one kernel for each element size saves tens of thousands of launches.
     """

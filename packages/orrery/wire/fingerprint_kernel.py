@@ -1,8 +1,7 @@
 """Fingerprints of many slices of a buffer in one pass on a GPU (Triton).
 
-A slice is rows of `num_columns` consecutive elements, `row_stride` positions apart in its
-tensor's row-major order. Each program adds a few blocks of one slice to its share, mod
-2^64.
+A slice consists of rows of `num_columns` consecutive elements, `row_stride` positions apart in the
+tensor's row-major order. Each Triton program adds a few blocks to their slice's share, mod 2^64.
 
 If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a
 group's m is computed once. With W the element's width and u = b + 2^(W−1):
@@ -22,14 +21,14 @@ import triton.language as tl
 
 from orrery.wire.fingerprint import FACTORS, FIRST, GOLDEN, GROUP, MASK, SECOND
 
-BLOCK, STEPS = 4096, 8  # elements a block, blocks of whole groups a program
+BLOCK, STEPS = 4096, 8  # elements per block, blocks per program
 WARPS, WARPS_BY_ELEMENT = 2, 8  # the fastest on an H200
 WORD_BYTES, LOAD_BYTES = 4, 16
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice's place in the buffer, size, and rows in the tensor, in elements."""
+    """A slice's place in the buffer, its size, and its rows in the tensor, in elements."""
 
     begin: int
     num_elements: int
@@ -53,7 +52,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the runs' positions in the tensor, in runs. A stride of 0 means one row."""
+    """Return the positions of runs in the tensor, counted in runs. Stride 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -149,7 +148,7 @@ class KernelLaunch(NamedTuple):
 
 
 class RowFingerprints:
-    """Shares of rows of elements of one size."""
+    """Compute the shares of slices whose elements have one size."""
 
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
@@ -210,9 +209,9 @@ def _of_groups(
 def _tables(
     rows: Sequence[Rows], chosen: list[int], run: int, taken: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return (each program's slice, each program's first run, the slices' numbers).
+    """Return each program's slice, each program's first run, and the fields of the slices' `Rows`.
 
-    A program takes `taken` elements. Numbers are in runs of `run` elements, except `begin`.
+    A program takes `taken` elements. Fields except `begin` are counted in runs of `run` elements.
     """
     step = taken // run
     num_programs = -(-np.array([rows[which].num_elements // run for which in chosen]) // step)

@@ -1,10 +1,9 @@
-"""Reading files that another node writes, when NFS shows them late.
+"""Read files that another node writes, although NFS shows them late.
 
-- Nodes cache names, and their absence, for up to a minute. Listing a folder bypasses
-  the cache.
-- `read` and `identity` suit polling and ignore a file during its replacement. `appears`
-  waits for an announced file.
-- Writers sync a marker's files before they rename the marker into place.
+- A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
+- `read` and `identity` are for polling, and treat a file that is being replaced as missing.
+  `appears` waits for an announced file.
+- Writers sync all files of a marker before they rename the marker into place.
 """
 
 import errno
@@ -43,7 +42,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Wait for `path` for `within_s` (VISIBLE_S, scaled). Return whether it exists."""
+    """Wait up to `within_s` (default: scaled VISIBLE_S) for `path`. Return whether it exists."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

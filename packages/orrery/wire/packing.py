@@ -1,13 +1,12 @@
-"""Packing: which samples form a micro-batch, on which rank, at which micro-step.
+"""Packing: divide samples into micro-batches, by rank and micro-step.
 
-- The plan is `[rank][micro_step]` sample indices. A micro-batch is a list of
-  documents.
-- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, padding
-  included. Every rank has the same number of micro-steps.
-- Without padding, bins are filled by best-fit decreasing: at most 11/9 of the optimum
-  plus one, rounded up to whole micro-steps.
-- A micro-step lasts as long as its costliest rank, so micro-batches of a micro-step,
-  and if possible all, have similar costs.
+- The result is a list of sample indices for each `[rank][micro_step]`.
+- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, padding included. Every
+  rank has the same number of micro-steps.
+- Without padding, best-fit decreasing fills the bins. It needs at most 11/9 of the least number of
+  bins, plus one, rounded up to whole micro-steps.
+- A micro-step lasts as long as its costliest rank. So the micro-batches of a micro-step have
+  similar costs, and if possible all micro-batches.
 """
 
 from bisect import bisect_left, insort
@@ -40,7 +39,7 @@ def pack(
     quadratic: float = 0.0,
     padded: bool = False,
 ) -> Plan:
-    """Return sample indices (int64, ascending) as `[rank][micro_step]`. Empty for a dummy step.
+    """Return sample indices (int64, ascending) as `[rank][micro_step]`, none for a dummy step.
 
     - `lengths`: int64 [num_samples], tokens.
     - `quadratic`: a sample of n tokens costs n + quadratic · n². See `quadratic_cost`.
@@ -82,7 +81,7 @@ def pack(
 
 
 def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill each bin, longest sample first, with rows of its first sample's length."""
+    """Fill bins, longest sample first. All rows of a bin are padded to its first sample."""
     bins = np.empty(len(lengths), dtype=np.int64)
     begin = bin_index = 0
     while begin < len(order):
@@ -95,7 +94,7 @@ def _rows_of_like_length(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int) -> np.ndarray:
     """Put each sample, longest first, into the fullest bin that holds it."""
     bins = np.empty(len(lengths), dtype=np.int64)
-    # Sorted. room · stride + bin, so that one bisection finds the tightest bin.
+    # Sorted keys room · stride + bin: one bisection finds the fullest bin that has room.
     rooms: list[int] = []
     stride = len(lengths)
     num_bins = 0
@@ -119,7 +118,7 @@ def _spread(
 ) -> np.ndarray | None:
     """Return each sample's bin, int64 [num_samples], or None if the search finds no solution.
 
-    Costliest first, each into the cheapest bin that holds it. Skips few full bins a sample.
+    Put each sample, costliest first, into the cheapest bin that has room. Try only a few bins.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -146,9 +145,9 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return (total cost of the costliest ranks, bins by falling cost, bins).
+    """Return the sum over micro-steps of the costliest rank's cost, bins by falling cost, and bins.
 
-    The costliest micro-step comes first, so memory peaks early.
+    The costliest micro-step comes first, so that memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -160,9 +159,9 @@ def is_padded(model: Model) -> bool:
 
 
 def quadratic_cost(model: Model) -> float:
-    """Return attention FLOPs a squared token over matrix FLOPs a token.
+    """Return a sample's attention FLOPs per squared token, divided by its matrix FLOPs per token.
 
-    Equals layers · heads · head_dim / active matrix parameters.
+    This equals layers · heads · head_dim / active matrix parameters.
     """
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
@@ -175,7 +174,7 @@ def quadratic_cost(model: Model) -> float:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """`length` micro-batches, each made by `make(index)` on access, so no batch is held whole.
+    """A sequence of `length` micro-batches. `make(index)` makes each on access, to save memory.
 
     `make` must return the same micro-batch every time.
     """
@@ -201,9 +200,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return the plan's micro-batches, `[rank][micro_step]`, as uncopied parts.
+    """Return the micro-batches of a plan, `[rank][micro_step]`, as lists of documents, not copied.
 
-    `documents[i]` is the plan's sample i. A dummy step has the same columns, of length 0.
+    `documents[i]` is sample i of the plan. A dummy step has the same columns, of length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

@@ -1,10 +1,9 @@
-"""How the roles of a stage find one another's addresses.
+"""Rendezvous: the roles of a stage find one another's addresses.
 
-- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles
-  wait for it, with a deadline and a name.
-- A file names its attempt. Files of earlier attempts are ignored.
-- A restarted process has a new incarnation, so a dead process's address is not taken for its
-  own.
+- A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
+  for the file until a deadline, and report the wait in their health.
+- The file contains the attempt. Files of earlier attempts are ignored.
+- A restarted process has a new incarnation number, which distinguishes its address from the old.
 """
 
 import os
@@ -30,7 +29,7 @@ _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one process listens. `info` holds JSON values of its choice."""
+    """The address of one listening process. `info` holds further JSON values of the process."""
 
     role: str
     index: int
@@ -95,8 +94,8 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of `role` with indices `0..count`, once all are published.
 
-    Blocks the thread: in asyncio use `asyncio.to_thread`. Calls `meanwhile` at every look. Raises
-    RunFailed after `deadline_s`.
+    This blocks the thread, so use `asyncio.to_thread` in asyncio. It calls `meanwhile` at every
+    look. Raises RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -110,8 +109,8 @@ def await_endpoints(
             if waited_s >= deadline_s:
                 raise RunFailed(
                     f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} "
-                    f"{', '.join(map(str, missing))} to say where it listens; "
+                    f"{', '.join(map(str, missing))} to publish its address; "
                     f"read logs/{role}.{missing[0]}.log"
                 )
-            # A long wait spares the shared file system.
+            # Look less often in a long wait, to spare the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))

@@ -1,12 +1,12 @@
-"""Decodes the routed experts of an engine's answer into the column `routed_experts`.
+"""Decode the routed experts of an engine's answer into the column `routed_experts`.
 
 - The field `routed_experts` of an answer of /inference/v1/generate is a base64 .npy file, uint8 or
   uint16 [rows, layers, top_k].
-- The engine sends all hidden layers. The column has only the last, the layers with experts.
-- Each input token from the requested position on has a row. Other tokens, such as the last sampled,
-  have no route.
-- The text may have tens of MB. A JSON decoder would look at every character, so it is found by its
-  quotes and decoded once, in pieces that fit the cache.
+- The engine sends all layers. The column keeps only the last layers, which have experts.
+- Each input token from the requested position on has a row. The last sampled token is never an
+  input, so it has no row.
+- The field may have tens of MB. A JSON decoder would look at every character. So `split` finds the
+  field by its quotes, and it is decoded once, in pieces that fit the cache.
 """
 
 import io
@@ -21,7 +21,7 @@ from orrery.wire.routed_experts import RouteShape
 
 PIECE = 1 << 20  # characters, a multiple of 4
 _FIELD = re.compile(rb'"routed_experts"\s*:\s*"')
-_HEADER_CHARACTERS = 1024  # exceeds a three-dimensional .npy header of version 1
+_HEADER_CHARACTERS = 1024  # more than the .npy header (version 1) of a 3-dimensional array
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Routes:
         return self.shape[0]
 
     def decode_into(self, rows: np.ndarray) -> None:
-        """Fill `rows`, [num_rows, layers with experts, top_k]. Raises ValueError if damaged."""
+        """Decode into `rows` [num_rows, layers with experts, top_k]. Raises ValueError if bad."""
         num_layers, row_bytes = rows.shape[1], int(np.prod(self.shape[1:])) * self.dtype.itemsize
         header, rest, done = self._header_bytes, np.empty(0, np.uint8), 0
         for first in range(0, len(self._text), PIECE):
@@ -54,9 +54,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return the body with `routed_experts` emptied, and its routes (of positions from `start`).
+    """Return the body without the content of `routed_experts`, and the routes in it.
 
-    Raises ValueError if the field holds other data.
+    The routes begin at token `start`. Raises ValueError if the field is not such a .npy file.
     """
     field = _FIELD.search(body)
     if field is None:
@@ -78,10 +78,10 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 
 
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
-    """Return the column of a whole conversation, [num_tokens, layers, top_k].
+    """Return the column of a whole conversation, [num_tokens, layers, top_k], from its parts.
 
-    Where parts overlap, the later wins. Raises ValueError if a part is of another model or too
-    long.
+    A later part overwrites an earlier part. Raises ValueError if a part does not fit the model or
+    exceeds the conversation.
     """
     for part in parts:
         _, num_layers, top_k = part.shape
@@ -89,12 +89,13 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
         fits = num_layers >= shape.num_layers and part.dtype.itemsize <= shape.dtype.itemsize
         if not fits or top_k != shape.top_k or end > num_tokens:
             raise ValueError(
-                f"routes of tokens {part.start} to {end}, {num_layers} layers, {top_k} experts a "
-                f"token in {part.dtype} are not of {num_tokens} tokens, {shape.num_layers} layers, "
-                f"{shape.top_k} experts a token in {shape.dtype}"
+                f"the engine sent routes for tokens {part.start} to {end}, {num_layers} layers, "
+                f"{top_k} experts per token, as {part.dtype}; this conversation has {num_tokens} "
+                f"tokens, and the model {shape.num_layers} layers with experts, {shape.top_k} "
+                f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # rows before this are set, here or by a part
+    filled = 0  # all rows before this are set, by a part or as missing
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

@@ -1,13 +1,13 @@
-"""Router replay (R3): the experts that an engine's routers chose, for the trainer to choose again.
+"""Router replay (R3): the trainer uses the experts that an engine's routers chose.
 
-- Row t of the token column `routed_experts`, [tokens, layers, top_k], is the choice with token t
-  as the input. uint8 up to 256 experts, uint16 above. Layers are in the network's order, with or
-  without the dense layers that engines report too.
-- If all slots of a token and layer hold the dtype's largest value, there is no route: for the
-  last token, never an input, and from engines that report none. The trainer routes and counts
-  these. Real choices are distinct, so only expert 255 of 256 with top_k 1 looks so, and is chosen
-  afresh.
-- All documents of a batch have the column or none has. `without_routes` takes no memory.
+- Row t of the token column `routed_experts`, [tokens, layers, top_k], has the experts for input
+  token t, as uint8 up to 256 experts, uint16 above. Layers are in the network's order. Engines also
+  report dense layers, which the column may contain.
+- A token without a route in a layer has the dtype's largest value in all slots: the last token,
+  which is never an input, and all tokens of an engine that reports no routes. The trainer's router
+  chooses for these tokens, and counts them. Expert 255 of 256 with top_k 1 looks the same, so the
+  router chooses for it too.
+- Either all documents of a batch have the column, or none. `without_routes` takes no memory.
 """
 
 from typing import NamedTuple
@@ -21,10 +21,10 @@ COLUMN = "routed_experts"
 
 
 class RouteShape(NamedTuple):
-    num_layers: int  # with experts
+    num_layers: int  # layers with experts
     top_k: int
     num_experts: int
-    num_dense_layers: int = 0  # before them
+    num_dense_layers: int = 0  # layers without experts, before the others
 
     @property
     def dtype(self) -> np.dtype:
@@ -37,16 +37,16 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. A row without a route has no expert's id in any slot."""
+    """Routes that fit the model. Slots without a route hold a number that is no expert's id."""
 
     # uint8 or int16 [tokens, layers with experts, top_k], a view if possible.
     ids: np.ndarray
-    is_missing: np.ndarray  # bool [tokens], in some layer
-    num_routed: int  # pairs of a token and a layer with a route
+    is_missing: np.ndarray  # bool [tokens]: no route in at least one layer
+    num_routed: int  # number of (token, layer) pairs with a route
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """Return the shape of the model's routes, or None without experts."""
+    """Return the shape of the model's routes, or None if the model has no experts."""
     moe = model.moe
     if moe is None:
         return None
@@ -61,7 +61,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
-    """Return the column as the network takes it. `what` names it in errors.
+    """Return the column in the form that the network takes. `what` names it in errors.
 
     Raises RunFailed if the dtype, layers, top_k or an id do not fit the model.
     """
@@ -71,7 +71,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
         raise RunFailed(
             f"{what}: {COLUMN} is {routes.dtype} [tokens, "
             f"{', '.join(map(str, routes.shape[1:]))}]; this model has {shape.num_experts} experts "
-            f"in each of {shape.num_layers} layers, {shape.top_k} a token, and wants "
+            f"in each of {shape.num_layers} layers, {shape.top_k} per token, and needs "
             f"{shape.dtype} [tokens, {shape.num_layers}, {shape.top_k}]; "
             "does the engine serve another model?"
         )
@@ -86,7 +86,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
         raise RunFailed(
             f"{what}: {COLUMN} of token {tokens[place]} in layer {layer} is "
             f"{routes[tokens[place], layer].tolist()}; experts are 0 to {shape.num_experts - 1}, "
-            f"and a route that is missing is {shape.no_route} in all {shape.top_k} slots"
+            f"and a missing route is {shape.no_route} in all {shape.top_k} slots"
         )
     ids = routes
     if shape.num_experts > 256:  # torch has few operations on uint16

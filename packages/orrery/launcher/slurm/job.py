@@ -1,12 +1,12 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
-- A node group is a component. Several are one heterogeneous job. On partly used nodes a component's
-  processors and memory are proportional to its devices (on CPUs, cores). The launcher runs on the
-  first node of component 0.
-- There is a step per role and node group, and one per engine. A task computes its index from its
-  rank, and writes its own log on its node.
-- srun reports how a task ended (`node2: task 3: Killed`), and ends after all tasks. The first bad
-  exit ends the step (`--kill-on-bad-exit`).
+- Each node group is a component. Several components form a heterogeneous job. If a component uses
+  only some devices (on CPUs: cores) of a node, it gets the same share of processors and memory. The
+  launcher runs on the first node of component 0.
+- There is one step for each role and node group, and one for each engine. A task computes its index
+  from its rank in the step, and writes its own log on its node.
+- srun reports how a task ended (`node2: task 3: Killed`), and ends after all tasks. The first
+  failed task ends the step (`--kill-on-bad-exit`).
 """
 
 import math
@@ -31,7 +31,7 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # set only in our jobs
+IN_JOB = "ORRERY_SLURM"  # set inside our jobs only
 MEMORY_MB = 6000  # the minimum for a stage
 LAUNCHER_CPUS = 2  # for launcher, orchestrator and router
 
@@ -102,7 +102,7 @@ def batch_command(
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
-    # USR1 is for the launcher and must not end the shell first
+    # The shell must survive USR1, which is for the launcher.
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -115,14 +115,14 @@ def batch_command(
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # between two SIGINTs: srun kills the step if the second comes within a second
+CTRL_C_S = 0.2  # between two SIGINTs: srun kills the step if both come within a second
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Processes of one role in one node group, equally many on every node, or one engine.
+    """One engine, or a role's processes in one node group, equally many on every node.
 
-    `devices`: the step's first device of a node, and the number that a task sees.
+    `devices`: the first device of the step on a node, and the number of devices that a task sees.
     """
 
     component: int
@@ -145,8 +145,9 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps, servers first.
 
-    Slurm gives overlapping steps the same first devices. Each step gets all devices, and `task.sh`
-    chooses: all of its role on the node for a trainer rank (CUDA IPC), only its own for an engine.
+    Slurm would give overlapping steps the same devices. So each step gets all devices of a node,
+    and `task.sh` selects: a trainer rank sees all devices of its role on the node, for CUDA IPC,
+    and an engine only its own.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -190,9 +191,10 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int,
     cpus_per_task: int, gres: str | None, stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """Return srun's options for a step beside running steps.
+    """Return srun's options for a step that overlaps other steps.
 
-    `component` None: the job is not heterogeneous. `stdin` "all": srun copies stdin to each task.
+    `component` is None in a job that is not heterogeneous. With `stdin` "all" srun copies stdin to
+    every task.
     """
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
@@ -220,7 +222,7 @@ def srun(
 
 
 class Step:
-    """A started step. `line`: the command of an incarnation."""
+    """A started step. `line` returns the command of an incarnation."""
 
     def __init__(
         self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path,
@@ -255,7 +257,7 @@ class Step:
     def endings(self) -> dict[int, int]:
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
-            with suppress(OSError):  # a shared file system may answer at the next look
+            with suppress(OSError):  # try again at the next look
                 if (size := self.log.stat().st_size) != self._read[0]:
                     self._read = size, task_endings(self.messages())
         return self._read[1]
@@ -294,11 +296,11 @@ class SlurmTask:
         return self.step.incarnation
 
     def restart(self) -> "SlurmTask":
-        """Start the next incarnation on the same node. The step must have no other task."""
+        """Start the next incarnation on the same node. The step must have a single task."""
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal's number after a signal, None if running."""
+        """Return the exit code, or minus the number of the fatal signal, or None while running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL
@@ -306,14 +308,14 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended it because another task failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended it after another task failed
 
     @property
     def ending(self) -> str | None:
         return signal_or_code(self.poll())
 
     def signal(self, number: int) -> None:
-        if self.rank == 0:  # once per step: srun forwards it to every task
+        if self.rank == 0:  # once per step, because srun signals every task
             self.step.signal(number)
 
     def wait(self, within_s: float) -> bool:
@@ -323,7 +325,7 @@ class SlurmTask:
         self.step.kill()
 
     def abandon(self) -> None:
-        """Stop watching it. Slurm ends it with the job."""
+        """Stop watching the task. Slurm ends it with the job."""
         self.step.abandon()
 
     def last_output(self) -> str:
@@ -346,7 +348,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 plus the signal. 143 is a role's own exit code.
+        # Apptainer exits with 128 plus the signal's number. But 143 is also a role's own exit code.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -1,9 +1,10 @@
 """Slurm's queue: a user's jobs and their states.
 
-- `sacct` is asked only about jobs that `squeue` has forgotten.
-- Every documented state of Slurm maps to a `JobState`. Others raise OrreryError.
-- A heterogeneous job has the id of its leader.
-- A job's name holds run, place and stage, so a run in two checkouts has two names.
+- `sacct` is used only for jobs that `squeue` no longer lists.
+- Every documented state of Slurm maps to a `JobState`. Other states raise OrreryError.
+- A heterogeneous job has the id of its first component.
+- A job's name contains the run, a hash of the run folder's path, and the stage. So the same run in
+  two checkouts has two names.
 """
 
 import os
@@ -22,14 +23,14 @@ T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]
 
 STATES: dict[str, JobState] = {
-    # not started, or to be started again
+    # these jobs have not started, or will be restarted
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting", "EXPEDITING": "waiting",
     "REQUEUE_FED": "waiting", "REQUEUE_HOLD": "waiting", "RESV_DEL_HOLD": "waiting",
     "SPECIAL_EXIT": "waiting", "POWER_UP_NODE": "waiting",
     "RUNNING": "running", "COMPLETING": "running", "SIGNALING": "running", "STAGE_OUT": "running",
     "RESIZING": "running", "SUSPENDED": "running", "STOPPED": "running", "UPDATE_DB": "running",
     "COMPLETED": "done",
-    # ended by the cluster: Slurm requeues the job soon
+    # the cluster ended these jobs, and Slurm requeues them soon
     "NODE_FAIL": "lost", "PREEMPTED": "lost",
     "BOOT_FAIL": "failed", "CANCELLED": "failed", "DEADLINE": "failed", "FAILED": "failed",
     "OUT_OF_MEMORY": "failed", "TIMEOUT": "failed", "REVOKED": "failed", "LAUNCH_FAILED": "failed",
@@ -75,7 +76,7 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
     """Return `env` without variables that Slurm reads as options.
 
-    `inside` keeps the variables that name the job.
+    With `inside`, keep the variables that identify the job.
     """
 
     def is_kept(name: str) -> bool:
@@ -87,7 +88,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Return the output of one of Slurm's commands. Ctrl-C does not reach it."""
+    """Run one of Slurm's commands and return its output. Ctrl-C does not interrupt it."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -96,19 +97,19 @@ def call(*command: str) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise OrreryError(
-            f"{program}: there is no such command; Slurm's client tools must be on PATH "
-            "(see `orrery doctor`)"
+            f"{program}: command not found; put Slurm's client tools on PATH, "
+            "and check them with `orrery doctor`"
         ) from None
     except subprocess.TimeoutExpired:
         raise OrreryError(
             f"{program}: no answer within {COMMAND_S:.0f} s; "
-            "is the controller up (`scontrol ping`)?"
+            "type `scontrol ping` to see whether Slurm's controller is up"
         ) from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
         said = re.sub(rf"^({program}: )?((error|fatal): )?", "", last)
-        raise OrreryError(f"{program}: {said} (`orrery doctor` looks at Slurm)")
+        raise OrreryError(f"{program}: {said}; type `orrery doctor` to check Slurm")
     return done.stdout
 
 
@@ -149,7 +150,7 @@ def slurm_states(ids: Iterable[str]) -> dict[str, str]:
     except OrreryError as error:
         if "Invalid job id" not in str(error):
             raise
-        listed = []  # a single forgotten id is invalid
+        listed = []  # squeue fails for a single id that it no longer lists
     found = {job.id: job.slurm_state for job in listed}
     forgotten = [id for id in ids if id not in found]
     return {**found, **_accounted(forgotten)} if forgotten else found
@@ -159,7 +160,7 @@ def _accounted(ids: Sequence[str]) -> dict[str, str]:
     try:
         rows = call("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", ",".join(ids))
     except OrreryError:
-        return {}  # a site without accounting
+        return {}  # the site has no accounting
     return parse_accounting(rows)
 
 
@@ -208,7 +209,7 @@ def retry(
     pauses_s: Iterable[float],
     is_worth: Callable[[OrreryError], object] = lambda error: True,
 ) -> T:
-    """Return the result of `attempt`, repeated after pauses while its error `is_worth` it."""
+    """Return the result of `attempt`. Repeat it after a pause if `is_worth(error)`."""
     for pause_s in pauses_s:
         try:
             return attempt()
@@ -225,7 +226,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. None for UNLIMITED and others."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts, such as UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

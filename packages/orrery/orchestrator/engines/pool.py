@@ -269,8 +269,8 @@ class EnginePool:
                     await self._update_one(index, leased, begin)
             except TimeoutError as error:
                 raise EngineGone(
-                    f"engine {index} hung in a take that was over for another "
-                    f"{scaled(ALONG_S):g} s before"
+                    f"engine {index} hung in a transfer {scaled(ALONG_S):g} s after it had ended "
+                    "elsewhere"
                 ) from error
             except UpdateFailed as error:
                 if isinstance(error, UpdateInterrupted):

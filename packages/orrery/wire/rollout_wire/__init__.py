@@ -1,12 +1,11 @@
 """Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind.
 
-- The receiver asks for (step, rank) and the sender answers once it has it. So a
-  rank never joins too late, no batch is dropped, and a restarted rank asks
-  again.
-- `send` waits while `keep` earlier batches are unacknowledged by some rank.
-- Micro-batches go one by one: neither end holds a whole batch.
-- Every message carries its step. An acknowledged batch is refused, and so is a
-  batch that would skip an earlier one.
+- The receiver asks for (step, rank). The sender answers as soon as it has that batch. So a rank can
+  join at any time, no batch is dropped, and a restarted rank asks again.
+- `send` waits while any rank has not acknowledged `keep` earlier batches.
+- Micro-batches are sent one by one, so neither end copies a whole batch.
+- Every message has its step. A receiver that asks for an acknowledged batch, or skips a batch, is
+  refused.
 """
 
 from collections.abc import Callable

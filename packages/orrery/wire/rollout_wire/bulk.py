@@ -1,12 +1,12 @@
-"""Bulk bytes of a rollout wire: one plain TCP connection a micro-batch, opened by a ticket.
+"""The bytes of micro-batches on a rollout wire, each over its own TCP connection with a ticket.
 
 - The sender issues a `Ticket` with two random secrets over the wire's authenticated socket.
-- The receiver connects and sends the first secret and an offset. The sender answers with the
-  second secret and the bytes from there on. Neither end reads from a peer without its secret.
+- The receiver connects and sends the first secret and an offset. The sender answers with the second
+  secret and the bytes from the offset on. Each end refuses a peer without the expected secret.
 - A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on
   one of MAX_UNKNOWN connections.
-- A rank has at most TICKETS_A_RANK tickets, none for acknowledged batches.
-- Bytes are neither encrypted nor signed. Like gradients and weights, they need a private
+- A rank has at most TICKETS_A_RANK valid tickets, none for acknowledged batches.
+- The bytes are neither encrypted nor signed. Like gradients and weights, they need a private
   network.
 """
 
@@ -27,11 +27,11 @@ from orrery.wire.column_bytes import ColumnLayout, MicroBatch, chunks, segments
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current micro-batch and the next
-MAX_UNKNOWN = 64  # one connection more closes the oldest
+MAX_UNKNOWN = 64  # a further connection closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # first secret, offset
-_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's argument
+_UNSHARED = 2  # references to a free buffer: by the list and by getrefcount's argument
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class BulkSender:
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
-        """Return a ticket for `micro_batch`. Void the rank's oldest beyond TICKETS_A_RANK."""
+        """Return a ticket for `micro_batch`. Void the rank's oldest ticket above TICKETS_A_RANK."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
@@ -84,7 +84,7 @@ class BulkSender:
     def forget(self, rank: int, up_to_step: int) -> None:
         held = self._ticketed.get(rank, [])
         for each in [each for each in held if each.step <= up_to_step]:
-            held.remove(each)  # its stream is sent, or its reader has gone
+            held.remove(each)  # its bytes are sent, or its reader has disconnected
 
     def close(self) -> None:
         for task in [self._accepting, *self._unknown, *self._streams]:
@@ -139,7 +139,7 @@ class BulkSender:
             except (OSError, TimeoutError):
                 if task in self._unknown:
                     self._count_foreign()
-                return  # a reader that still needs the bytes asks again
+                return  # a reader that needs the bytes asks again
 
     def _find(self, secret: bytes) -> _TicketedBatch | None:
         for held in self._ticketed.values():
@@ -150,7 +150,7 @@ class BulkSender:
 
     def _count_foreign(self) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # powers of two: a flood must not fill the disk
+        if self.num_foreign.bit_count() == 1:  # powers of two keep the log short
             log.warning(
                 "rollout wire: closed a connection to port %d that showed no ticket (%d so far)",
                 self.port,
@@ -170,10 +170,10 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
-    """Fill `into` from `offset` on. Return the reached offset.
+    """Fill `into` from `offset` on. Return the offset up to which bytes arrived.
 
-    It is below the end if the connection fails or is silent for `silence_s`, or for an unknown
-    ticket.
+    It is below the end if the connection fails, sends no bytes for `silence_s`, or the ticket is
+    unknown.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -202,10 +202,10 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Reused receive buffers, since fresh pages cost as much as the copy into them.
+    """Receive buffers for reuse, because fresh memory pages cost as much as the copy into them.
 
-    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference, so a buffer
-    referenced only by the pool is free. The pool keeps `keep` buffers.
+    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. A buffer
+    that only the pool references is free. The pool keeps at most `keep` buffers.
     """
 
     def __init__(self, keep: int = 2) -> None:
@@ -219,5 +219,8 @@ class BufferPool:
             if is_free and len(self._buffers[index]) >= num_bytes:
                 return self._buffers[index][:num_bytes]
         buffer = np.empty(num_bytes, dtype=np.uint8)
-        self._buffers = [*self._buffers[-(self._keep - 1) :], buffer]  # readers keep the others
+        self._buffers = [
+            *self._buffers[-(self._keep - 1) :],
+            buffer,
+        ]  # others end with their views
         return buffer[:num_bytes]

@@ -14,10 +14,10 @@ from orrery.wire.control_socket import ControlSocket
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. A rank's sequence may be
-      lazy and shared, and is read by index, possibly twice. Its arrays must not change until the
-      batch is acknowledged.
-    - `totals` (counts for the loss) and `info` hold JSON values and reach every rank.
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. The sequence of a rank may
+      be lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
+      the batch is acknowledged.
+    - `totals` (the loss's token counts) and `info` hold JSON values. Every rank receives both.
     """
 
     step: int
@@ -30,7 +30,7 @@ class Batch:
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
-                f"batch {self.step}: micro-batches a rank {counts}; "
+                f"batch {self.step}: the ranks have {counts} micro-batches; "
                 f"expected {num_ranks} ranks with equal counts"
             )
         if after_step is not None and self.step <= after_step:
@@ -61,17 +61,17 @@ class RolloutSender(Protocol):
 
     @property
     def control(self) -> ControlSocket:
-        """The socket to the trainer, also for leases of weights."""
+        """The socket to the trainer, which also carries leases of weights."""
         ...
 
     async def send(self, batch: Batch) -> None:
-        """Take the batch over. Wait while some rank has not acknowledged an earlier batch."""
+        """Send the batch in the background. Wait while `keep` batches are unacknowledged."""
 
     async def wanted(self, at_least: int = -1) -> int:
-        """Wait until a step of `at_least` is asked for. Return the newest, −1 before any."""
+        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
 
     async def drained(self, deadline_s: float | None) -> None:
-        """Wait for all acknowledgements. Raises RunFailed after `deadline_s`, if not None."""
+        """Wait for all acknowledgements. Raises RunFailed after `deadline_s` (None: never)."""
 
     def close(self) -> None:
         """Stop serving and drop unacknowledged batches."""
@@ -83,14 +83,14 @@ class RolloutReceiver(Protocol):
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's share of batch `step`.
 
-        Raises RunFailed if nothing arrives for `deadline_s`, here or between micro-batches.
+        Raises RunFailed if no data arrives for `deadline_s`, now or between two micro-batches.
         """
 
     def close(self) -> None: ...
 
 
 def not_drained(deadline_s: float | None, missing: Mapping[int, set[int]]) -> RunFailed:
-    """Return the error of `drained`. `missing` maps a step to the ranks without it."""
+    """Return the error of `drained`. `missing` maps a step to the ranks that lack it."""
     late = "; ".join(
         f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
         for step, ranks in missing.items()

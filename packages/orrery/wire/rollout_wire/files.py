@@ -5,10 +5,10 @@
 - A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`. Files
   are closed in this order, so a reader of the marker sees the data, on NFS too. Ranks with the same
   micro-batches share files by hard links.
-- A receiver asks by writing `ask.rank_<r>.json`: the wanted step, and the last whole one. The
-  sender removes a batch that all ranks have.
-- Files carry a hash of the run's token. Asks without it are ignored, and a `wire.json` without it
-  is refused.
+- A receiver asks by writing `ask.rank_<r>.json`: the wanted step, and the last step that it has
+  received completely. The sender removes a batch that all ranks have received.
+- Both files contain a hash of the run's token. The sender ignores asks without it. A receiver
+  refuses a `wire.json` without it.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 
 PROTOCOL = 1
 POLL_S = 0.01
-GONE_S = 5.0  # for an announced batch to be seen
+GONE_S = 5.0  # delay until NFS shows an announced batch
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class FileAsk(msgspec.Struct):
     token_sha256: str
     rank: int
     step: int
-    received: int  # the last whole step, −1 before the first
+    received: int  # the last completely received step, −1 before any
 
 
 class BatchMarker(msgspec.Struct):
@@ -57,7 +57,7 @@ class BatchMarker(msgspec.Struct):
 
 
 class WireState(msgspec.Struct):
-    """`wire.json`: the hash of the run's token, and the newest sent batch."""
+    """The content of `wire.json`: the hash of the run's token, and the newest sent batch."""
 
     token_sha256: str
     last_step: int | None
@@ -78,7 +78,7 @@ def _data_path(folder: Path, step: int, rank: int, micro_step: int) -> Path:
 
 
 class FilesSender:
-    """See `contract.RolloutSender`. Only `control` listens at `host` and `port`."""
+    """A `contract.RolloutSender`. Only `control` listens at `host` and `port`."""
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
@@ -93,7 +93,7 @@ class FilesSender:
         self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
         self._last_step: int | None = None
         self._wanted = -1
-        self._foreign: dict[str, int] = {}  # file name → hash of its counted content
+        self._foreign: dict[str, int] = {}  # file name → hash of the content already counted
         self._token_sha256 = _token_sha256(self._folder)
         _write(self._folder / "wire.json", WireState(self._token_sha256, None))
 
@@ -184,12 +184,12 @@ class FilesSender:
 
 
 class FilesReceiver:
-    """See `contract.RolloutReceiver`."""
+    """A `contract.RolloutReceiver` that reads files."""
 
     def __init__(self, run_dir: Path, url: str, rank: int) -> None:
         if not url.startswith("file://"):
             raise OrreryError(
-                f"rollout wire: {url!r} is not the url of a files wire; it starts with file://"
+                f"rollout wire: {url!r} is not the url of a files wire, which starts with file://"
             )
         self.rank = rank
         self.url = url
@@ -236,7 +236,7 @@ class FilesReceiver:
         for micro_step in range(num_micro_batches):
             path = _data_path(self._folder, step, self.rank, micro_step)
             try:
-                # Not mapped: the sender removes acknowledged files.
+                # Do not map the file, because the sender removes acknowledged files.
                 columns, info = column_files.read(path, mapped=False)
             except OrreryError as error:
                 raise RunFailed(
@@ -249,7 +249,7 @@ class FilesReceiver:
                     f"{info.get('step')}"
                 )
             if micro_step + 1 == num_micro_batches:
-                self._done(step)  # before the yield, since a reader may stop at the last one
+                self._done(step)  # before the yield: a reader may not ask again
             yield columns
 
     def _done(self, step: int) -> None:
@@ -261,7 +261,7 @@ class FilesReceiver:
         try:
             _write(self._folder / f"ask.rank_{self.rank}.json", ask)
         except FileNotFoundError:
-            if self._received < step:  # once received, the sender may close
+            if self._received < step:  # the sender may close once all is received
                 raise self._closed() from None
 
     def _closed(self) -> RunFailed:
@@ -270,7 +270,7 @@ class FilesReceiver:
         )
 
     def _check(self, step: int) -> None:
-        """Raise RunFailed if batch `step` will never come, or must not come yet."""
+        """Raise RunFailed if batch `step` is already removed, or would skip a batch."""
         asked = (
             f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch {step} "
             "and was refused"
@@ -278,7 +278,7 @@ class FilesReceiver:
         path = self._folder / "wire.json"
         if (data := nfs.read(path)) is None:
             if nfs.appears(path, GONE_S):
-                return  # it was being replaced
+                return  # the sender is replacing it
             raise self._closed()
         try:
             wire = msgspec.json.decode(data, type=WireState)
@@ -286,12 +286,12 @@ class FilesReceiver:
             raise RunFailed(f"{asked}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
             raise RunFailed(
-                f"{asked}: the token is not this run's; both processes must be of one attempt"
+                f"{asked}: the orchestrator has the token of another attempt; restart the stage"
             )
         last = wire.last_step
         is_announced = last is not None and step <= last
         if is_announced and not nfs.appears(self._folder / f"step_{step}", GONE_S):
-            raise RunFailed(f"{asked}: batch {step} is gone, the wire is at batch {last}")
+            raise RunFailed(f"{asked}: that batch is removed, the newest batch is {last}")
         markers = self._folder.glob("step_*/BATCH.json")
         held = sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
         skipped = [other for other in held if self._received < other < step]

@@ -3,8 +3,8 @@
 - A receiver sends `ZmqAsk(step, rank, micro_step)`. The answer to `micro_step` −1 is the batch's
   head, otherwise a layout and a ticket to fetch the bytes.
 - A receiver asks for at most two micro-batches at a time.
-- An ask is repeated until answered, so a lost connection heals. If its bytes stop, the new ask has
-  a new number. The sender answers a number once per connection.
+- A receiver repeats an ask until it is answered, so a lost connection is restored. If bytes stop
+  arriving, the next ask has a new number. The sender answers each number once per connection.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # without bytes, until the receiver reconnects for the rest
-NUM_HANDSHAKES = 5  # failures in a row
+SILENCE_S = 10.0  # after so long without bytes the receiver reconnects for the rest
+NUM_HANDSHAKES = 5  # the receiver gives up after so many failures in a row
 _HEAD = -1
 
 
@@ -45,11 +45,11 @@ class ZmqAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # the last whole step, −1 before the first
+    received: int  # the last completely received step, −1 before any
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
-    """This rank has everything of `step`."""
+    """The rank has received its whole share of `step`."""
 
     protocol: int
     rank: int
@@ -84,13 +84,13 @@ _to_receiver = msgspec.msgpack.Decoder(Answer)
 
 
 _TURNED_AWAY = (
-    "and was turned away: the token is not this run's; both processes must be of one attempt; "
-    "does another program listen there?"
+    "and was refused: the orchestrator has the token of another attempt; restart the stage; "
+    "if that does not help, another program listens there"
 )
 
 
 class ZmqSender:
-    """See `contract.RolloutSender`."""
+    """A `contract.RolloutSender` over ZeroMQ."""
 
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
@@ -102,11 +102,11 @@ class ZmqSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
-        self._last_taken: int | None = None  # by `send`, perhaps waiting for room
+        self._last_taken: int | None = None  # newest step given to `send`, which may wait
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → peer, newest open ask
-        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → peer, last answered number
+        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → (peer, newest open ask)
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → (peer, last answered number)
         self._changed = asyncio.Condition()
 
     @property
@@ -194,7 +194,10 @@ class ZmqSender:
         self._answered[ask.rank] = (peer, ask.number)
 
     def _answer_to(self, ask: ZmqAsk) -> Answer | None:
-        """Return the answer, or None before its batch. Raises OrreryError if it cannot be sent."""
+        """Return the answer, or None if the batch does not exist yet.
+
+        Raises OrreryError if the micro-batch cannot be sent.
+        """
         step, rank, number = ask.step, ask.rank, ask.number
         for other in self._held:
             if other < step and rank in self._missing[other]:
@@ -223,7 +226,7 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """See `contract.RolloutReceiver`."""
+    """A `contract.RolloutReceiver` over ZeroMQ."""
 
     def __init__(self, run_dir: Path, url: str, rank: int) -> None:
         self.rank = rank
@@ -234,8 +237,8 @@ class ZmqReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # waiting asks are few, see `_send`
-        self._socket.setsockopt(zmq.LINGER, 500)  # lets the last acknowledgement out
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: few asks wait, see `_send`
+        self._socket.setsockopt(zmq.LINGER, 500)  # time to send the last acknowledgement
         try:
             authenticate(self._socket, is_sender=False)
         except BaseException:
@@ -271,20 +274,20 @@ class ZmqReceiver:
             if head.micro_step != micro_step:
                 raise RunFailed(
                     f"{self._asked(ask)} got micro-batch {head.micro_step} instead; "
-                    "sender and receiver differ in version"
+                    "check that trainer and orchestrator run the same code"
                 )
             is_last = micro_step + 1 == num_micro_batches
             following = None if is_last else self._ask(step, micro_step + 1)
             columns = self._gather(ask, head, deadline_s)
             if is_last:
-                self._done(step)  # before the yield, since a reader may stop at the last one
+                self._done(step)  # before the yield: a reader may not ask again
             ask = following
             yield columns
 
     def _done(self, step: int) -> None:
         self._received = step
         done = Acknowledgement(PROTOCOL, self.rank, step)
-        with contextlib.suppress(RunFailed):  # the next ask raises it
+        with contextlib.suppress(RunFailed):  # the next ask raises the error
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
     def _send(self, message: ZmqAsk | Acknowledgement, asked: str) -> None:
@@ -320,7 +323,7 @@ class ZmqReceiver:
             except NOT_OF_THE_PROTOCOL as error:
                 raise RunFailed(
                     f"{self._asked(ask)}, but got bytes that are no answer ({error}); "
-                    "are both of one version?"
+                    "check that trainer and orchestrator run the same code"
                 ) from error
             if message.number not in (ask.number, 0):
                 continue
@@ -352,13 +355,13 @@ class ZmqReceiver:
                     f"for {deadline_s:g} s; read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
-            # A new number: the sender answers each once.
+            # The ask needs a new number, because the sender answers each number once.
             ask = self._ask(ask.step, ask.micro_step)
             head = self._await(ask, MicroBatchHead, moved + deadline_s - now)
             if head.layout.num_bytes != len(buffer):
                 raise RunFailed(
-                    f"{self._asked(ask)}, but it has {head.layout.num_bytes} bytes now and had "
-                    f"{len(buffer)} before"
+                    f"{self._asked(ask)}, but the micro-batch had {len(buffer)} bytes before, "
+                    f"and has {head.layout.num_bytes} now"
                 )
         try:
             return columns_from(head.layout, buffer)
@@ -366,7 +369,10 @@ class ZmqReceiver:
             raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
     def _next(self, ask: ZmqAsk, until: float) -> zmq.Frame | None:
-        """Return the next message, or None at `until`. Raises RunFailed if the peer is foreign."""
+        """Return the next message, or None at time `until`.
+
+        Raises RunFailed if the peer does not have the run's token.
+        """
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))
             if self._monitor in ready:

@@ -1,13 +1,13 @@
 """Weight wires: new policy versions from the trainer to the engines.
 
-- A version appears as one marker file, or not at all. Versions only rise. Every tensor has a
-  fingerprint of the trainer's memory.
+- One marker file announces a version. Version numbers only rise. The marker has a fingerprint of
+  every tensor in the trainer's memory.
 - On a direct wire the orchestrator leases a version before engines load it (`leases`).
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
-  same for the adapters of `trainer.lora` alone, by PEFT's names, the scale in B.
+  same for the adapters of `trainer.lora` alone. Names are PEFT's, and B includes the scale.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
-  gathering or writing. vLLM's senders send whole tensors or need Ray, so only the loading is
-  vLLM's. The README has the protocol.
+  gathering or writing. vLLM's own senders send whole tensors or need Ray, so only the loading is
+  vLLM's. `README.md` describes the protocol.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ ADAPTER = "adapter"
 
 
 def served_model(manifest: Manifest, stage: str) -> str | None:
-    """Return the model name of the stage's requests: ADAPTER, or None without adapter.
+    """Return the model name for requests in this stage: ADAPTER, or None without adapter.
 
     Outside RL, engines serve merged weights.
     """
@@ -115,12 +115,12 @@ def check_library(kind: str) -> None:
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here; "
-            "install nixl as locks/ has it, or set it to 'nccl'"
+            "install the nixl version of locks/, or set transport.weights to 'nccl'"
         )
 
 
 def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
-    """Return the orchestrator's end, for any kind."""
+    """Return the orchestrator's reader of published versions, for any kind of wire."""
     _check(kind, (*KINDS, *DIRECT_KINDS))
     return WeightWatch(weight_dir(run_dir, attempt, num_nodes))
 

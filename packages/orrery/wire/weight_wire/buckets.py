@@ -1,7 +1,7 @@
 """Buckets: the buffers in which slices are sent, and the copies from tensors.
 
-- A slice is dense in a bucket, and any box of its tensor. A copy also converts the dtype.
-- Copies adjacent in both places are joined, such as a stacked tensor's experts.
+- A slice is any box of a tensor, and dense in the bucket. A copy also converts the dtype.
+- Copies that are adjacent in the tensor and in the bucket are joined, such as stacked experts.
 - A rank fills one of its two buckets while sending the other.
 """
 
@@ -41,7 +41,7 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-Copy = tuple[Tensor, int, torch.dtype]  # a view, its byte offset in the bucket, its dtype there
+Copy = tuple[Tensor, int, torch.dtype]  # source view, byte offset and dtype in the bucket
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
@@ -116,7 +116,8 @@ class _Bucketful:
 class RankFingerprints:
     """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    Shares add up over ranks. Filled buckets are hashed, as if sent. Only the first replica counts.
+    The shares of all ranks add up to the tensors' fingerprints. Slices are copied into a bucket as
+    for sending, and hashed there. Only the first rank with a box counts it.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` are the lower ranks' boxes, which this rank does not count again."""
+        """`held_before` has the boxes of lower ranks, which this rank does not count again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

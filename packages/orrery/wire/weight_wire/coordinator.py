@@ -1,10 +1,10 @@
-"""How trainer ranks and engine ranks of a direct wire agree on a transfer's members and its end.
+"""The coordinator of a direct wire: trainer and engine ranks agree when a transfer begins and ends.
 
 - Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
   the address and a secret that is never sent.
-- A TCPStore has no authentication. Each value carries an HMAC-SHA256 of its key and content under
-  the secret, checked before decoding. A stranger can read values and stop the run, but not forge a
-  value.
+- A TCPStore has no authentication. So each value carries an HMAC-SHA256 of its key and content
+  under the secret, and readers check it before decoding. Another program on the network can read
+  values and stop the run, but not forge a value.
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
   rank 0 orders the transfer, with its members and their process group's number.
 - A new group is formed only when the members change, or after a failure at any end.
@@ -34,11 +34,11 @@ from orrery.wire.weight_wire.plan import Holding, TensorInfo
 
 ADDRESS = "wire.json"  # only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
-MEET_S = 120.0  # for ranks of one role to come or to answer
-FOREVER_S = 10.0**7  # a wait for work ends with the store
-ARRIVAL_S = 120.0  # for all engine ranks of a transfer, from the first
-DONE_S = 300.0  # for the other trainer ranks to have sent
-LOOK_S = 0.5  # then a wait checks its transfer
+MEET_S = 120.0  # longest wait for the other ranks of a role
+FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
+ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
+DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
+LOOK_S = 0.5  # a longer wait checks whether its transfer is over
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -56,7 +56,7 @@ class WireAddress(msgspec.Struct):
 
 
 class Arrival(msgspec.Struct):
-    """An engine rank has come for a transfer. A negative `transfer` ends the sender's thread."""
+    """An engine rank is ready for a transfer. A negative `transfer` ends the sender's thread."""
 
     transfer: int
     engine: str
@@ -96,7 +96,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """One thread's connection to the store, occupied while it waits."""
+    """One thread's connection to the store. A wait blocks it for other threads."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -104,7 +104,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """End waits in the body when the transfer is over."""
+        """End all waits in the `with` body when the transfer is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -135,7 +135,7 @@ class StoreConnection:
 
     def is_over(self, transfer: int) -> bool:
         """Return whether another transfer is current, or a rank of this one has failed."""
-        current = msgspec.msgpack.decode(self._open(CURRENT, "trainer 0, the transfer"), type=int)
+        current = msgspec.msgpack.decode(self._open(CURRENT, "the current transfer"), type=int)
         return current != transfer or self.store.check([f"failed/{transfer}"])
 
     def _open(self, key: str, what: str) -> bytes:
@@ -143,9 +143,9 @@ class StoreConnection:
         mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, content)):
             raise WireFailed(
-                f"weight wire: what stands at {key!r} ({what}) was not written by a role of this "
+                f"weight wire: the value of {key!r} ({what}) was not written by a role of this "
                 f"run; another program reaches port {self.address.port} of {self.address.host}; "
-                "keep strangers off the run's network, then run again"
+                "close that port to other programs, then run again"
             )
         return content
 
@@ -160,17 +160,18 @@ class StoreConnection:
                 while not self.store.check([key]):
                     if self._transfer is not None and self.is_over(self._transfer):
                         raise WireFailed(
-                            f"weight wire: no word of {what} until the take was given up"
+                            f"weight wire: {what} did not arrive before the transfer was given up"
                         ) from None
                     if time.monotonic() >= end:
                         raise WireFailed(
-                            f"weight wire: no word of {what} within {limit_s:g} s; "
+                            f"weight wire: {what} did not arrive within {limit_s:g} s; "
                             "read logs/trainer.0.log"
                         ) from None
                     time.sleep(POLL_S)
         except (dist.DistNetworkError, RuntimeError) as error:
             raise WireFailed(
-                f"weight wire: no word of {what} and trainer 0 is gone; read logs/trainer.0.log"
+                f"weight wire: {what} did not arrive, since trainer 0 has ended; "
+                "read logs/trainer.0.log"
             ) from error
 
     def tensors(self) -> list[TensorInfo]:
@@ -223,8 +224,8 @@ def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
             raise WireFailed(
-                f"{folder / ADDRESS}: not there within {scaled(within_s):g} s; "
-                "trainer 0 writes it, read logs/trainer.0.log"
+                f"{folder / ADDRESS}: trainer 0 did not write it within {scaled(within_s):g} s; "
+                "read logs/trainer.0.log"
             )
         time.sleep(POLL_S)
     return msgspec.json.decode(content, type=WireAddress)
@@ -238,8 +239,8 @@ def connect(address: WireAddress) -> StoreConnection:
         )
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WireFailed(
-            f"weight wire: nobody answers at {address.host}:{address.port}; "
-            "trainer 0 is gone, read logs/trainer.0.log"
+            f"weight wire: no process answers at {address.host}:{address.port}, "
+            "so trainer 0 has ended; read logs/trainer.0.log"
         ) from error
     return StoreConnection(store, address)
 
@@ -276,7 +277,7 @@ class Coordinator:
                     raise
                 missing = ", ".join(_absent(transfer.engines, arrived)) + " did not come"
                 is_over = self._store.is_over(transfer.number)
-                until = " before the take was given up" if is_over else ""
+                until = " before the transfer was given up" if is_over else ""
                 order = TransferOrder(transfer.number, version=transfer.version)
                 order.error = missing + until
                 return self._answer(order)
@@ -289,7 +290,7 @@ class Coordinator:
                 arrived = {}
                 transfer = self._leases.transfer(number)
                 if transfer is None:
-                    return self._answer(TransferOrder(number, error="it was given up"))
+                    return self._answer(TransferOrder(number, error="the transfer was given up"))
             arrived[arrival.engine, arrival.rank] = arrival
             if not _absent(transfer.engines, arrived):
                 ordered = [
@@ -304,7 +305,7 @@ class Coordinator:
         every = [own]
         for rank in range(1, num_ranks):
             key = f"done/{order.transfer}/{rank}"
-            what = f"trainer {rank}, that it has sent"
+            what = f"trainer {rank}'s result of the transfer"
             every.append(self._store.get(key, TransferResult, what, DONE_S))
             self._store.forget(key)
         error = next((result.error for result in every if result.error), "")
@@ -318,7 +319,7 @@ class Coordinator:
         number, within_s = (None, FOREVER_S) if transfer is None else (transfer.number, ARRIVAL_S)
         key = f"arrival/{self._num_arrivals + 1}"
         with self._store.during(number):
-            arrival = self._store.get(key, Arrival, "engines", within_s)
+            arrival = self._store.get(key, Arrival, "the arrival of an engine rank", within_s)
         self._num_arrivals += 1
         self._store.forget(key)
         rank = arrival.engine, arrival.rank

@@ -2,8 +2,8 @@
 
 The folder is in shared memory, or in the run's folder for a stage on several nodes.
 
-- `version_<n>/00000.safetensors …`: the tensors. Shards of bounded size avoid a second copy of the
-  model. A folder published as it is gets links to its files.
+- `version_<n>/00000.safetensors …`: the tensors. The writer holds one shard of bounded size, never
+  a copy of the model. `publish_folder` links existing files instead.
 - `version_<n>.json`: the marker, written last, after all files are on disk. Readers look only for
   it.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
@@ -53,8 +53,8 @@ def own(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
-            f"{folder}: a link, or another user's folder, stands where weights would go; "
-            "have it removed and run again"
+            f"{folder}: is a link or another user's folder, so weights cannot be written there; "
+            "remove it, or ask its owner to, and run again"
         )
     folder.chmod(0o700)  # an existing folder may be open to others
 
@@ -99,7 +99,7 @@ class WeightPublisher:
     def publish_folder(self, version: int, folder: Path) -> Published:
         """Publish the safetensors files of `folder` without a copy. Readers must see it too.
 
-        Needs no torch. Raises OrreryError without files.
+        Needs no torch. Raises OrreryError if the folder has no safetensors files.
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
@@ -119,10 +119,10 @@ class WeightPublisher:
             fingerprints = write(aside)
         except (SafetensorError, OSError) as error:
             raise OrreryError(
-                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` says how "
-                "full it is; where it is shared memory, "
-                f"`mount -o remount,size=... {SHARED_MEMORY}` (of a container: --shm-size) "
-                "enlarges it"
+                f"{aside}: weights cannot be written ({error}); `df -h {self.folder}` shows the "
+                "free space; to enlarge shared memory, type "
+                f"`mount -o remount,size=... {SHARED_MEMORY}`, or start the container with a "
+                "larger --shm-size"
             ) from error
         shutil.rmtree(target, ignore_errors=True)
         sync(aside)
@@ -183,7 +183,7 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
     if not fingerprints:
-        raise OrreryError(f"{folder}: no weights there; the stage that makes them has not run")
+        raise OrreryError(f"{folder}: no weights there; run the stage that writes them first")
     return fingerprints
 
 
@@ -203,7 +203,7 @@ class WeightWatch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # Identity of the newest marker, its content.
+        # The file identity of the newest marker, and its content.
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
@@ -237,13 +237,13 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # The caller has seen a marker, so NFS shows the folder soon, unless a newer version exists.
+    # The marker exists, so NFS shows the folder soon, unless the publisher removed this version.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise OrreryError(
-            f"{folder}: no weights here; the publisher keeps only the newest versions, "
+            f"{folder}: no weights there; the publisher keeps only the newest versions, "
             "so ask for the latest again"
         )
     for shard in shards:

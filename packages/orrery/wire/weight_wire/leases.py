@@ -1,14 +1,15 @@
 """Leases: the one control plane of a weight update on a direct wire. Needs no torch.
 
-The trainer sends the weights in training, so a version exists only until the next optimizer step.
-- `LeaseRequest` is the whole lease that the orchestrator wants: a version (None: no lease), and the
-  engines of its transfer (none: it is abandoned). A higher number replaces a lower one.
-- `LeaseReport` is trainer rank 0's answer: the newest request, and a transfer or a refusal.
-- Both go over the control socket at every change. Rank 0 repeats its report every REPEAT_S, and a
-  report of an older request gets the newest one again. So a message may be lost, late or repeated,
-  and a restarted orchestrator, which has a new session, ends the leases of the one before it.
-- One lock guards leases and weights. Rank 0 steps once it refuses new leases and each lease is
-  released or sent. A lost engine costs a transfer. The lease holds the version for a retry.
+The trainer sends weights from its parameters, so a version exists only until the next optimizer
+step. A lease delays that step.
+- `LeaseRequest`: the complete lease that the orchestrator wants, i.e. a version (None: no lease)
+  and its transfer's engines (none: abandon it). A higher number replaces a lower number.
+- `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
+- Both go over the control socket at every change. Rank 0 repeats its report every REPEAT_S. If it
+  answers an old request, the orchestrator sends the newest request again. So messages may be lost,
+  late or repeated. A restarted orchestrator has a new session, which ends older sessions' leases.
+- Before a step, rank 0 refuses new leases, and waits until every lease is released or its version
+  is sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
 """
 
 import asyncio
@@ -26,11 +27,11 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# A worker passes on only its error message, so the message carries these words.
+# vLLM passes on only the text of a worker's error, so these words in it mark the kind of failure.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # for one round of messages, scaled
-LEASE_S = 120.0  # for the trainer to answer, scaled
+ROUND_S = 60.0  # longest wait for one round of messages, scaled
+LEASE_S = 120.0  # longest wait for the trainer's answer, scaled
 REPEAT_S = 1.0
 STOP_S = 0.2
 
@@ -40,10 +41,10 @@ class WireFailed(RunFailed):
 
 
 class TransferFailed(WireFailed):
-    """A transfer that another process made fail. A retry without it may succeed."""
+    """Another process made the transfer fail. A retry without that process may succeed."""
 
     def __init__(self, transfer: int, why: object) -> None:
-        super().__init__(f"take {transfer} {ELSEWHERE}: {why}")
+        super().__init__(f"transfer {transfer} {ELSEWHERE}: {why}")
 
 
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,7 +83,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One version going to these engines. Numbers rise through the wire's life."""
+    """The transfer of one version to these engines. Every transfer has a higher number."""
 
     number: int
     version: int
@@ -90,11 +91,11 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's leases. `changed` guards them and the weights."""
+    """Trainer rank 0's leases. The condition `changed` guards the leases and the weights."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._open: int | None = None  # its transfers may read the weights
+        self._open: int | None = None  # the version that transfers may read
         self._is_accepting = False
         self._request = LeaseRequest("", 0)
         self._report = LeaseReport()
@@ -171,7 +172,7 @@ class LeaseTable:
                 check()
                 if time.perf_counter() > end:
                     raise WireFailed(
-                        f"weight wire: version {version} was claimed and is not taken after "
+                        f"weight wire: version {version} was leased and is not released after "
                         f"{limit_s:g} s; read logs/orchestrator.0.log"
                     )
                 self.changed.wait(STOP_S)
@@ -184,7 +185,7 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """`report` is the first, and `apply` returns the next."""
+        """`report` is the first report to send. `apply` returns the report after a request."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -219,7 +220,7 @@ class LeaseListener:
             context.destroy(linger=0)
 
     def _tell(self, socket: zmq.Socket) -> None:
-        with contextlib.suppress(zmq.Again):  # the orchestrator is away, and gets a later report
+        with contextlib.suppress(zmq.Again):  # an absent orchestrator gets a later report
             socket.send(msgspec.msgpack.encode(self._report), zmq.NOBLOCK)
 
 
@@ -227,7 +228,7 @@ class LeaseClient:
     """The orchestrator's end, in one event loop. It has one lease at a time."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
-        """`send` passes a request to the trainer, if it can. It need not arrive."""
+        """`send` passes a request to the trainer. The request may be lost."""
         self._send = send
         self._request = LeaseRequest(secrets.token_hex(8), 0)
         self._report = LeaseReport()
@@ -253,10 +254,11 @@ class LeaseClient:
     async def start_transfer(
         self, published: Published, engines: Sequence[str]
     ) -> Published | None:
-        """Lease the version, unless leased, and start a transfer to `engines` in place of the last.
+        """Lease the version, unless it is leased, and start a transfer of it to `engines`.
 
-        Return the version for the engines to load, or None if it is gone. Call `release`
-        afterwards, also after a failure. Raises WireFailed if the trainer does not answer.
+        This ends the previous transfer. Return the version to load, or None if the trainer has
+        stepped. Call `release` afterwards, also after a failure. Raises WireFailed if the trainer
+        does not answer.
         """
         request = self._want(published.version, tuple(engines))
         try:
@@ -274,7 +276,7 @@ class LeaseClient:
         return msgspec.structs.replace(published, transfer=self._report.transfer)
 
     def abandon(self, leased: Published) -> None:
-        """End all waits of the transfer, and keep its lease."""
+        """End all waits of the transfer, but keep the lease."""
         is_newest = self._report.number == self._request.number
         if is_newest and leased.transfer == self._report.transfer:
             self._want(leased.version)
@@ -284,7 +286,7 @@ class LeaseClient:
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:
-        """Take note of a report. Answer one of an older request with the newest."""
+        """Record a report. If it answers an old request, send the newest request again."""
         request = self._request
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)

@@ -32,9 +32,9 @@ from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.nixl import NixlReader, RegisteredBuckets
 from orrery.wire.weight_wire.plan import Location, SliceMessage, TransferPlan
 
-FORM_S = 30.0  # for a group's ranks to connect, scaled
+FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's own watchdog would end the process
+NEVER = timedelta(days=30)  # disables nccl's watchdog, which would end the process
 
 T = TypeVar("T")
 
@@ -43,12 +43,12 @@ class InFlight(Protocol):
     def wait(self) -> None:
         """Wait until the message has arrived. Raises WireFailed naming the peer.
 
-        Before that the source must not overwrite its part, and the target must not read its own.
+        Until then the source must not overwrite the sent bytes, nor the target read its buffer.
         """
 
 
 class SenderLink(Protocol):
-    """A source's end. `close` gives up the link, so that the other end's waits fail."""
+    """A source's end of a link. After `close` all waits at the other end fail."""
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
         """Send these bytes of bucket `side` as the message of round `number`."""
@@ -58,7 +58,7 @@ class SenderLink(Protocol):
 
 class ReceiverLink(Protocol):
     def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
-        """Receive into `into` (u8), after the device's earlier work on it is done."""
+        """Receive into `into` (u8), once the device has finished its earlier work on `into`."""
 
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ class GroupLink:
         if device.type == "cuda":
             handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
             before = os.environ.get(handling)
-            os.environ[handling] = "0"  # or nccl ends this process when a peer dies
+            os.environ[handling] = "0"  # otherwise nccl ends this process when a peer dies
             try:
                 self._group = dist.distributed_c10d.ProcessGroupNCCL(store, rank, len(names), NEVER)
             finally:
@@ -135,7 +135,7 @@ class GroupLink:
         )
 
     def close(self) -> None:
-        """Abort the group, with an error for waiting peers."""
+        """Abort the group. Peers that wait for this rank get an error."""
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
@@ -153,7 +153,7 @@ class GroupMessage:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return or raise as `call()`, run in a thread. Raises RuntimeError after `limit_s`."""
+    """Run `call()` in a thread and return its result. Raises RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -180,10 +180,10 @@ def _first_line(error: Exception) -> str:
 
 # Messages that a target reads from a source's bucket ----------------------------------------------
 #
-# The source announces a full message in the wire's store. Once the target has acknowledged it, the
-# source may overwrite that part of its bucket. Messages of a pair are numbered through all
-# transfers, so none is mistaken for an older one. CUDA IPC runs over NVLink if available. The
-# reader maps the memory on its own device, the only one whose number it knows.
+# The source announces a filled message in the wire's store. Once the target has acknowledged it,
+# the source may overwrite that part of its bucket. A pair's message numbers rise over all
+# transfers, so no message is mistaken for an older one. CUDA IPC uses NVLink if available. The
+# reader maps the memory on its own device, because it does not know other devices' numbers.
 
 
 class MessageReady(msgspec.Struct):
@@ -228,11 +228,11 @@ class PullSender:
         return _AnnouncedMessage(self, key, self._names[target])
 
     def await_read(self, key: str, target: str) -> None:
-        self._store.get(f"{key}/read", bool, f"{target}, that it has read its slices", ROUND_S)
+        self._store.get(f"{key}/read", bool, f"{target}'s acknowledgement of its slices", ROUND_S)
         self._forget(key)
 
     def close(self) -> None:
-        """Withdraw all messages. Readers fail at the transfer's end or ROUND_S."""
+        """Withdraw all messages. Readers fail when the transfer ends, or after ROUND_S."""
         for key in list(self._announced):
             self._forget(key)
         if self._offer is not None:
@@ -279,7 +279,7 @@ class _AwaitedMessage:
             self._free.record()
 
     def wait(self) -> None:
-        what = f"trainer {self._source}, that its slices are there"
+        what = f"trainer {self._source}'s announcement of its slices"
         ready = self._store.get(f"{self._key}/full", MessageReady, what, ROUND_S)
         self._reader.read(ready.side, ready.offset, self._into, self._free)
         self._store.put(f"{self._key}/read", True)
@@ -341,7 +341,7 @@ class IpcReader:
     def __init__(
         self, store: StoreConnection, generation: int, source: int, device: torch.device
     ) -> None:
-        what = f"trainer {source}, how its buckets are mapped"
+        what = f"trainer {source}'s bucket handles"
         handles = store.get(f"ipc/{generation}/{source}", list[IpcHandle], what)
         num_bytes = store.address.bucket_bytes
         self._buckets = [open_handle(handle, num_bytes, device) for handle in handles]
@@ -362,7 +362,7 @@ class IpcReader:
 
 
 class _SenderLink:
-    """Uses the pull link for `pulling` targets, the group for others."""
+    """Send over the pull link to targets in `pulling`, over the process group to others."""
 
     def __init__(
         self,
@@ -386,7 +386,7 @@ class _SenderLink:
 
 
 class _ReceiverLink:
-    """Uses the pull link for `pulled` sources, the group for others."""
+    """Receive over the pull link from sources in `pulled`, over the process group from others."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -412,7 +412,7 @@ def make_sender_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> SenderLink:
-    """Return source `rank`'s link. Failure closes the opened parts."""
+    """Return the link of source `rank`. On failure, close the parts that are already open."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {t for t, member in enumerate(plan.members) if is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
@@ -474,7 +474,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the group if any pair of ranks needs it. All ranks decide alike."""
+    """Return the process group, or None if no pair of ranks needs it. All ranks agree."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

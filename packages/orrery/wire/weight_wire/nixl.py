@@ -1,8 +1,8 @@
 """The wire `nixl`: engine ranks read the trainer ranks' registered buckets (NIXL over UCX).
 
-https://github.com/ai-dynamo/nixl. It uses RDMA, shared memory or TCP. Both ends register
-their buckets once a group. The source's agent metadata and bucket addresses are in the wire's
-store.
+NIXL (https://github.com/ai-dynamo/nixl) uses RDMA, shared memory or TCP. Both ends register their
+buckets once for each group of ranks. A source publishes its NIXL metadata and its buckets'
+addresses in the wire's store.
 """
 
 import os
@@ -21,7 +21,7 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 
 POLL_S = 0.0002
-PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread, traffic wakes it
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread, which traffic wakes
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -29,7 +29,7 @@ class NixlAgent(msgspec.Struct):
     metadata: bytes
     memory: str
     device: int
-    addresses: tuple[int, ...]  # of the buckets
+    addresses: tuple[int, ...]  # the buckets' memory addresses
 
 
 def load() -> Any:
@@ -39,7 +39,7 @@ def load() -> Any:
     except ImportError as error:
         raise OrreryError(
             f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); "
-            "install nixl as locks/ has it, or set it to 'nccl'"
+            "install the nixl version of locks/, or set transport.weights to 'nccl'"
         ) from error
     return nixl._api
 
@@ -103,7 +103,7 @@ class NixlReader:
         self, store: StoreConnection, generation: int, source: int, own: RegisteredBuckets
     ) -> None:
         self._own, self._source = own, source
-        what = f"trainer {source}, where its buckets are"
+        what = f"trainer {source}'s bucket addresses"
         self._remote = store.get(f"nixl/{generation}/{source}", NixlAgent, what)
         with self._reaching():
             name = own.agent.add_remote_agent(self._remote.metadata)
@@ -148,5 +148,5 @@ class NixlReader:
         except Exception as error:
             raise WireFailed(
                 f"weight wire: slices of trainer {self._source} cannot be read over NIXL "
-                f"({error}); see its log"
+                f"({error}); read logs/trainer.{self._source}.log"
             ) from error

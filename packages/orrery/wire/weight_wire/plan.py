@@ -1,7 +1,7 @@
-"""Which trainer rank sends which slices of which tensors to which engine rank, as data.
+"""The plan of a transfer: which trainer rank sends which slices to which engine rank.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box is one `[start, stop)` a dimension, () for a scalar.
+  needs boxes of it. A box has a `[start, stop)` for every dimension. A scalar's box is ().
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
   bytes so far sends.
 - A move lies inside its source's box, so no rank buffers more than its own or its receiver's data.
@@ -22,7 +22,7 @@ import torch
 from orrery.manifest.errors import OrreryError
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of a message's slices, for views in any dtype
+ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
 PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 
@@ -84,7 +84,7 @@ class SliceMessage:
     num_bytes: int = 0
 
 
-Rounds = list[dict[tuple[int, int], SliceMessage]]  # of each round: (source, target) → message
+Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target) → message
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def plan_moves(
                     where = "no trainer rank" if missing > 0 else "several trainer ranks in part"
                     raise OrreryError(
                         f"weight wire: engine rank {target} needs {list(need)} of tensor {name!r}, "
-                        f"and {missing} elements of it are with {where}"
+                        f"but {missing} of these elements are held by {where}"
                     )
     return found
 
@@ -257,8 +257,8 @@ def pieces(
         pairs = ((a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a)
         if held != whole or any(intersection(a, b) for a, b in pairs):
             raise OrreryError(
-                f"weight wire: the ranks of an engine hold {held} elements of tensor {name!r}, "
-                f"in {len(boxes)} parts; it has {whole}"
+                f"weight wire: the {len(boxes)} boxes of tensor {name!r} at an engine's ranks have "
+                f"{held} elements, but the tensor has {whole}"
             )
         found += [(name, box) for box in boxes]
     return found

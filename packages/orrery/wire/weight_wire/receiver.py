@@ -1,11 +1,11 @@
 """The engine's end of a direct wire: one engine rank receives the slices that it needs.
 
-- `join` declares the needed boxes. `receive` yields a version's slices round by round, in their
-  bucket. Use a round's slices before asking for the next but one.
-- Every slice is fingerprinted on arrival. `attest` adds up the shares of the engine's ranks: each
+- `join` declares the needed boxes. `receive` yields a version's slices round by round, in a bucket.
+  There are two buckets, so round n must be used before round n + 2 is requested.
+- Every slice is fingerprinted on arrival. `attest` adds up the shares of the engine's ranks. Each
   rank then knows the whole tensors' fingerprints, and that replicated parts agree bit for bit.
 - A failure closes the group, so no process waits for this rank. It raises TransferFailed if another
-  process is at fault. The engine's other ranks learn of it in `attest`.
+  process is at fault. `attest` tells the failure to the engine's other ranks.
 """
 
 import contextlib
@@ -116,15 +116,15 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield (slices, their bucket) until all have come. Raises TransferFailed."""
+        """Yield (slices, their bucket) until all slices have arrived. Raises TransferFailed."""
         begin = time.perf_counter()
-        self._store.forget(f"{self._attested}/{self.rank}")  # the other ranks need it no longer
+        self._store.forget(f"{self._attested}/{self.rank}")  # other ranks have read it
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
         try:
             with self._store.during(transfer):
                 this = self.engine, self.rank, self.world_size, self._member, self._generation
                 self._store.arrive(Arrival(transfer, *this))
-                what = f"trainer 0, that take {transfer} may begin"
+                what = f"trainer 0's order of transfer {transfer}"
                 order = self._store.get(f"go/{transfer}", TransferOrder, what, 2 * ARRIVAL_S)
                 begin = parts.add("meet_s", begin)
                 if order.error:
@@ -140,7 +140,7 @@ class WeightReceiver:
             raise
 
     def fail(self) -> None:
-        """Fail the `attest` of the engine's other ranks."""
+        """Make `attest` fail at the engine's other ranks."""
         self.drop()
         with contextlib.suppress(RuntimeError):  # the store itself may have failed
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
@@ -172,10 +172,10 @@ class WeightReceiver:
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
-        """Return u64 [pieces of `rank`]. A failed rank publishes no bytes."""
+        """Return the fingerprints u64 [pieces of `rank`]. A failed rank publishes empty bytes."""
         name = f"{self.engine} (rank {rank})"
         try:
-            shares = self._store.raw(f"{self._attested}/{rank}", f"{name}, its fingerprints")
+            shares = self._store.raw(f"{self._attested}/{rank}", f"the fingerprints of {name}")
         except WireFailed as error:
             raise TransferFailed(self._transfer, error) from error
         if not shares:
@@ -185,7 +185,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Drop messages in flight: they would keep connections open, and peers would wait.
+        # Drop messages in flight: they would keep connections open, on which peers would wait.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
@@ -193,7 +193,7 @@ class WeightReceiver:
         assert self._address is not None
         store = self._store
         members = [
-            store.get(f"member/{name}", Member, "an engine, what it needs")
+            store.get(f"member/{name}", Member, "an engine rank's list of needed slices")
             for name in order.members
         ]
         tensors, bucket_bytes = list(self.tensors.values()), self._address.bucket_bytes

@@ -1,13 +1,11 @@
 """The trainer's end of a direct wire: every rank sends the slices that it owns.
 
-- `publish` fingerprints this rank's part, and rank 0 makes the version
-  known. No slice is sent yet.
-- A thread sends while the weights stay unchanged. Just before the
-  optimizer's step, `settle` withdraws the version and waits for its leases
-  (`leases`), which rank 0 grants in another thread.
-- A failed transfer closes its group. Its lease holds the version for a
-  retry. Rank 0 raises the trainer's own failures at the next `publish` or
-  `settle`.
+- `publish` fingerprints this rank's part, and rank 0 announces the version. It sends no slice.
+- A thread sends slices while the weights stay unchanged. Just before the optimizer's step, `settle`
+  withdraws the version and waits for its leases (`leases.py`), which rank 0 grants in another
+  thread.
+- A failed transfer closes its process group. The lease holds the version for a retry. Rank 0 raises
+  the trainer's own failures at the next `publish` or `settle`.
 """
 
 import threading
@@ -121,13 +119,14 @@ class WeightSender:
         report: Report = lambda *_: None,
         canary: Sequence[float] = (),
     ) -> Published | None:
-        """Make `version` known. Return it at rank 0.
+        """Announce `version`. Return it at rank 0.
 
         All ranks call this, but never between `settle` and the optimizer step.
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
-          of it. Called again only if one of the weights `standing` has moved.
-        - `report` gets every transfer: version, error or "", seconds by part.
+          of it. It is called again only if the storage of a weight in `standing` has changed.
+        - `report` is called after every transfer with the version, the error or "", and the seconds
+          of each part.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -147,12 +146,12 @@ class WeightSender:
         total = np.zeros(len(self._tensors), np.uint64)
         for rank in range(self.num_ranks):
             key = f"share/{version}/{rank}"
-            what = f"trainer {rank}, its fingerprints of version {version}"
+            what = f"trainer {rank}'s fingerprints of version {version}"
             total += np.frombuffer(self._store.raw(key, what), np.uint64)
             self._store.forget(key)
         names = [tensor.name for tensor in self._tensors]
         fingerprints = {n: int(share) & MASK for n, share in zip(names, total, strict=True)}
-        self._store.forget(f"settled/{self._settled}")  # all ranks are here, so all have read it
+        self._store.forget(f"settled/{self._settled}")  # every rank here has read it
         path, summary = str(self.folder), digest(fingerprints)
         published = Published(version, path, fingerprints, summary, tuple(canary))
         self.leases.open(version)
@@ -160,7 +159,7 @@ class WeightSender:
         return published
 
     def settle(self) -> float:
-        """Withdraw the version and wait for its readers. Return the seconds.
+        """Withdraw the version and wait for its leases. Return the seconds waited.
 
         All ranks call this before the optimizer steps.
         """
@@ -169,7 +168,7 @@ class WeightSender:
             return 0.0
         key = f"settled/{version}"
         if self.rank:
-            self._store.get(key, bool, f"trainer 0, that version {version} is sent", SETTLE_S)
+            self._store.get(key, bool, f"the notice that version {version} is sent", SETTLE_S)
         else:
             (self.folder / f"version_{version}.json").unlink()
             self.leases.settle(version, scaled(SETTLE_S), self.check)
@@ -178,7 +177,7 @@ class WeightSender:
         return time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the sending. Rank 0 must close last, since its store tells the others."""
+        """End the sending thread. Rank 0 must close last, because it serves the store."""
         if self._listener is not None:
             self._listener.close()
         if self._sending is not None:
@@ -189,7 +188,7 @@ class WeightSender:
         for thread in (self._sending, self._listener):
             if thread is not None and thread.failure is not None:
                 raise WireFailed(
-                    f"weight wire: trainer {self.rank} serves no more transfers ({thread.failure})"
+                    f"weight wire: trainer {self.rank} cannot send weights ({thread.failure})"
                 ) from thread.failure
 
     def _hold(self, held: Sequence[HeldTensor], pointers: list[int]) -> None:
@@ -197,7 +196,7 @@ class WeightSender:
         boxes = {name: one.box for name, one in own.items()}
         if self._held and boxes != {name: one.box for name, one in self._held.items()}:
             raise WireFailed(
-                f"weight wire: trainer {self.rank} holds other parts of the weights than before; "
+                f"weight wire: trainer {self.rank} holds other slices of the weights than before; "
                 "restart the stage"
             )
         first, self._held, self._pointers = not self._held, own, pointers
@@ -251,8 +250,8 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Engines are paused, so this stream goes ahead of the trainer's queued work.
-                # The weights are finished: `publish` has waited for the step's end.
+                # Engines are paused meanwhile, so this stream precedes the trainer's queued work.
+                # The weights are complete, because `publish` has waited for the step's end.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
@@ -301,7 +300,7 @@ class _SendLoop:
         assert self._store is not None
         sender, store = self._sender, self._store
         members = [
-            store.get(f"member/{name}", Member, "an engine, what it needs")
+            store.get(f"member/{name}", Member, "an engine rank's list of needed slices")
             for name in order.members
         ]
         bucket_bytes = sender.address.bucket_bytes
