@@ -146,7 +146,7 @@ def test_two_ranks_read_what_one_wrote_and_write_the_same(two_ranks, name):
 def test_replicas_that_differ_in_one_bit_are_named_and_nothing_of_them_is_stored(two_ranks):
     for answers in json.loads((two_ranks / "answers.json").read_text()):
         assert (
-            "step 2: the weights of rank 1 are not those of rank 0, of which they are a copy"
+            "step 2: rank 1 and rank 0 must have equal weights (dp_replicate 2), but they differ"
             in answers["replicas_apart"]["error"]
         )
         assert "error" not in answers["replicas_again"]
@@ -166,8 +166,8 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
                 checkpoint.state_of(learner)[name].local[3, 4] = value
                 with pytest.raises(
                     RunFailed,
-                    match=rf"^step 2: after its update {name} is not finite on rank 0; nothing "
-                    rf"of it is stored",
+                    match=rf"^step 2: after its update {name} is not finite on rank 0, so no "
+                    rf"checkpoint is written",
                 ):
                     saver.copy(learner, folder / "trainer")
             else:
@@ -184,8 +184,8 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_stays(start, tmp_
 def test_every_rank_hears_whose_part_is_not_finite(two_ranks):
     for answers in json.loads((two_ranks / "answers.json").read_text()):
         assert re.match(
-            r"step 2: after its update exp_avg/network\.\S+ is not finite on rank 1; nothing "
-            r"of it is stored",
+            r"step 2: after its update exp_avg/network\.\S+ is not finite on rank 1, so no "
+            r"checkpoint is written",
             answers["not_finite"]["error"],
         )
     assert not (two_ranks / "not_finite").exists()
@@ -290,8 +290,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(start, tmp_path):
     )
     with pytest.raises(
         RunFailed,
-        match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], the model's "
-        r"has \[64, 32\]",
+        match=r"weight/network.layers.0.mlp.gate_proj.weight has shape \[48, 32\], but in "
+        r"the model \[64, 32\]",
     ):
         checkpoint.load(other, tmp_path / "trainer")
     model = {"num_layers": 1}
@@ -513,7 +513,7 @@ def test_a_checkpoint_in_another_precision_is_refused_by_tensor(start, tmp_path)
         spec.model_copy(update={"trainer": spec.trainer.model_copy(update=dtypes)}), start
     )
     with pytest.raises(
-        RunFailed, match=r"weight/network\.\S+ is float32, the model's is bfloat16.* export it"
+        RunFailed, match=r"weight/network\.\S+ is float32, in the model bfloat16.* export the"
     ):
         checkpoint.load(half, tmp_path / "trainer")
 
@@ -589,7 +589,9 @@ def test_a_rank_that_waits_too_long_for_the_first_says_so_and_meets_nobody(
 def test_a_rank_that_does_not_write_its_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "WRITE_DEADLINE_S", 0.0)
     (tmp_path / checkpoint.checksum_file(0)).touch()
-    with pytest.raises(RunFailed, match=r"nothing of rank 1 after 0 s; see logs/trainer\.1\.log"):
+    with pytest.raises(
+        RunFailed, match=r"has no files of rank 1 after 0 s; see logs/trainer\.1\.log"
+    ):
         checkpoint_writer._await_checksums(tmp_path, 3, lambda: False)
 
 
@@ -667,7 +669,7 @@ def test_adapters_go_on_over_the_weights_that_they_were_trained_on_alone(tmp_pat
     save_file(tensors, start / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         RunFailed,
-        match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, and this stage "
+        match=r"its adapters were trained on weights with sha256 [0-9a-f]{64}, but this stage "
         r"began with ",
     ):
         checkpoint.load(begun(), checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")

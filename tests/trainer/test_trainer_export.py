@@ -101,13 +101,13 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
     shutil.copytree(tmp_path / "young", tmp_path / "tuned")
     (tmp_path / "tuned" / "weights" / "sft").mkdir()
     for words, code, sentence in [
-        ((tmp_path / "none",), 2, "holds no manifest.json, so no run has begun there"),
+        ((tmp_path / "none",), 2, "has no manifest.json, so it is no run"),
         ((tmp_path / "young",), 2, "its rl stage has no complete checkpoint yet"),
         ((run_dir, "--stage", "sft"), 2, "its sft stage has no complete checkpoint yet"),
         (
             (tmp_path / "tuned", "--stage", "sft"),
             2,
-            f"its sft stage is done: {tmp_path / 'tuned' / 'weights' / 'sft'} is what it made",
+            f"use its result {tmp_path / 'tuned' / 'weights' / 'sft'}",
         ),
         (
             (run_dir, "--step", 3),
@@ -117,7 +117,7 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
         (
             (run_dir, "--step", 1),
             2,
-            "is there already; remove it, or name another folder with --to",
+            "exists already; remove it, or name another folder with --to",
         ),
         (
             (run_dir,),

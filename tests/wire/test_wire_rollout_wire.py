@@ -532,7 +532,7 @@ def test_a_foreign_program_behind_the_url_is_said_so(answer):
         port = listener.getsockname()[1]
     receiver = make_receiver("zmq", Path(), f"tcp://127.0.0.1:{port}", 0)
     try:
-        with pytest.raises(RunFailed, match="does another program listen there"):
+        with pytest.raises(RunFailed, match="another program listens there"):
             receiver.receive(1, DEADLINE_S)
     finally:
         receiver.close()

@@ -155,7 +155,7 @@ def test_who_takes_a_freed_port_learns_nothing_of_use(tmp_path):
         squatter.bind(url)
         receiver = make_receiver("zmq", tmp_path, url, 0)
         try:
-            with pytest.raises(RunFailed, match="does another program listen there"):
+            with pytest.raises(RunFailed, match="another program listens there"):
                 await taken(receiver, 1)
             assert not await squatter.poll(100)
         finally:

@@ -1,18 +1,18 @@
 """Train: `__main__` parses, `assemble` builds, `loop` trains.
 
-This module does not import torch: `grow_segments` must run first.
+This module does not import torch, because `grow_segments` must run before that.
 """
 
 import os
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 reads it too, and prefers PYTORCH_ALLOC_CONF
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch 2.13 prefers PYTORCH_ALLOC_CONF
 EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
     """Make torch's CUDA allocator grow its segments, unless the environment configures it.
 
-    Micro-batches differ in length, and segments of fixed size would fragment.
+    Micro-batches differ in length, so memory in segments of fixed size would become fragmented.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

@@ -26,8 +26,8 @@ def main() -> None:
 def initialize(ctx: RoleContext) -> None:
     """Write start weights and tokenizer as the Hugging Face folder `weights/init`.
 
-    Weights are drawn from the seed or taken from a pretrained folder, one file at a time. The same
-    manifest gives the same bytes.
+    Draw the weights from the seed or copy a pretrained folder, one file at a time. Equal manifests
+    give equal bytes.
     """
     import torch
 

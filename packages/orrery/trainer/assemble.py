@@ -39,15 +39,15 @@ from orrery.wire.weight_wire import (
     make_weight_sender,
 )
 
-STEP_DEADLINE_S = 600.0  # for a batch, beside the rollouts' time
-ORCHESTRATOR_DEADLINE_S = 900.0  # engines on the same disks may delay it
+STEP_DEADLINE_S = 600.0  # longest wait for a batch, in addition to its rollouts' time
+ORCHESTRATOR_DEADLINE_S = 900.0  # its start is slow while engines load from the same disks
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the other ranks. A failing rank does not shut the group down.
+    """Join the other ranks. After an error, do not shut the process group down.
 
-    nccl's shutdown would wait for collectives that others never reach.
+    nccl's shutdown would wait for collectives that other ranks never start.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
@@ -59,7 +59,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
             world = init_world(trainer.mesh, ctx.index, device, store)
         try:
             yield world
-        except Preempted:  # on all ranks together
+        except Preempted:  # all ranks raise it at the same step
             destroy_world(world)
             raise
         destroy_world(world)
@@ -128,9 +128,10 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return how long a publication may show no progress.
+    """Return after how many seconds without progress a publication has stalled.
 
-    A direct wire needs more than `weight_wire.coordinator.MEET_S`: rank 0 then names absent ranks.
+    On a direct wire this exceeds `weight_wire.coordinator.MEET_S`, after which rank 0 names the
+    absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -150,12 +151,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Loaded, in training, queued, and ahead.
+    # Versions: loaded by engines, in training, queued, and ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> None:
-    """Raise OrreryError if kept versions do not fit. Adapters are not checked."""
+    """Raise OrreryError if kept weight versions do not fit on disk. Adapters are not checked."""
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return

@@ -2,7 +2,7 @@
 
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
-        rank_<i>.json         {name: {"shape", "dtype", "box"}}: a box is [start, stop) a dimension
+        rank_<i>.json         {name: {"shape", "dtype", "box"}}, box: [start, stop) per dimension
         rank_<i>.safetensors  these boxes, and random-number state
         rank_<i>.sha256.json  size and sha256 of these two files
         published.json        {version: digest} (`publish.py`)
@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's part of a tensor: `box` of the whole `shape`."""
+    """This rank's part of a tensor: the `box` of a tensor of `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -58,7 +58,7 @@ class StateTensor:
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
-    """Return all state that training changes, by name."""
+    """Return the state that training changes, by name."""
     state = {}
     for name, weight in learner.weights.items():
         local, writes = local_tensor(weight).detach(), _is_first_copy(weight, learner.world)
@@ -71,16 +71,16 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return names of weights under adapters. They are not stored."""
+    """Return the names of frozen weights, which have adapters. They are not stored."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return the sha256 of lines "digest  name" of the weights in `start`, sorted by name.
+    """Return one sha256 of all weight files in `start`: of lines "digest  name", sorted by name.
 
-    Adapters' checkpoints are valid only over these weights. The launcher's `inputs.json` saves
-    hashing.
+    A checkpoint of adapters is valid only for these weights. If the launcher's `inputs.json` has
+    the digests, no file is read.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -111,7 +111,7 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_rng(file: Any, device: torch.device) -> None:
     torch.set_rng_state(file.get_tensor("rng/cpu"))
-    # A run that began on CPUs has no CUDA state.
+    # The checkpoint of a run on CPUs has no CUDA state.
     if device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
@@ -151,39 +151,39 @@ def _check_fits(
 ) -> None:
     if odd := sorted(state.keys() ^ stored.shapes.keys()):
         where = "checkpoint" if odd[0] in stored.shapes else "model"
-        raise RunFailed(f"{folder}: {odd[0]} is only in the {where}; it is of another model")
+        raise RunFailed(f"{folder}: {odd[0]} is only in the {where}, so it is of another model")
     if odd := sorted(_frozen_names(learner) ^ stored.frozen):
         where = "checkpoint" if odd[0] in stored.frozen else "model"
-        raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {where}: another model")
+        raise RunFailed(f"{folder}: {odd[0]} is frozen only in the {where}")
     if stored.base_sha256 != learner.base_sha256:
         raise RunFailed(
             f"{folder}: its adapters were trained on weights with sha256 {stored.base_sha256}, "
-            f"and this stage began with {learner.base_sha256}; restore the former, "
+            f"but this stage began with {learner.base_sha256}; restore the first weights, "
             f"or remove {folder.parent.parent} to train the adapters anew"
         )
     for name, tensor in state.items():
         if stored.shapes[name] != tensor.shape:
             raise RunFailed(
-                f"{folder}: {name} has shape {list(stored.shapes[name])}, "
-                f"the model's has {list(tensor.shape)}; it is of another model"
+                f"{folder}: {name} has shape {list(stored.shapes[name])}, but in the "
+                f"model {list(tensor.shape)}, so the checkpoint is of another model"
             )
         if stored.dtypes[name] != (dtype := dtype_name(tensor.local.dtype)):
             raise RunFailed(
-                f"{folder}: {name} is {stored.dtypes[name]}, the model's is {dtype}, and rounding "
-                f"would change the run without a word; export it with the Orrery that wrote it, "
-                f"and start another run from the folder"
+                f"{folder}: {name} is {stored.dtypes[name]}, in the model {dtype}, and rounding "
+                f"would change the run; export the checkpoint with the release that wrote it, "
+                f"and start another run from the exported folder"
             )
 
 
 class CheckpointReader:
-    """Read boxes from mapped files. Raise RunFailed if unreadable."""
+    """Read boxes of tensors from mapped files. Raise RunFailed if a file is unreadable."""
 
     def __init__(self, folder: Path):
         state = _read_json(folder / "state.json")
         if state.get("format") != FORMAT:
             raise RunFailed(
-                f"{folder}: checkpoint format {state.get('format')}, but {FORMAT} is read here; "
-                f"finish the run with what wrote it"
+                f"{folder}: has checkpoint format {state.get('format')}, but this release reads "
+                f"{FORMAT}; finish the run with the release that wrote it"
             )
         self.step: int = state["step"]
         self.world_size: int = state["world_size"]
@@ -201,7 +201,7 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read box `box` of `name` into `target`, of the stored dtype."""
+        """Read the `box` of tensor `name` into `target`, which has the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:  # a scalar
@@ -219,7 +219,7 @@ class CheckpointReader:
             path = self._folder / f"rank_{rank}.safetensors"
             try:
                 self._files[rank] = safe_open(path, framework="pt")
-            except Exception as error:  # OSError or safetensors' own
+            except Exception as error:  # OSError or an error of safetensors
                 raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
         return self._files[rank]
 

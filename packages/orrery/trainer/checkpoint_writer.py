@@ -1,12 +1,12 @@
-"""Write checkpoints beside training, and resume from them. `checkpoint.py` describes the files.
+"""Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
 - Training waits only for the copy into host memory, and for the previous checkpoint.
-- Each rank's thread writes its part, then a checksum file, without collectives. The next step
-  raises its error.
+- A thread of each rank writes the rank's files, then a checksum file, without collectives. If it
+  fails, the next step raises its error.
 - The first rank's thread waits for all checksum files, renames the folder, writes the marker, then
   removes old checkpoints.
-- Metrics are written between `copy` and `write`, so a complete checkpoint has its row.
-- Non-finite values are refused: they would fail every later attempt.
+- The step's metrics are written between `copy` and `write`, so every complete checkpoint has them.
+- State with non-finite values is refused, because every attempt that resumes from it would fail.
 """
 
 import json
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def save(learner: Learner, folder: Path) -> None:
-    """Write the state as `folder`, durably. A collective."""
+    """Write the state into `folder`, and sync it. A collective."""
     with CheckpointWriter(learner.world) as writer:
         writer.copy(learner, folder)
         writer.write()
@@ -65,10 +65,10 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """One rank's writer: `copy` and `write` every checkpoint, `check` at every step.
+    """One rank's writer. Call `copy` and `write` for every checkpoint, `check` at every step.
 
-    Waits run inside `waiting(what, deadline_s, behind_s)`. The exit completes the last checkpoint,
-    except after an exception.
+    Every wait runs inside the context manager `waiting(what, deadline_s, behind_s)`. Leaving the
+    `with` block completes the last checkpoint, except after an exception.
     """
 
     def __init__(self, world: World, waiting: Waiting = _no_wait):
@@ -148,19 +148,19 @@ class CheckpointWriter:
         return self._work is None or self._work.is_done
 
     def check(self) -> None:
-        """Raise finished work's error."""
+        """Raise the error of the background write, if it has failed."""
         if self.is_idle:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for work, and raise its error."""
+        """Wait for the background write, and raise its error."""
         if (work := self._work) is None:
             return
         deadline_s = scaled(WRITE_DEADLINE_S)
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # after the wait: an interruption abandons the work
+        self._work = None  # only after the wait, which may be interrupted
         if work.error is not None:
             raise work.error
 
@@ -170,7 +170,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the marker. A collective would time out earlier."""
+        """Wait for the marker file, because a collective would time out earlier."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -246,7 +246,7 @@ class _BackgroundWork:
 def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
     end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
     while True:
-        found = set(os.listdir(partial))  # network file systems cache missing names
+        found = set(os.listdir(partial))  # network file systems cache that a name is missing
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -254,7 +254,7 @@ def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
             raise Stopped(partial)
         if time.monotonic() >= end_s:
             raise RunFailed(
-                f"{partial}: nothing of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; "
+                f"{partial}: has no files of rank {missing[0]} after {WRITE_DEADLINE_S:g} s; "
                 f"see logs/trainer.{missing[0]}.log"
             )
         time.sleep(POLL_S)
@@ -266,8 +266,8 @@ def _check_finite(learner: Learner) -> None:
     if (worst := max(found)) >= 0:
         raise RunFailed(
             f"step {step}: after its update {list(state)[worst]} is not finite on rank "
-            f"{found.index(worst)}; nothing of it is stored: start again from the checkpoint "
-            f"before it, and where that ends the same, lower the optimizer's lr or max_grad_norm"
+            f"{found.index(worst)}, so no checkpoint is written; start again from the previous "
+            f"checkpoint, and if that fails too, lower the optimizer's lr or max_grad_norm"
         )
 
 
@@ -275,9 +275,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
-    """Raise RunFailed on every rank if replicas (HSDP) differ in a bit. A collective.
+    """Raise RunFailed on every rank if replicas (HSDP) differ in any bit. A collective.
 
-    Only the first replica is stored and published.
+    Only the first replica is stored and published, so a difference would be lost.
     """
     count = world.axis_size("dp_replicate")
     if count == 1:
@@ -286,15 +286,15 @@ def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -
     for rank, found in enumerate(prints[num_shards:], num_shards):
         if found != prints[first := rank % num_shards]:
             raise RunFailed(
-                f"step {step}: the weights of rank {rank} are not those of rank {first}, of which "
-                f"they are a copy (dp_replicate {count}); this step is not stored: check "
-                f"the devices of both, and start again from the checkpoint before it"
+                f"step {step}: rank {rank} and rank {first} must have equal weights "
+                f"(dp_replicate {count}), but they differ, so no checkpoint is written; check "
+                f"the devices of both, and start again from the previous checkpoint"
             )
 
 
 @torch.no_grad()
 def fingerprint(weights: Iterable[torch.Tensor]) -> int:
-    """Hash local shards' bits: word sums, mixed in order."""
+    """Hash the bits of local shards: sum each shard's words, and mix the sums in order."""
     sums = []
     for weight in weights:
         shard = local_tensor(weight.detach())
@@ -334,9 +334,9 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """One rank's checkpoints. The exit completes the last, except after an exception.
+    """One rank's checkpoints in a stage. Leaving the `with` block completes the last checkpoint.
 
-    The role `beside` has written its half of step n before batch n is sent.
+    The role `beside` writes its half of step n's checkpoint before batch n is sent.
     """
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
@@ -378,8 +378,8 @@ class StageCheckpoints:
         def complete() -> None:
             if self._beside is not None and not nfs.appears(folder / self._beside):
                 raise RunFailed(
-                    f"{folder}: the {self._beside}'s half is missing, though batch {step} was "
-                    f"sent; see logs/{self._beside}.0.log"
+                    f"{folder}: the {self._beside} sent batch {step} without its half of the "
+                    f"checkpoint; read logs/{self._beside}.0.log"
                 )
             notes = [f"trainer/{checkpoint.checksum_file(rank)}" for rank in range(num_ranks)]
             checkpoints.complete(folder, notes)
@@ -403,11 +403,11 @@ class StageCheckpoints:
 def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     """Load the newest complete checkpoint. Return its folder or None. A collective."""
     world = learner.world
-    # In RL the orchestrator does this.
+    # In RL the orchestrator discards incomplete checkpoints.
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Other nodes may see a new folder late.
+    # Other nodes may see a new folder with a delay.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None
@@ -419,8 +419,8 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     checkpoint.load(learner, folder / "trainer")
     if learner.step != step:
         raise RunFailed(
-            f"{folder / 'trainer'}: is of step {learner.step}; "
-            f"remove {folder} to go on from the checkpoint before it"
+            f"{folder / 'trainer'}: contains step {learner.step}; "
+            f"remove {folder} to resume from the previous checkpoint"
         )
     ctx.log.info("resuming after step %d", step)
     return folder

@@ -4,10 +4,10 @@
 
 `orrery export RUN …` runs it on one CPU, also during a stage.
 
-- Folders appear complete. A checkpoint's export has the bytes that the stage would write after the
-  step, except that merged adapters round differently on other devices.
-- `export_checkpoint` holds one output file's tensors.
-- Weights under adapters, and buffers, come from the start folder.
+- A folder appears only when it is complete. An exported checkpoint has the same bytes as the
+  stage's weights after that step, except that merged adapters round differently on other devices.
+- `export_checkpoint` holds the tensors of only one output file in memory.
+- Frozen weights and buffers come from the folder with the stage's start weights.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PREFIX = "weight/network."  # of network parameters
 def export_policy(
     policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
 ) -> None:
-    """Write the policy and the files of `tokenizer`, durably. A collective."""
+    """Write the policy and the files of `tokenizer`, and sync them. A collective."""
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -57,7 +57,7 @@ def export_policy(
 
 
 def _copy_tokenizer(start: Path, folder: Path) -> None:
-    """Copy files of `start` without weights that `folder` lacks."""
+    """Copy the files of `start` that `folder` lacks, except weights."""
     for file in start.iterdir():
         holds_weights = file.suffix == ".safetensors" or file.name == hf_folder.INDEX_FILE
         if file.is_file() and not holds_weights and not (folder / file.name).exists():
@@ -73,15 +73,15 @@ def export_checkpoint(
     """
     if not (run_dir / MANIFEST).exists():
         raise OrreryError(
-            f"{run_dir}: holds no manifest.json, so no run has begun there; "
-            f"`orrery status` says which have"
+            f"{run_dir}: has no manifest.json, so it is no run; "
+            f"type `orrery status` to list the runs"
         )
     manifest = load(run_dir / MANIFEST)
     step = _choose_step(run_dir, stage, step)
     name = f"step_{step}" if stage == "rl" else f"{stage}_step_{step}"
     to = to or weights_path(run_dir, name)
     if to.exists():
-        raise OrreryError(f"{to}: is there already; remove it, or name another folder with --to")
+        raise OrreryError(f"{to}: exists already; remove it, or name another folder with --to")
     folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
     is_first_stage = stage == "sft" or manifest.stage_before_rl == "init"
@@ -109,7 +109,7 @@ def _check_base(
     if stored.base_sha256 != found:
         raise RunFailed(
             f"{start}: its weights have sha256 {found}, but the adapters of {folder} were trained "
-            f"on {stored.base_sha256}; restore the latter"
+            f"on weights with sha256 {stored.base_sha256}; restore those weights"
         )
 
 
@@ -120,7 +120,7 @@ def write(
     folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of `stored`, others from `start`, and `config.json`."""
+    """Write the weights in `stored`, the others from `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.assign_files(tensors, max_file_bytes)
@@ -146,8 +146,8 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
         result = weights_path(run_dir, "sft")
         if stage == "sft" and result.exists():
             raise OrreryError(
-                f"{run_dir}: its sft stage is done: {result} is what it made, "
-                f"and it has no checkpoints"
+                f"{run_dir}: its sft stage is done, so its checkpoints are removed; "
+                f"use its result {result}"
             )
         raise OrreryError(f"{run_dir}: its {stage} stage has no complete checkpoint yet; {hint}")
     if step is not None and step not in steps:
@@ -159,7 +159,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """The policy's tensors. In `hf_tensors` order every byte is read once."""
+    """The policy's tensors. If read in the order of `hf_tensors`, each byte is read only once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base
@@ -170,21 +170,21 @@ class _Tensors:
         if odd := sorted(trained ^ self._held):
             where = "model" if odd[0] in trained else "checkpoint"
             raise RunFailed(
-                f"{odd[0]} is only in the {where}; "
-                f"the checkpoint is of another model than manifest.json"
+                f"{odd[0]} is only in the {where}, "
+                f"so the checkpoint is of another model than manifest.json"
             )
         self._names = {module: name for name, module in network.named_modules()}
         self._adapter_of = dict(adapters(network))
         self._parts: dict[str, list[HfTensor]] = {}
         for hf in hf_tensors(network):
             self._parts.setdefault(hf.parameter_name, []).append(hf)
-        self._merged: tuple[str, Tensor] | None = None  # the last adapted parameter
+        self._merged: tuple[str, Tensor] | None = None  # the last merged parameter
 
     def __getitem__(self, hf: HfTensor) -> Tensor:
         name = hf.parameter_name
         if name in self._adapter_of:
             if self._merged is None or self._merged[0] != name:
-                self._merged = None  # never two at a time
+                self._merged = None  # hold only one at a time
                 self._merged = (name, self._merge(name))
             return hf.view_of(self._merged[1])
         if name not in self._held:

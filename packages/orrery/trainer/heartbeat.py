@@ -1,8 +1,9 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets this rank's started and completed collectives, and its marks.
-- Counts come from torch's private flight recorder. Without it they are 0.
-- A mark is a micro-batch that the device reached, or a part (tensor, file) finished on the host.
+- Every PERIOD_S the health file gets the counts of this rank's started and completed collectives,
+  and of its marks.
+- Collectives are counted by torch's private flight recorder. Without it the counts are 0.
+- A mark is a micro-batch that the device has begun, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
 
@@ -25,30 +26,30 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # for compilation and connections, or a single rank
-IO_STALL_S = 300.0  # for one tensor or file on a shared file system
+WARM_UP_STALL_S = 600.0  # longest step with compilation and connecting, or on a single rank
+IO_STALL_S = 300.0  # longest access to one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
-    """Return how long a step may go without a collective or a mark."""
+    """Return after how many seconds without a collective or a mark a step has stalled."""
     is_warm_up = is_first and warms_up(trainer, world.device)
     return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 
 
 def io_stall_s(num_ranks: int) -> float:
-    """Return how long file access may lack marks."""
+    """Return after how many seconds without a mark file access has stalled."""
     return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step compiles. GPU libraries may."""
+    """Return whether the first step may compile. On a GPU, libraries may compile too."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Counter of marks. A separate thread waits for CUDA events.
+    """Count marks. A separate thread waits for CUDA events.
 
-    The heartbeat must not: `Event.query` holds the GIL while another thread's CUDA call waits.
+    The heartbeat's thread must not: `Event.query` holds the GIL while another CUDA call blocks.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ def mark_part() -> None:
 
 @contextmanager
 def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
-    """Report progress during the block, if launched."""
+    """Report progress inside the `with` block, if a launcher started this process."""
     if not ctx.parent_watch.is_launched:
         yield
         return
@@ -124,7 +125,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report compilation as a wait. Any step may recompile."""
+    """Report every compilation as a wait, because any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start  # a slow import
 
     compiling = ExitStack()

@@ -1,10 +1,10 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- A control group's limit (a Slurm job, a container) kills without a message.
-- A container may see its group as the mount's root. Invisible folders are skipped.
-- A block is registered with CUDA while its pages exist. Freed but registered pages make the next
-  user of their addresses fail (CUDA error 712).
-- torch's pinned allocator would round sizes up to powers of two.
+- Processes above the limit of their control group (Slurm job, container) are killed silently.
+- A container may see its own control group as the root of the mount. Missing folders are skipped.
+- A block is registered with CUDA until its pages are freed. If pages were freed while registered,
+  the next use of their addresses would fail (CUDA error 712).
+- torch's pinned allocator is not used, because it rounds sizes up to powers of two.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """Mount below /sys/fs/cgroup, files, and page-cache rows of `memory.stat`."""
+    """A version of control groups: its mount, its files, and `memory.stat`'s page-cache rows."""
 
     mount: str
     limit: str
@@ -36,7 +36,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes usable without swapping. `root` has proc/ and sys/."""
+    """Return the bytes that can be used without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -45,7 +45,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the groups' least limit − used + page cache, or `sys.maxsize`."""
+    """Return the least of limit − used + page cache over all groups, or `sys.maxsize`."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -82,7 +82,7 @@ def _group_available_bytes(folder: Path, version: CgroupVersion) -> int:
 
 
 def host_number() -> int:
-    """Return a number that a host's processes share until it reboots."""
+    """Return a number that is equal in all processes of this host until it reboots."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -91,9 +91,9 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Pages that unregister before they are freed. `weakref.finalize` runs too late."""
+    """Memory pages, unregistered before they are freed. `weakref.finalize` runs too late."""
 
-    address: int | None = None  # if registered
+    address: int | None = None  # set while registered
     unregister: Callable[[int], Any]
 
     def __del__(self) -> None:
@@ -106,7 +106,7 @@ def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Zeroing touches pages with many threads, registration with one.
+    # Zero first: many threads then map the pages, whereas registration would use one thread.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

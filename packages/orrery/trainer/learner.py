@@ -1,8 +1,9 @@
 """Train one batch in one optimizer step, the same for SFT and RL.
 
-- Every rank has equally many micro-batches, and takes them as they arrive.
-- With `reduce_gradients: step`, only the last backward pass reduces gradients.
-- A non-finite loss or gradient, or a wrong count of members, raises before the weights change.
+- All ranks have equally many micro-batches, and train each when it arrives.
+- With `reduce_gradients: step`, only the last backward pass of a step reduces gradients.
+- If a loss or gradient is not finite, or the number of a loss's tokens is not as announced, an
+  error is raised before the weights change.
 """
 
 import math
@@ -35,7 +36,7 @@ class StepResult:
     """A step's metrics, and phases' (begin, end) as `time.time()`."""
 
     metrics: dict[str, float | int | None]
-    wait_s: float  # for micro-batches to arrive
+    wait_s: float  # time spent waiting for micro-batches
     forward_backward: tuple[float, float]
     optimizer: tuple[float, float]
 
@@ -45,7 +46,7 @@ class StepResult:
 
 
 class Learner:
-    """Policy and optimizer. `step` is the weights' version."""
+    """The policy and its optimizer. `step` is the version of the weights."""
 
     def __init__(
         self,
@@ -63,10 +64,10 @@ class Learner:
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
-        self.base_sha256: str | None = None  # of weights under adapters
+        self.base_sha256: str | None = None  # of the frozen weights under adapters
         self.guard: MismatchGuard | None = None  # only for batches from engines
         self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
-        # In backward order, of the embedding's output and at cp exchanges.
+        # Gradients in backward order: at cp exchanges, and of the embedding's output.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -80,7 +81,7 @@ class Learner:
         totals: dict[str, int],
         lr_factor: float,
     ) -> StepResult:
-        """Train one batch. `totals`: N_c of the loss, by component.
+        """Train one batch. `totals` has N_c of each loss component (`loss.py`).
 
         Raise RunFailed, or OrreryError if blocks do not compile.
         """
@@ -88,7 +89,7 @@ class Learner:
         begin_s = time.time()
         with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queued early, so that the device need not wait.
+        # Queue this early, so that the device does not wait.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
@@ -110,9 +111,9 @@ class Learner:
 
     @torch.no_grad()
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
-        """Return (largest |log π − log μ|, scored tokens) of rollouts. A collective.
+        """Return (largest |log π − log μ|, number of scored tokens) of rollouts. A collective.
 
-        The first is None without a sample of the current version alone.
+        The first is over samples made by the current version alone, or None without any.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -130,9 +131,9 @@ class Learner:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return log p of each token after the first, at temperature 1. A collective.
 
-        Blocks run uncompiled: a graph for this length would change later graphs.
+        Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        positions = np.arange(len(token_ids), dtype=np.float32)  # as log-probs: token indices
+        positions = np.arange(len(token_ids), dtype=np.float32)  # in place of log-probs
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
             "trained": positions > 0,
@@ -144,7 +145,7 @@ class Learner:
             logprob, _ = self.policy(batch)
         reshard_all(self.policy)
         found = torch.zeros(len(token_ids), dtype=torch.float64, device=self.world.device)
-        if self.world.data_rank == 0:  # all cp groups compute the same
+        if self.world.data_rank == 0:  # other data ranks computed the same
             is_scored = batch.loss.rl_weight != 0
             found[batch.loss.engine_logprob[is_scored].long()] = logprob[is_scored].double()
         return self.world.sum(found)[1:].tolist()
@@ -158,7 +159,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error about non-finite numbers. A collective."""
+        """Return the end of an error message about non-finite numbers. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -195,8 +196,8 @@ class Learner:
         reshard_all(self.policy)
         if arrivals.count != count:
             raise RunFailed(
-                f"batch {step}: {arrivals.count} micro-batches arrived at rank {self.world.rank}, "
-                f"{count} were announced"
+                f"batch {step}: rank {self.world.rank} received {arrivals.count} micro-batches, "
+                f"but {count} were announced; read logs/orchestrator.0.log"
             )
         return sums, arrivals.wait_s
 
@@ -207,8 +208,8 @@ class Learner:
         for name in COMPONENTS:
             if (found := values[f"members_{name}"]) != totals[name]:
                 raise RunFailed(
-                    f"step {step}: the batch announces {totals[name]} {name} tokens, "
-                    f"{found:.0f} arrived; its normalisation would be wrong"
+                    f"step {step}: the batch announces {totals[name]} {name} tokens, but has "
+                    f"{found:.0f}, so its loss would be normalised wrongly"
                 )
         return _metrics(values, float(sums.peaks))
 
@@ -221,7 +222,7 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                # Sums of finite parts may overflow.
+                # The sum of finite numbers may overflow.
                 where = is_bad.index(1) if any(is_bad) else "none alone"
                 blame = self.weights_to_blame()
                 raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
@@ -234,7 +235,7 @@ class Learner:
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # frozen: the gradient is only watched
+            if not hidden.requires_grad:  # frozen embedding: only observe its gradient
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -246,10 +247,10 @@ class Learner:
             hidden.register_hook(record)
 
     def _name_gradient(self, step: int) -> None:
-        """Raise RunFailed with the tensor and ranks of a non-finite gradient.
+        """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
 
-        A bad value spreads toward the embedding, so the last bad weight is named. Summed gradients
-        may break though no rank's own pass does. Then the shard is named.
+        A bad value spreads from the head to the embedding, so the bad weight nearest to the head is
+        named. If only the sum over ranks is not finite, its shard is named.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -269,13 +270,13 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return ranks whose own backward pass broke, the first in each cp group."""
+        """Return the ranks whose own gradients are not finite, the first of each cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
         groups = self.world.all_gather(
             self.world.data_rank
-        )  # ranks of a cp group train the same data
+        )  # all ranks of a cp group have the same data
         first: dict[int, int] = {}
         for group, index in zip(groups, broke, strict=True):
             if index >= 0:
@@ -306,7 +307,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c over all ranks, counted once a cp group. A collective."""
+    """Return N_c over all ranks, counting each cp group once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -344,7 +345,7 @@ def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | Non
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
     """Return the peak rate's factor, in [0, 1], at `step` (1 … num_steps).
 
-    Warm-up reaches 1 at step `warmup_steps`, a decay `final_fraction` at `num_steps`.
+    The factor rises to 1 at step `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps

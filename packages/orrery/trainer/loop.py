@@ -1,10 +1,11 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, holds rollouts of the last version alone. It is compared, not
-  trained, and comes early if the policy is good enough.
-- A batch marked `wind_down` is not trained. Every rank checkpoints the last step and ends.
-- A step's row is written before its checkpoint counts. Step n's checkpoint needs the orchestrator's
-  half, written before batch n is sent.
+- The final batch, marked `compare`, holds rollouts of the last version alone. Their log-probs are
+  compared, and it is not trained. It comes early if the policy is good enough.
+- A batch marked `wind_down` is not trained. Every rank writes a checkpoint of the last step, and
+  ends.
+- A step's metrics are written before its checkpoint is complete. The orchestrator writes its half
+  of step n's checkpoint before it sends batch n.
 """
 
 import time
@@ -25,7 +26,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.engine_api import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # of log-probs, in float32 on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs, in float32 on a CPU
 
 
 @dataclass
@@ -37,8 +38,8 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # limit for a batch that other ranks have
-    publish_still_s: float  # limit for a publication without progress
+    batch_behind_s: float  # longest wait for a batch that other ranks have
+    publish_still_s: float  # longest time without progress in a publication
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted if the run must end."""
+        """Wait for batch `step`. Raise Preempted if the stage is preempted."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -83,7 +84,7 @@ class RlLoop:
             batch = self.receiver.receive(step, self.batch_deadline_s)
         if batch.info.get("wind_down"):
             self.checkpoint_last_step()
-            self.checkpoints.finish()  # ranks may still use the process group
+            self.checkpoints.finish()  # while the process group exists
             raise Preempted(self.learner.step)
         if self.world.is_first:
             self.publisher.check(step, batch.info.get("digests"))
@@ -95,7 +96,7 @@ class RlLoop:
         self.ctx.health.doing("training", step=step, still_s=self._step_stall_s(is_first))
         if missing := [name for name in COMPONENTS if name not in batch.totals]:
             raise RunFailed(
-                f"batch {batch.step}: announces no count of its {missing[0]} tokens, "
+                f"batch {batch.step}: lacks the count of its {missing[0]} tokens, "
                 f"so its loss cannot be normalised"
             )
         totals = {name: int(batch.totals[name]) for name in COMPONENTS}
@@ -121,25 +122,25 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        """Return the seconds waited."""
+        """Copy the state if a checkpoint is due. Return the seconds waited."""
         return self.checkpoints.copy(self.publisher.checkpoint_files())
 
     def checkpoint_last_step(self) -> None:
-        """Checkpoint the last step unless done. All ranks decide alike."""
+        """Write a checkpoint of the last step, unless it exists. All ranks decide alike."""
         step = self.learner.step
         if step != self.start_step and not self.checkpoints.is_due(step):
             self.copy_checkpoint()
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare log-probs with the engines'. Raise RunFailed if they differ."""
+        """Compare our log-probs with the engines'. Raise RunFailed if they differ too much."""
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())
         found, num_tokens = self.learner.compare(batch)
         if found is None or not batch.info.get("compare"):
             raise RunFailed(
-                f"version {version}: none of the rollouts to compare was made by it alone; "
+                f"version {version}: every rollout to compare has tokens of another version; "
                 f"see logs/orchestrator.0.log"
             )
         if self.world.is_first:
@@ -162,7 +163,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # the comparison may leave experts unused
+        self.learner.check_weights()  # the comparison may not use every expert
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 
@@ -207,7 +208,7 @@ class RlLoop:
         if is_exact and difference is not None and difference > SAME_WEIGHTS_TOLERANCE:
             raise RunFailed(
                 f"{what}: log-probs of trainer and engine differ by {difference:.2e} on the same "
-                f"weights, more than {SAME_WEIGHTS_TOLERANCE:g}; they do not compute the same model"
+                f"weights, more than {SAME_WEIGHTS_TOLERANCE:g}, so they compute different models"
             )
 
 

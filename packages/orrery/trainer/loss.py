@@ -2,7 +2,8 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c      for c in rl, cross_entropy, reference_kl
 
-Token t is a member of c if trained with w_c[t] ≠ 0. N_c, at least 1, counts all ranks.
+Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c is the members' number over all ranks,
+at least 1.
 `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and Kimi K2.5's
 squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ, advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
@@ -21,7 +22,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """Constants of M scored tokens, float32 [M]. Non-members have weight 0."""
+    """The loss's constants for M scored tokens, float32 [M]. Non-members have weight 0."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -29,12 +30,12 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool [M]: the present weights drew the whole sample
+    same_weights: torch.Tensor  # bool [M]: the current weights sampled the whole document
 
 
 @dataclass
 class StepSums:
-    """Sums for a step's metrics, additive over micro-batches and ranks."""
+    """Sums for a step's metrics. They can be added up over micro-batches and ranks."""
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
@@ -82,7 +83,7 @@ def policy_gradient(
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         kept_advantage = keep * advantage
-    # An unkept r may overflow, and 0 · inf is NaN.
+    # For a token that is not kept, r may overflow, and 0 · inf is NaN.
     ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -100,7 +101,7 @@ def loss(
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
-    # A non-member's absent column could make 0 · inf = NaN.
+    # Values of non-members may be infinite, and 0 · inf is NaN.
     engine = torch.where(in_rl, targets.engine_logprob, constant)
     rl, keep = policy_gradient(logprob, engine, targets.advantage, spec)
     kl_advantage = torch.where(
@@ -118,8 +119,8 @@ def loss(
     with torch.no_grad():
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
-        log_ratio = constant - engine  # 0 outside rl
-        # Its mean estimates KL(engine || trainer). Masked ratios need float64.
+        log_ratio = constant - engine  # 0 for tokens outside rl
+        # The mean estimates KL(engine || trainer). Ratios of masked tokens need float64.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [
