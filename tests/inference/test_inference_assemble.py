@@ -266,9 +266,9 @@ def test_what_listens_everywhere_starts_where_every_interface_is_the_runs_or_the
         refuse_open_interfaces("the store")
     assert str(caught.value) == (
         "the store: Mooncake's transfer engine listens on every interface, and this machine has "
-        f"{refused} beside the run's own. Choose 'nixl' or 'tiers', run in a network namespace, or "
-        "set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of the site file where a "
-        "firewall keeps others out"
+        f"{refused} beside the run's own. Choose 'nixl' or 'tiers', run in a network namespace, "
+        "or, behind a firewall, set ORRERY_MOONCAKE_ON_ALL_INTERFACES = '1' in [environment] of "
+        "the site file"
     )
 
 

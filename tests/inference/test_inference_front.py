@@ -308,7 +308,7 @@ def test_the_role_ends_with_a_sentence_when_vllm_router_does(tmp_path, engines):
     child.kill()
     assert process.wait(20) == 1
     assert (
-        "error: router: vllm-router ended by itself (exit code -9)"
+        "error: router: vllm-router ended early (exit code -9)"
         in (run_dir / "logs" / "orrery.inference.router.0.log").read_text()
     )
 

@@ -21,7 +21,7 @@ from orrery.runtime.token import run_token
 def main() -> None:
     gc.disable()  # the imports make millions of permanent objects
     with role_process("inference") as ctx:
-        run_token()  # raises before the long loading
+        run_token()  # raise an error before the long loading
         ctx.health.doing("loading vLLM")
         manifest = ctx.manifest
         engine_environment(manifest, ctx.host)

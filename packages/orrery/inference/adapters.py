@@ -1,10 +1,10 @@
 """Receive adapters: copy the published low-rank factors into the running engine.
 
-- In: the path of a version on the wire `adapters`. Out: `held`, as in `receiver`.
-- The engine has one adapter (`assemble.blank_adapter`). An update overwrites its factors in a
-  pause. vLLM's `load_inplace` would read old files again at each step of an old request.
-- A factor is "resident" (fingerprinted in its buffer), or "as_consumed" if ranks hold slices.
-- Every projection must get its factors. A damaged version fails by name.
+- In: the path of a version on the wire `adapters`. Out: `held`, as in `receiver.py`.
+- The engine has one adapter (`assemble.blank_adapter`). An update overwrites its factors while the
+  engine is paused. vLLM's `load_inplace` would read old files again at each step of an old request.
+- A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices of it.
+- Every projection must get its factors. An error names the damaged or missing tensor.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ class AdapterReceiver(Backend):
             yield module, manager.packed_modules.get(name) or [name]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
+        """Return vLLM's buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
         found: dict[str, torch.Tensor] = {}
         for module, parts in self._adapted():
             pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
@@ -85,7 +85,7 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
-    """Return a factor's fingerprint, in `buffer` [rows, columns] if it holds all of it."""
+    """Return a factor's fingerprint, read from `buffer` [rows, columns] if that holds the whole."""
     sizes = zip(tensor.shape, buffer.shape, strict=True)
     if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
         return tensor_fingerprint(tensor), AS_CONSUMED

@@ -1,6 +1,6 @@
 """Build vLLM's command line and environment from the manifest. Imports no vLLM.
 
-Flags that shape results come from `manifest.inference`. The rest is fixed here.
+Flags that influence results come from `manifest.inference`. The other flags are fixed here.
 """
 
 import json
@@ -28,14 +28,14 @@ from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire import check_library, served_model
 
 PLUGIN = "orrery"  # in `vllm.general_plugins`
-BACKEND = "orrery"  # vLLM's name for `receiver`
+BACKEND = "orrery"  # name of our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
 # The name "uni" does not work: vLLM on CPU turns it into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ENGINE_READY_S = 600  # for vLLM's engine core to load, compile and report
-MAX_GRAPH_TOKENS = 4096  # a larger step hides kernel launches
-KEEP_ALIVE_S = 600  # the server must never close first
-# Only `trainer.lora.targets` take adapters, never experts: vLLM's kernels for them need a GPU.
+ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
+MAX_GRAPH_TOKENS = 4096  # in larger steps, launches cost no time
+KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
+# Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "feed_forward": ("gate_proj", "up_proj", "down_proj"),
@@ -49,7 +49,7 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
         raise OrreryError(
-            f"{path}: no config.json. The {stage} stage makes these weights: run it first"
+            f"{path}: no config.json. Run the {stage} stage first, which writes these weights"
         )
     return path
 
@@ -72,16 +72,16 @@ def server_arguments(
         "--kv-cache-memory-bytes": str(inference.kv_cache_bytes),
         "--max-num-seqs": str(inference.max_num_sequences),
         "--max-num-batched-tokens": str(inference.max_batched_tokens),
-        "--logprobs-mode": "processed_logprobs",  # of the sampled distribution
-        "--generation-config": "vllm",  # only requests say how to sample
+        "--logprobs-mode": "processed_logprobs",  # log-probs of the sampled distribution
+        "--generation-config": "vllm",  # only requests set sampling parameters
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
         "--middleware": "orrery.inference.token.RequireToken",
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer: the orchestrator renders chats
-        "--enable-prompt-tokens-details",  # cached_tokens in answers
+        "--tokens-only",  # no tokenizer, since the orchestrator renders chats
+        "--enable-prompt-tokens-details",  # answers report cached_tokens
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
@@ -108,7 +108,7 @@ def server_arguments(
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
-        # The cache's size is given. vLLM only checks that this share is free.
+        # The cache's size is set above. vLLM only checks that this share of memory is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -126,16 +126,17 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts with a CUDA graph. A step is padded to the next count.
+    """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    With hundreds of requests most steps also prefill a prompt and exceed vLLM's limit of 512. So
-    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks pad to the fullest rank, so they keep 512.
+    With hundreds of requests, most steps also prefill a prompt and exceed vLLM's limit of 512
+    tokens. So counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all ranks pad to
+    the fullest rank.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Exact sizes for pure sampling and full steps.
+    # Add the exact sizes of steps that only sample, and of full steps.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
@@ -145,8 +146,8 @@ def _spread(inference: Inference) -> dict[str, str]:
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
-        # DeepGEMM and the trainer use this format too: one scale per 128 × 128 block.
-        # Rounding routers would change the choice of experts.
+        # DeepGEMM and the trainer also use one scale per 128 × 128 block.
+        # Routers are not quantized, because rounding would change the choice of experts.
         arguments |= {
             "--quantization": "fp8_per_block",
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]}),
@@ -157,7 +158,7 @@ def _spread(inference: Inference) -> dict[str, str]:
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
     """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
 
-    All engines of a stage share its path, a part of a cached block's key.
+    All engines of a stage share the folder, because its path is part of a cached block's key.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -172,7 +173,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
-    # vLLM requires one projection, and fills the others with zeros.
+    # vLLM requires at least one projection, and fills the others with zeros.
     name = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {
         "A": (lora.rank, model.num_heads * model.head_dim),
@@ -183,7 +184,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # a later start trusts an existing folder
+    sync_tree(aside)  # a later start does not check the folder
     try:
         aside.rename(folder)
     except OSError:  # another engine made it
@@ -210,7 +211,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's variables. Placement variables already set stay."""
+    """Set this engine's variables. Keep existing variables about its placement."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -224,7 +225,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
             name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
-        # The default pins every server to the same first core.
+        # By default vLLM would pin every server to the same first core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes

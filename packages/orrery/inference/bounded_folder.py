@@ -1,8 +1,9 @@
 """Limit a folder's bytes by removing the least recently used files, and keep routes in one.
 
-- The writer makes room first, so files never exceed the limit. A reader must expect lost files.
-- A file counts in whole pages. Folders do not count.
-- Each process counts only its own files: a shared folder holds the sum of the limits.
+- The writer removes old files before it writes, so the limit is never exceeded. A reader must
+  expect missing files.
+- File sizes are rounded up to pages. Folders do not count.
+- Each process counts only its own files, so a shared folder may hold the sum of all limits.
 """
 
 import logging
@@ -33,14 +34,14 @@ class BoundedFolder:
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Make room for files of `num_bytes` each, written inside."""
+        """Make room for files of `num_bytes` each, which the `with` body writes."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield
         except BaseException:
             self._forget(path for path in paths if not os.path.exists(path))
             raise
-        with self._lock:  # another thread may have taken the room
+        with self._lock:  # another thread may have used the room
             lost = [path for path in paths if path not in self._sizes]
         _remove(lost)
 
@@ -52,7 +53,7 @@ class BoundedFolder:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Count these files. Return files to remove."""
+        """Count these files. Return the files to remove for them."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -97,14 +98,14 @@ def _path(folder: Path, key: str) -> Path:
 
 
 class RoutesOnDisk:
-    """One file a block. One thread writes, any thread reads."""
+    """Routes on disk, one file per block. One thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self._folder = Path(os.environ[FOLDER])
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload`. A disk error only loses routes."""
+        """Write objects with a `key` and a `payload`. A disk error only loses their routes."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

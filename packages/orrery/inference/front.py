@@ -1,10 +1,11 @@
-"""A proxy that checks credentials, because vllm-router lets any caller add engines.
+"""A proxy that checks credentials before vllm-router, which lets any caller add engines.
 
 - In: requests on the role's address. Out: requests to vllm-router on loopback, streamed answers.
 - It checks the credential before it reads the body, and forwards only the paths in `ROUTES`.
-- It forwards the `generate` credential, never `administer`.
-- vllm-router asks `AUTHORIZED` about every key, so other users of this host cannot use its port.
-- Only the headers in `ASKED` (requests) and `PASSED` (answers) pass.
+- It forwards the credential `generate`, never the credential `administer`.
+- vllm-router checks every key at the path `AUTHORIZED`, so other users of this host cannot use its
+  port.
+- Only the headers in `ASKED` (requests) and `PASSED` (answers) are forwarded.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -33,10 +34,10 @@ ASKED = {b"content-type", SESSION_HEADER.lower().encode()}
 PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
-BACKLOG = 1024  # an orchestrator opens hundreds of connections at once
+BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
 KEPT_S = 600.0  # longer than any client keeps a connection idle
 SWEEP_S = 10.0
-LINGER_S = 1.0  # for a refused caller to read the answer
+LINGER_S = 1.0  # time for a refused caller to read the answer
 
 _UNAUTHORIZED = "this router serves one run's roles only: the run's token is missing or another's\n"
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Front:
         return "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     def allows(self, method: str, path: str, given: bytes) -> bool:
-        """Return whether the header `given` opens a route. An unknown route needs `administer`."""
+        """Return whether the header `given` permits a route. Unknown routes need `administer`."""
         purpose = ROUTES.get((method, path), Purpose.ADMINISTER)
         return hmac.compare_digest(given, self._wanted[purpose]) or not self._has_token
 
@@ -251,7 +252,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502, or abort after a partial answer: it must not look whole."""
+        """Answer 502. After a partial answer abort, so that it does not look complete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()
@@ -274,7 +275,7 @@ class _Caller(asyncio.Protocol):
 
 
 class _Upstream(asyncio.Protocol):
-    """A connection for one exchange at a time."""
+    """A connection to the router, for one exchange at a time."""
 
     transport: asyncio.Transport
 

@@ -1,14 +1,14 @@
 """Configure vLLM's KV connectors: transfers to decode engines, and tiers. Imports no vLLM.
 
-- In: `manifest.inference`, this engine's index. Out: `--kv-transfer-config`, variables, Mooncake's
-  client file, and the fields that an engine publishes.
-- Transfer: the first `prefill_replicas` engines produce, the others consume. A block's lease is
-  longer than any request. Afterwards a late reader of NIXL would silently get another request's
-  cache. A cache that cannot be read fails the request.
-- Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers`). An unreadable
-  block is computed again. If routes are returned, so is a block without them.
+- In: `manifest.inference` and this engine's index. Out: `--kv-transfer-config`, environment
+  variables, Mooncake's client file, and the fields that an engine publishes.
+- Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
+  lease is longer than any request, because after it a late reader of NIXL would silently get
+  another request's cache. If a cache cannot be read, the request fails.
+- Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM computes
+  an unreadable block again, and a block without routes if routes are returned.
 - A block's hash includes the policy version at a group's dispatch, so no rollout finds older
-  blocks. A resumed attempt repeats versions, so earlier attempts' files are removed.
+  blocks. A resumed attempt repeats version numbers, so earlier attempts' files are removed.
 """
 
 import json
@@ -33,7 +33,7 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.engine_api import request_s
 
-LEASE_MARGIN_S = 300.0  # beyond a client's timeout, scaled
+LEASE_MARGIN_S = 300.0  # time added to a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # equal block hashes in all engines and after restarts
 STORE_DEADLINE_S = 120.0
@@ -41,7 +41,7 @@ DISK_TIER = "orrery_disk"  # `kv_tiers.BoundedFiles`
 
 
 def lease_s(manifest: Manifest) -> int:
-    """Return the seconds for which a prefill engine keeps blocks."""
+    """Return for how many seconds a prefill engine keeps unread blocks."""
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
@@ -53,7 +53,7 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # a restarted engine has other blocks
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as blocks are lost
     }
     if transfer.kind == "nixl":
         return config | {
@@ -67,7 +67,7 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
 
 
 def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, str]:
-    """Return the libraries' variables for an engine with blocks at `host` and `port`."""
+    """Return NIXL's or Mooncake's variables for an engine that serves blocks at `host`, `port`."""
     routes = {KEPT: "1"} if manifest.transport.routed_experts else {}
     if manifest.inference.kv_transfer.kind == "nixl":
         return routes | {
@@ -127,7 +127,7 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def offload(ctx: RoleContext) -> list[str]:
-    """Prepare folder, store and variables. Return arguments for `vllm serve`."""
+    """Prepare the disk folder, the store and the variables. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
     config = offload_config(ctx.manifest, disk)
     if config is None:
@@ -140,7 +140,7 @@ def offload(ctx: RoleContext) -> list[str]:
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     else:
-        # part of the host tier's file name
+        # a part of the host tier's file name
         config["engine_id"] = f"{scratch.role_memory_prefix(ctx.run_dir, ctx.name)}{uuid.uuid4()}"
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))
@@ -148,12 +148,12 @@ def offload(ctx: RoleContext) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables that keep routes as long as their blocks."""
+    """Return the variables by which routes are kept as long as their blocks."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # `manifest.support` refuses routes with a Mooncake Store
-    # Twice the room, because caches and routes are evicted in different orders.
-    # `host_bytes` is for all devices of an engine, `kv_cache_bytes` for one.
+    # Double the room, because caches and routes are evicted in different orders.
+    # `host_bytes` is for all devices of an engine, `kv_cache_bytes` for one device.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -165,7 +165,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's bytes on disk for equally many caches and routes."""
+    """Split a rank's bytes on disk, so that as many routes as caches fit."""
     model, has_routes = manifest.model, manifest.transport.routed_experts
     cache, routes = disk_block_bytes(model, manifest.inference, has_routes)
     caches = disk_bytes * cache // (cache + routes)
@@ -222,8 +222,8 @@ def refuse_open_interfaces(what: str) -> None:
         raise OrreryError(
             f"{what}: Mooncake's transfer engine listens on every interface, and this machine has "
             f"{', '.join(others)} beside the run's own. Choose 'nixl' or 'tiers', run in a network "
-            f"namespace, or set {OPEN_MOONCAKE} = '1' in [environment] of the site file where a "
-            "firewall keeps others out"
+            f"namespace, or, behind a firewall, set {OPEN_MOONCAKE} = '1' in [environment] of the "
+            "site file"
         )
 
 
@@ -232,6 +232,6 @@ def refuse_missing_rdma(field: str, protocol: str) -> None:
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "
-            f"{network.RDMA_DEVICES}, and Mooncake would go by TCP. Set {field}.protocol to 'tcp', "
-            "or run where every node has one"
+            f"{network.RDMA_DEVICES}, so Mooncake would use TCP. Set {field}.protocol to 'tcp', "
+            "or run on nodes with RDMA devices"
         )

@@ -2,7 +2,7 @@
 
 - The master knows which engine's memory holds each cache block.
 - Out: a rendezvous endpoint with `rpc` (host:port), once it accepts connections.
-- It starts empty with every attempt. It and this process end together.
+- It is empty at the start of every attempt. The master and this process end together.
 """
 
 import socket
@@ -63,11 +63,11 @@ def main() -> None:
             rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
             ctx.health.doing("serving")
             raise RunFailed(
-                f"kv_store: mooncake_master ended by itself (exit code {process.wait()}). "
+                f"kv_store: mooncake_master ended early (exit code {process.wait()}). "
                 f"Read logs/{ctx.name}.log"
             )
         finally:
-            process.kill()  # its state ends with the stage
+            process.kill()  # its state is not needed after the stage
             process.wait()
 
 

@@ -1,11 +1,11 @@
 """vLLM's tiers of cache blocks: a disk tier with a byte limit, and all tiers on CPU.
 
-vLLM's `fs` tier has no limit. The writing thread makes room, never the scheduler's. If a file
-vanishes between its lookup and its load, vLLM computes the missing blocks.
+vLLM's `fs` tier has no limit. Here the writing thread removes old files, never the scheduler's
+thread. If a file disappears between its lookup and its load, vLLM computes its blocks again.
 
 vLLM refuses to offload on CPU, so `_stand_in` replaces device copies by memory copies.
 
-Versions: 0.32. Remove when vLLM's tier has a limit, and when vLLM offloads on CPU.
+Written for vLLM 0.32. Remove this when vLLM's tier has a limit and vLLM offloads on CPU.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """A stream event. CPU copies are synchronous, so a recorded event has happened."""
+    """A stream event. CPU copies are synchronous, so a recorded event is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0

@@ -1,8 +1,8 @@
 """Copy received slices into vLLM's layers, and process each complete layer.
 
-- vLLM's layerwise reload repacks or quantizes a layer and copies it to where CUDA graphs expect it.
-  So one layer at a time exists twice.
-- Adjacent slices, and slices at even distances (experts), are copied as one.
+- vLLM's layerwise reload repacks or quantizes a layer, and copies it to the addresses that CUDA
+  graphs use. So only one layer at a time exists twice.
+- Adjacent slices, and slices at equal distances (experts), are copied at once.
 """
 
 import math
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """The copy in 8-byte words if they fit, or self. A GPU copies separate rows by element."""
+        """Return the copy in 8-byte words if they fit, or self. A GPU copies rows by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -97,7 +97,7 @@ def _follows(last: Run, run: Run) -> bool:
 
 
 def _evenly(found: list[Run]) -> list[Run]:
-    """Merge equal copies at even distances, such as a layer's experts."""
+    """Merge copies of equal shape at equal distances, such as a layer's experts."""
     series: list[list[Run]] = []
     latest: dict[tuple[Any, ...], list[Run]] = {}  # by common fields
     for run in found:

@@ -1,11 +1,11 @@
 """Find the slices of published tensors that this engine rank needs, by vLLM's own loaders.
 
-The model's `load_weights` runs once without storage, and its copies are recorded. This covers every
-parallelism, fusion and model of vLLM. (vLLM's `sharded_rdt` needs Ray. `nccl_m2n` sends whole
-tensors where parameters are fused.)
+The model's `load_weights` runs once on parameters without storage, and its copies are recorded.
+This works for every parallelism, fusion and model of vLLM. (vLLM's `sharded_rdt` needs Ray. Its
+`nccl_m2n` sends whole tensors if parameters are fused.)
 
-- Slices are boxes. A loader that calculates or picks single rows is refused by name.
-- A loader's constants, such as a vocabulary's padding, are recorded too.
+- Slices are boxes. An error names a loader that calculates with its input or picks single rows.
+- Constants that a loader writes, such as a vocabulary's padding, are recorded too.
 - The model is unchanged afterwards.
 """
 
@@ -69,11 +69,11 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
             model.load_weights((each.name, recorder.source(each)) for each in tensors)
         for path, layer in model.named_modules():
             copied, total = recorder.num_copied.get(path, 0), get_layer_size(layer)
-            is_padded = isinstance(layer, VocabParallelEmbedding)  # padding is never loaded
+            is_padded = isinstance(layer, VocabParallelEmbedding)  # its padding is never loaded
             if 0 < copied < total and not is_padded:
                 raise ValueError(
-                    f"layer {path!r} would get {copied} of {total} elements from what the trainer "
-                    "publishes"
+                    f"layer {path!r} would get {copied} of {total} elements from the published "
+                    "weights"
                 )
     return recorder.needs
 
@@ -104,7 +104,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
 
 
 def put_back(model: Any) -> None:
-    """Undo `initialize_layerwise_reload` or `_without_storage`, before any load."""
+    """Undo `initialize_layerwise_reload` or `_without_storage`, before any tensor is loaded."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.kernel_tensors is not None:
@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage. The tensor keeps its storage from being reused.
+        # By storage. Keeping the tensor prevents reuse of its storage's address.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -134,8 +134,8 @@ class _Recorder(TorchDispatchMode):
                 source = self._sources.get(_storage(of))
                 if source is None:
                     raise ValueError(
-                        f"{owner[1]!r} of layer {owner[0]!r}: its loader calculates with what it "
-                        "loads, so no slice can be asked for"
+                        f"{owner[1]!r} of layer {owner[0]!r}: its loader computes with values, "
+                        "so its slice is unknown; set transport.weights to 'files'"
                     )
                 self._copy(source[0], of, into, *owner)
                 return into
@@ -157,8 +157,8 @@ class _Recorder(TorchDispatchMode):
             of, into = torch.broadcast_tensors(of, into) if of.numel() == into.numel() else (of, of)
         if of is into:
             raise ValueError(
-                f"{parameter!r} of layer {layer!r}: one element of {tensor.name!r} goes to several "
-                "places, which no slice does"
+                f"{parameter!r} of layer {layer!r}: it has one element of {tensor.name!r} several "
+                "times, so it is no slice; set transport.weights to 'files'"
             )
         box, strides = as_box(tuple(tensor.shape), of, into, tensor.name)
         self.needs.destinations.setdefault(tensor.name, []).append(
@@ -170,8 +170,9 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the view `of` as a box in a dense tensor of `shape`, with `into`'s strides by
-    dimension. Raise ValueError if it is no box.
+    """Return the view `of` as a box of a dense tensor of `shape`, and the strides of `into`.
+
+    Raise ValueError if it is no box.
     """
     full: list[int] = []
     stride = 1
@@ -191,10 +192,10 @@ def as_box(
         dim = next(free, None)
         if dim is None or (starts[dim] + n > shape[dim] and (starts[dim] or n % shape[dim])):
             raise ValueError(
-                f"tensor {name!r}: its loader takes elements of it that are no box, so no slice "
-                "can be asked for"
+                f"tensor {name!r}: its loader takes elements of it that are no box; "
+                "set transport.weights to 'files'"
             )
-        if starts[dim] + n > shape[dim]:  # a view that merges dimensions
+        if starts[dim] + n > shape[dim]:  # the view merges dimensions
             dims.append((n // shape[dim], s * shape[dim], t * shape[dim]))
             n = shape[dim]
         sizes[dim], strides[dim] = n, t

@@ -1,10 +1,10 @@
 """The parts that vLLM loads by name: an entry point and an extension of its worker.
 
 - `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
-  weights and adapters by name (only a worker imports them), and applies the patches. It ties every
-  vLLM process to its parent, so none survives a killed server.
-- `AttestingWorker` attests weights, and ends waits of prefill and decode engines. Every worker of
-  an engine answers a call by /collective_rpc.
+  weights and adapters by name (only a worker imports them), and applies the patches. Every vLLM
+  process ends with its parent, so no process survives a killed server.
+- `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
+  /collective_rpc calls its methods on every worker of an engine.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# The run's name in shared memory, so that the next start can remove it. See
+# Names of shared memory contain the run, so that the next start can remove it. See
 # `runtime.scratch.role_memory_prefix`.
 SHARED = "ORRERY_SHARED_MEMORY"
 
@@ -45,23 +45,23 @@ def register() -> None:
 class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
-    - `untaken` and `give_up_update` run between loading and finishing. An engine has a version only
-      if all its workers have taken it.
-    - Without `keep_no_longer` and `read_no_more` blocks stay until their lease ends
-      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer, Mooncake's only after the
-      lease.
+    - `untaken` and `give_up_update` run between loading and finishing an update. An engine has a
+      version only if all its workers have loaded it.
+    - `keep_no_longer` and `read_no_more` free blocks before their lease ends
+      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer at once, Mooncake's reader
+      only after the lease.
     """
 
     weight_transfer_engine: Any
     finish_weight_update: Any
 
     def untaken(self) -> str | None:
-        """Return why this worker lacks the current version, or None."""
+        """Return why this worker has not loaded the current version, or None."""
         failure: str | None = self.weight_transfer_engine.failure
         return failure
 
     def give_up_update(self) -> None:
-        """End the current update without its version."""
+        """Discard the current update."""
         self.weight_transfer_engine.failure = (
             self.untaken() or "another worker of this engine has not taken it"
         )
@@ -113,7 +113,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return `held`. A method could clash with vLLM's worker."""
+    """Return the receiver's `held`. A public name could clash with vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -19,8 +19,9 @@ def await_start(
     what: str,
     answers: Callable[[], bool],
 ) -> None:
-    """Return once `answers()`. Raise RunFailed if `program` ends or does not `what` (an infinitive)
-    in time.
+    """Wait until `answers()` is true. Raise RunFailed if `program` ends, or at the deadline.
+
+    `what` says in the error what the program did not do, as an infinitive.
     """
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s

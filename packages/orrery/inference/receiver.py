@@ -4,9 +4,10 @@
 - The wire `files` brings whole tensors, a direct wire this rank's slices (`needs`, `loading`).
 - A tensor is fingerprinted as it arrives ("as_consumed"), and in the model ("resident") unless the
   engine repacks it.
-- An update must fill every tensor of the first load, or it fails by name and `held` stays empty.
-- Workers never raise: vLLM 0.32 would mix up their results. The client asks each worker for its
-  error (`plugin`). If any failed, all discard the update.
+- An update must fill every tensor of the first load. Otherwise it fails, names the tensor, and
+  `held` stays empty.
+- Workers never raise, because vLLM 0.32 would mix up their results. The client asks each worker for
+  its error (`plugin.py`). If any failed, all discard the update.
 """
 
 import abc
@@ -68,11 +69,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str
     version: int
     engine: str = "engine"
-    transfer: int = 0  # of a direct wire
+    transfer: int = 0  # number of a direct wire's transfer
 
 
 class Consumed(NamedTuple):
-    """A tensor as it arrived. `shape` is None if this rank has only a part."""
+    """A tensor as it arrived. `shape` is None if this rank receives only a part."""
 
     fingerprint: int
     shape: torch.Size | None
@@ -117,11 +118,11 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
-        """Receive a version. Raise if it does not arrive whole."""
+        """Receive a version. Raise if it does not arrive completely."""
 
     @abc.abstractmethod
     def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
-        """Leave a model that can compute. Return `held` if the version `is_whole`, or {}."""
+        """Make the model usable again. Return `held` if the version `is_whole`, or {}."""
 
 
 class Receiver(Backend):
@@ -129,7 +130,7 @@ class Receiver(Backend):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.held = {}
-        self.parts = PartTimer()  # seconds of the last update
+        self.parts = PartTimer()  # seconds of the last update, by part
         self._consumed: dict[str, Consumed] = {}
         self._places: dict[str, Place | None] = {}  # by tensor
         self._fingerprints: dict[tuple[torch.Size, torch.dtype], SliceFingerprints] = {}
@@ -207,7 +208,7 @@ class Receiver(Backend):
         try:
             loading.check()
         except ValueError:
-            target.fail()  # as a broken transfer does
+            target.fail()  # as after a failed transfer
             raise
         begin = time.perf_counter()
         self._consumed = {
@@ -220,8 +221,7 @@ class Receiver(Backend):
         names = {tensor.name for tensor in tensors}
         if missing := sorted(self._expected_names() - names):
             raise ValueError(
-                f"tensor {missing[0]!r} is missing from what the trainer publishes "
-                f"({len(missing)} in all)"
+                f"the trainer does not publish tensor {missing[0]!r} ({len(missing)} in all)"
             )
         put_back(self.model)
         self._needs: Needs = learn(self.model, tensors)
@@ -267,7 +267,7 @@ class Receiver(Backend):
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             total = info.load_numel_total or 0
-            # A complete layer is reset at once. An embedding's padding never comes.
+            # vLLM resets a complete layer at once. An embedding's padding never arrives.
             is_begun = info.can_load() and 0 < info.load_numel < total
             if is_begun and not isinstance(layer, VocabParallelEmbedding):
                 raise ValueError(
@@ -276,7 +276,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the first checkpoint's names, without a tied head."""
+        """Return the names in the first checkpoint, without a tied head."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -288,7 +288,7 @@ class Receiver(Backend):
         return names
 
     def _resident(self, name: str, consumed: Consumed) -> torch.Tensor | None:
-        """Return the tensor in the processed model, or None if repacked or sliced."""
+        """Return the tensor in the processed model, or None if the model repacks or slices it."""
         if name not in self._places:
             self._places[name] = self._place(name)
         place = self._places[name]
@@ -298,7 +298,7 @@ class Receiver(Backend):
         if parameter is None or parameter.dtype != consumed.dtype:
             return None
         if isinstance(place.module, VocabParallelEmbedding):
-            parameter = parameter[: consumed.shape[0]]  # rows after the vocabulary are padding
+            parameter = parameter[: consumed.shape[0]]  # further rows are padding
         is_whole = parameter.shape == consumed.shape  # not a tensor-parallel slice
         return parameter.detach() if is_whole else None
 
@@ -321,8 +321,9 @@ class Receiver(Backend):
 
 
 def damage(folder: Path) -> str | None:
-    """Return a message about a cut-off tensor, or None. It has file names only: vLLM removes paths
-    from error answers.
+    """Return a message about a cut-off tensor, or None.
+
+    It names files without folders, because vLLM removes paths from error answers.
     """
     for shard in sorted(folder.glob("*.safetensors")):
         size = shard.stat().st_size

@@ -1,8 +1,8 @@
 """Run vllm-router for a stage's replicas, behind a front that checks callers.
 
-- In: the engines' endpoints, by rendezvous. Out: the front's endpoint, once all engines are known.
-- Only the front listens on `ctx.host`. The router and its Prometheus page are on loopback.
-- The router has no retries and no circuit breaker: a failed request is the caller's data.
+- In: the engines' published addresses. Out: the front's address, once all engines are known.
+- Only the front listens on `ctx.host`. The router and its Prometheus page listen on loopback.
+- The router does not retry and has no circuit breaker, because the caller handles failed requests.
 - The router and this process end together.
 """
 
@@ -34,7 +34,7 @@ from orrery.wire import rendezvous
 from orrery.wire.engine_api import request_s
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
-CLIENT_FIRST_S = 60.0  # so clients time out first, with a better error
+CLIENT_FIRST_S = 60.0  # clients time out earlier, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
@@ -47,7 +47,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Beyond this the router answers 429. Ending requests may overlap.
+    # Beyond this limit the router answers 429. Old requests may overlap with new requests.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -79,7 +79,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
     deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # asyncio waits for its threads when it ends
+        if is_left.is_set():  # asyncio waits for this thread at exit
             raise asyncio.CancelledError
 
     try:
@@ -112,7 +112,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
             while (code := process.poll()) is None:
                 await asyncio.sleep(WATCH_S)
             raise RunFailed(
-                f"router: vllm-router ended by itself (exit code {code}). Read logs/{ctx.name}.log"
+                f"router: vllm-router ended early (exit code {code}). Read logs/{ctx.name}.log"
             )
         finally:
             _stop(process)

@@ -1,6 +1,6 @@
 """`python -m orrery.inference.router_program URL …`: run vllm-router with a URL that checks keys.
 
-vllm-router 0.1.17 has no option for the URL. An empty URL accepts every call.
+vllm-router 0.1.17 has no option for this URL. With an empty URL it accepts every call.
 """
 
 import sys

@@ -2,10 +2,10 @@
 
 - In: vLLM's arguments. Out: the rendezvous endpoint, once /health answers and the weight receiver
   is set up, if it takes weights.
-- Engine cores (one a data-parallel rank) and workers (one a further GPU) are child processes. They
-  die with this process (`plugin`), an engine core with its workers.
+- Each data-parallel rank has an engine core, and each further GPU a worker. These child processes
+  end with this process (`plugin.py`), and an engine core ends with its workers.
 - This process ends within WATCH_S of an engine core's death.
-- SIGTERM ends all, within STOP_S, and removes files on disk. After a failure they stay.
+- SIGTERM ends all within STOP_S, and removes files on disk. After a failure the files stay.
 - It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
 
@@ -43,12 +43,12 @@ from orrery.wire import rendezvous
 
 WATCH_S = 0.25
 STOP_S = 2.0  # from SIGTERM to SIGKILL
-HANG_UP_S = 0.3  # to send answers after the engine has stopped
+HANG_UP_S = 0.3  # time to send answers after the engine has stopped
 START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
-END_BYTES = 1 << 18  # the stacks of nine processes, twice
+END_BYTES = 1 << 18  # end of the log that is searched: several processes' stacks
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
 CONSEQUENCE = re.compile(  # caused by the end of another process
@@ -64,8 +64,10 @@ def serve(
     disk: Path | None = None,
     explain: Callable[[str], str | None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, and then remove `disk`. Raise RunFailed if the engine does not start or
-    dies. `explain` returns a better sentence for a cause, or None.
+    """Serve until SIGTERM, and then remove `disk`.
+
+    Raise RunFailed if the engine does not start, or dies. `explain` returns a better sentence for a
+    cause, or None.
     """
     left = Left.by(ctx, disk)
     left.remove()
@@ -73,7 +75,7 @@ def serve(
     log_begin = log.stat().st_size if log.exists() else 0
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
-    from vllm.entrypoints.launchers.api_server import entry  # binds names that patches replace
+    from vllm.entrypoints.launchers.api_server import entry  # its import uses patched names
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
@@ -109,15 +111,16 @@ class Left:
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
-        """Call before TMPDIR changes."""
+        """Return the leftovers of this engine. Call this before TMPDIR changes."""
         tempfile.tempdir = None
         start = scratch.start_prefix(ctx.run_dir, ctx.index)
         shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove all, and last the blocks on disk if the engine `ended` in order. They may be many,
-        and the launcher does not wait long.
+        """Remove all, and last the blocks on disk, if the engine `ended` in order.
+
+        The blocks come last, because they may be many and the launcher does not wait long.
         """
         if os.getpid() != self.pid:
             return
@@ -146,11 +149,11 @@ async def _serve(
     ctx: RoleContext, entry: Any, args: Namespace, left: Left, death: Callable[[], str | None]
 ) -> None:
     address, socket = entry.setup_server(args, reuse_port=False)
-    args.port = socket.getsockname()[1]  # the kernel's choice for 0
+    args.port = socket.getsockname()[1]  # for 0 the kernel chooses one
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
-    gc.freeze()  # vLLM collects several times
-    # The heartbeat comes second: building the client blocks the loop.
+    gc.freeze()  # vLLM runs the collector several times
+    # Start the heartbeat after the client, because building the client blocks the event loop.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -186,7 +189,7 @@ async def _serve(
 
 
 def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
-    """Report the engine core's death before callers see failures."""
+    """Report the engine core's death before its callers fail."""
     why = f" ({reason})" if (reason := death()) else ""
     died = RunFailed(f"inference {ctx.index}: the engine core died{why}. Read logs/{ctx.name}.log")
     ctx.health.failed(str(died))
@@ -194,8 +197,9 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 
 
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
-    """Return an event, set once vLLM handles SIGTERM. Then a dead engine core is no failure, and a
-    timer kills hanging processes.
+    """Return an event that is set once vLLM handles SIGTERM.
+
+    From then on an ended engine core is no failure, and a timer kills processes that hang.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -238,8 +242,8 @@ async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
     while not await _healthy(host, port):
         if time.monotonic() > end:
             raise RunFailed(
-                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s of the "
-                "engine being up"
+                f"inference {ctx.index}: /health did not answer within {deadline_s:g} s after "
+                "the engine had started"
             )
         await asyncio.sleep(0.02)
     vllm_processes.unlink_host_tiers(left.shared)
@@ -265,11 +269,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start from `log` after byte `begin`, or `error` without one.
+    """Return the cause of a failed start, found in `log` after byte `begin`, or else `error`.
 
     An exception is a line `name` or `name: text`. In vLLM's stacks any dotted name counts,
-    elsewhere a name in Error or Exception. Prefer causes logged as ERROR, then other causes,
-    exceptions being handled, and consequences of another process's end.
+    elsewhere only a name that ends in Error or Exception. Prefer, in order: causes logged as ERROR,
+    other causes, handled exceptions, and consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

@@ -21,17 +21,18 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    Generation needs the `generate` credential, other paths except OPEN `administer`. Without a
-    token a launched engine refuses everything, an engine started by hand accepts everything.
+    Generation needs the credential `generate`, other paths `administer`, the paths in OPEN none.
+    Without a token, an engine under a launcher refuses all requests, and an engine started by hand
+    accepts all.
 
-    Answers to generation name the engine for clients behind a router.
+    A header of generated answers names the engine, for clients behind a router.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         try:
             token = run_token()
-        except RunFailed:  # the role reports it when it publishes its address
+        except RunFailed:  # the role reports it later, at `publish`
             token = secrets.token_hex()
         self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
         keys = {each: f"Bearer {credential(token, each)}".encode() for each in Purpose}

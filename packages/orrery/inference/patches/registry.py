@@ -1,7 +1,7 @@
-"""The registry of vLLM patches: their targets, reasons and processes.
+"""The registry of vLLM patches: each patch's target, reason and processes.
 
-- `python -m orrery.inference.patches.registry` prints each as a line of JSON, without vLLM. `orrery
-  doctor` lists them. No patch touches vLLM's files.
+- `python -m orrery.inference.patches.registry` prints each patch as a line of JSON. It does not
+  need vLLM. `orrery doctor` lists them. No patch changes vLLM's files.
 - vLLM reads its environment at import, so `import_vllm` imports it first.
 - `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
@@ -16,7 +16,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
-# The size of the store of routes, as a multiple of the device's blocks. Without it none is patched.
+# The size of the store of routes, as a multiple of the device's blocks. Unset: no routes, no patch.
 KEPT = "ORRERY_ROUTES_KEPT"
 
 
@@ -28,7 +28,7 @@ class Patch(NamedTuple):
     why: str
     until: str  # remove the patch when this holds …
     test: str  # … and this test passes without it
-    upstream: str = ""  # vLLM's issue or pull request, if one is known
+    upstream: str = ""  # vLLM's issue or pull request, if known
     versions: str = "0.32"
 
 
@@ -226,7 +226,7 @@ def import_vllm(enforce_eager: bool) -> None:
 
 
 def correct_server(manifest: Manifest) -> None:
-    """Patch the API server's process, before vLLM reads its arguments."""
+    """Patch the API server's process, before vLLM parses its arguments."""
     if manifest.hardware.accelerator == "cpu":
         correct_cpu_server()
         if manifest.transport.routed_experts:

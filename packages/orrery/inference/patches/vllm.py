@@ -12,10 +12,10 @@ import torch
 
 
 def import_without_compiler() -> None:
-    """Import vLLM without torch's compiler. Later imports still get it."""
+    """Import vLLM without torch's compiler. Later imports of the compiler still work."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
-    # An import of it raises ImportError.
+    # This entry makes an import raise ImportError.
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
@@ -42,7 +42,7 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[None]:
-    """While a reload is finished: drop warnings of layers without parameters and a tied head."""
+    """Suppress warnings at the end of a reload about layers without parameters and a tied head."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     expected = {type(module).__name__ for module in model.modules() if not module._parameters}
@@ -61,7 +61,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether an output head lacks the embedding's parameter. Updates would miss it."""
+    """Return whether a tied output head has its own parameter, which updates would not change."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -74,7 +74,10 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 
 
 def fork_engine_core() -> None:
-    """Apply before the client is built. With OMP_NUM_THREADS=1 a CPU fork loses no threads."""
+    """Fork the engine core. Apply before the client is built.
+
+    With OMP_NUM_THREADS=1 a forked process on a CPU loses no threads.
+    """
     import vllm.v1.engine.utils as engine_utils
 
     def forking() -> BaseContext:
@@ -94,7 +97,7 @@ def inspect_models_here() -> None:
 
 
 def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Raise RuntimeError if vLLM has moved the attribute."""
+    """Replace the attribute. Raise RuntimeError if vLLM does not have it."""
     if not hasattr(module, name):
         raise RuntimeError(
             f"vLLM has no {module.__name__}.{name} any more. See orrery/inference/patches/vllm.py"
@@ -111,7 +114,7 @@ def draw_again_after_a_part() -> None:
         return
 
     def of_parts(self: Any) -> dict[int, torch.Generator]:
-        """Return the generators of unfinished prompts, by row."""
+        """Return the random generators of rows whose prompt is not finished."""
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         generators = self.input_batch.generators
         return {row: generators[row] for row in rows if row in generators}
@@ -138,7 +141,7 @@ def draw_again_after_a_part() -> None:
 
 
 def keep_adapters(manager: Any) -> None:
-    """After warm-up: keep `manager` from removing all adapters."""
+    """Make `manager` keep its adapters after warm-up."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
             "vLLM's LoRAModelManager has no remove_all_adapters any more. "
@@ -148,7 +151,7 @@ def keep_adapters(manager: Any) -> None:
 
 
 def keep_kernels_of_experts() -> None:
-    """Give experts kernels without adapters. Apply before a model is built."""
+    """Make experts use kernels without adapters. Apply before a model is built."""
     import vllm.model_executor.layers.fused_moe.layer as layer
 
     config = layer.FusedMoEConfig

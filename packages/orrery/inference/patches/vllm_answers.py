@@ -1,12 +1,12 @@
 """Patches of vLLM's answers: fewer messages from the engine core, each answer encoded once.
 
-- `write_answers`: /inference/v1/generate needs no model for each token. Otherwise requests that end
-  together wait for one another. The answer omits a token's own entry among its top log-probs.
-  Requests for more log-probs go vLLM's way.
-- `hold_outputs`: the engine core reports a FINAL_ONLY request every CHUNK tokens. Its first and
-  last outputs go at once. All held outputs go out before any other call (pause, weights, abort), so
-  versions are exact. Outputs with other fields pass unchanged and in order.
-- An aborted answer may lack its last tokens: the API server writes it before the abort.
+- `write_answers`: /inference/v1/generate writes JSON without a model object per token, for which
+  requests that end together would wait. The answer omits a token's own entry among its top
+  log-probs. vLLM's code answers requests for more log-probs.
+- `hold_outputs`: the engine core reports a FINAL_ONLY request only every CHUNK tokens, but its
+  first and last outputs at once. It sends all held outputs before any other call (pause, weights,
+  abort), so versions are exact. Outputs with other fields pass unchanged and in order.
+- An aborted answer may lack its last tokens, because the API server writes it before the abort.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An encoded answer. The endpoint checks for this base class."""
+        """An encoded answer. It has this base class because the endpoint checks for it."""
 
         _body: bytes = PrivateAttr(b"")
 
@@ -88,7 +88,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, model: str | None = None) -> bytes:
-    """Return the JSON of vLLM's models for a request's whole output."""
+    """Return the JSON that vLLM's models would give for a request's complete output."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in last.outputs)
@@ -151,7 +151,7 @@ def hold_outputs() -> None:
 
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _holding(getattr(EngineCore, name)))
-    # A data-parallel core calls it too.
+    # A data-parallel core calls this method too.
     handle = _telling(EngineCoreProc._handle_client_request)
     EngineCoreProc._handle_client_request = handle  # type: ignore[method-assign]
 
@@ -196,7 +196,7 @@ class Held:
         if not outputs:
             return found
         others, none = _others(outputs[0].__struct_fields__)
-        for output in outputs:  # hundreds a step
+        for output in outputs:  # hundreds per step
             name, is_last = output.request_id, output.finish_reason is not None
             before = self.parts.get(name)
             if others(output) != none:
@@ -206,7 +206,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # The view would keep the whole step's array.
+                    # Copy, because a view would keep the array of the whole step alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -248,8 +248,9 @@ def merged(parts: list[Any]) -> Any:
 
 
 def _one_after_the_other(logprobs: list[Any]) -> Any:
-    """Concatenate tokens and log-probs [positions, columns], and ranks. A step's widest request
-    sets the columns. A request's own come first.
+    """Concatenate tokens and log-probs [positions, columns], and ranks.
+
+    A step's widest request sets the number of columns. A request's own columns come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
@@ -270,7 +271,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # The API server would find stop strings too late.
+    # Do not hold: the API server would find stop strings too late.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

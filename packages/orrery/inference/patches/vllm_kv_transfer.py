@@ -9,7 +9,10 @@ from orrery.wire.weight_wire.nixl import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:
-    """Apply in each possible engine core. Unread blocks do not change with weights."""
+    """Let an engine pause with unread blocks, which a weight update does not change.
+
+    Apply in each possible engine core.
+    """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -68,8 +71,9 @@ def pulls_that_end_with_their_engine() -> None:
 
 
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
-    """Fail reads from this engine, now and later. Call it in the receiver loop once the engine has
-    ended: until then it may write into the blocks.
+    """Fail current and later reads from an engine. Call this in the receiver loop.
+
+    The engine must have ended, because until then it may write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

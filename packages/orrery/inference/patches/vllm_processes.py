@@ -34,7 +34,7 @@ def answer_for_every_rank() -> None:
 
 
 def meet_at_one_address() -> None:
-    """Make stores listen only at their host. Apply in every engine process."""
+    """Make TCP stores listen only at their host's address. Apply in every engine process."""
     import vllm.distributed.utils as vllm_stores
 
     vllm_stores.TCPStore = _store  # type: ignore[attr-defined,assignment,misc]
@@ -54,7 +54,7 @@ def _store(
     if is_master and options.get("master_listen_fd") is None:
         try:
             listener = socket.create_server((host_name, port))
-        except OSError as error:  # vLLM reads the message, and tries another port
+        except OSError as error:  # at this message vLLM tries another port
             name = errno.errorcode.get(error.errno or 0, "")
             raise DistNetworkError(f"{name} {host_name}:{port}: {error}") from error
         port = listener.getsockname()[1]
@@ -64,7 +64,7 @@ def _store(
 
 def name_shared_memory(name: str) -> None:
     """Put `name` into names of shared memory. Apply before any is made."""
-    # The library's limit is for FreeBSD. Linux allows 255 characters.
+    # Python's limit is FreeBSD's. Linux allows 255 characters.
     shared_memory._SHM_NAME_PREFIX = f"/{name}"  # type: ignore[attr-defined]
     length = len(name) + 1 + RANDOM_CHARACTERS
     shared_memory._SHM_SAFE_NAME_LENGTH = length  # type: ignore[attr-defined]
@@ -75,8 +75,9 @@ def name_shared_memory(name: str) -> None:
 
 
 def unlink_host_tiers(name: str) -> None:
-    """Unlink each host tier, once all processes have opened it. The memory goes with the last
-    process, and vLLM removes the empty file.
+    """Unlink each host tier's shared memory, once all processes have opened it.
+
+    The kernel frees the memory with the last process. vLLM removes the empty file.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with suppress(FileNotFoundError):  # the engine may be ending

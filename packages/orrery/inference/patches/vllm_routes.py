@@ -1,12 +1,12 @@
-"""Patch vLLM: return routed experts on CPU, and keep them for blocks that leave the device.
+"""Patches of vLLM: return routed experts on CPU, and keep routes of blocks that leave the device.
 
 - `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
-  Runner V1. Rows go through vLLM's store, keyed by block hashes, so a prefix-cache hit has all its
-  rows. A CPU step has no speculation: every scheduled token is accepted.
-- `keep`: the store has room for device and tiers, also on disk. A tier loads blocks only as far as
-  their routes are known. The worker's store reports its changes with each step's output.
-- `beside_transfer`: a decode engine has routes from the prompt's last token on, so requests begin
-  within a block.
+  Runner V1. vLLM's store keeps rows by block hash, so a prefix-cache hit has all its rows. A CPU
+  step has no speculation, so every scheduled token is accepted.
+- `keep`: the store has room for blocks on the device and in tiers, also on disk. A tier loads only
+  blocks with known routes. The worker's store reports its changes with each step's output.
+- `beside_transfer`: a decode engine has routes only from the prompt's last token on, so a request's
+  routes may begin inside a block.
 - An unknown route is a row of the dtype's largest value (`orrery.wire.routed_experts`).
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from orrery.inference.bounded_folder import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # its blanks distinguish it from request ids
+CHANGES = "routes that came and went"  # request ids contain no blanks
 
 _known: set[str] = set()  # in the scheduler: blocks with routes in the worker's memory
 
@@ -42,7 +42,7 @@ def routes_on_cpu() -> None:
 
 @contextmanager
 def _own_runner() -> Any:
-    """Make the platform claim its own runner."""
+    """Make the CPU platform report that it has its own model runner."""
     from vllm.platforms import current_platform
 
     current_platform.is_out_of_tree = lambda: True  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def _num_known(block_hashes: Any) -> int:
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block to slot, with a record of changes."""
+    """vLLM's map from block to slot, which also records changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass that never ends its engine."""
+    """Return a subclass of vLLM's store of routes that never ends its engine."""
 
     class KnownRoutes(store):
         orrery = True
@@ -211,12 +211,12 @@ def _known_routes(store: type) -> type:
             self._disk = RoutesOnDisk() if FOLDER in os.environ else None
 
         def changes(self) -> list[tuple[str, bool]]:
-            """Return (block, whether its routes are kept) since the last call."""
+            """Return the changes since the last call: (block, whether its routes are kept)."""
             return [self._lru.changes.popleft() for _ in range(len(self._lru.changes))]
 
         def put(self, objects: list[Any], **keys: Any) -> None:
             for each in objects:
-                if self._has(each.key):  # computed again, maybe by newer weights
+                if self._has(each.key):  # it was computed again, maybe by newer weights
                     begin = self._lru[each.key] * self.object_nbytes
                     self._arena[begin : begin + self.object_nbytes] = each.payload
             if self._disk is not None:
