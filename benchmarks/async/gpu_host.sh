@@ -119,7 +119,7 @@ run() {
   site
   for run in "$@"; do
     begin=$SECONDS code=0
-    for stage in init rl evaluate; do
+    for stage in init $(python3 -c 'import json, sys; print("sft" * bool(json.load(open(sys.argv[1]))["stages"]["sft"]))' "manifests/$run.json") rl evaluate; do
       timeout -k 20 "${LIMIT_S:-540}" python3 -m orrery.launcher.cli run "$run" "$stage" || { code=$?; break; }
     done
     echo "=== $run: code $code after $((SECONDS - begin)) s"

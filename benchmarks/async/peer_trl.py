@@ -2,9 +2,9 @@
 
     python benchmarks/async/peer_trl.py smollm2_problems_seed_1 --runs runs --micro-batch 64 128
 
-- TRL takes model, prompts, lengths, stop tokens, group size, batch size, learning rate and steps
-  from the run's manifest, and its reward is the task's verdict. Weights are float32, computed in
-  bf16. vLLM is in TRL's process (colocate).
+- TRL starts from the weights at which RL began. Prompts, lengths, stop tokens, sizes of group and
+  batch, learning rate and steps are the manifest's. Its reward is the task's verdict.
+- Weights are float32, computed in bf16. vLLM is in TRL's process (colocate).
 - A pass per micro-batch in a process of its own. TRL's figure is that of its fastest pass.
 - Both sides count sampled tokens that enter the loss, and omit the first WARM_STEPS steps. TRL
   trains groups without signal too, so its tokens in groups with signal are counted apart.
@@ -32,6 +32,8 @@ from shapes import run as load_run
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest, PretrainedInit
+from orrery.observe.report.data import RunData
+from orrery.runtime.run_directory import weights_path
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.tasks.task import Message, Task
@@ -141,18 +143,23 @@ def reward_of(task: Task, group_size: int, tally: Tally) -> Callable[..., Any]:
     return verdict
 
 
-def train(manifest: Manifest, micro_batch: int, use_vllm: bool) -> dict[str, Any]:
-    """Train with TRL, in this process. Return its steps, peak memory and versions."""
+def start_of(run: RunData) -> Path:
+    """Return the weights at which the run's RL began."""
+    return weights_path(run.run_dir, "init" if run.manifest.stages.sft is None else "sft").resolve()
+
+
+def train(manifest: Manifest, start: Path, micro_batch: int, use_vllm: bool) -> dict[str, Any]:
+    """Train with TRL from the folder `start`, in this process. Return steps, peak and versions."""
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from orrery.observe.provenance import versions
 
-    init, settings, rl = manifest.model.init, manifest.orchestrator, manifest.stages.rl
-    assert isinstance(init, PretrainedInit) and rl is not None
+    settings, rl = manifest.orchestrator, manifest.stages.rl
+    assert rl is not None
     [use] = manifest.tasks.train
     task, group_size, tally = make(use), settings.algorithm.group_size, Tally()
-    renderer = Renderer(ROOT / init.path)
+    renderer = Renderer(start)
     on_gpu = torch.cuda.is_available()
     optimizer = manifest.trainer.optimizer
 
@@ -161,7 +168,7 @@ def train(manifest: Manifest, micro_batch: int, use_vllm: bool) -> dict[str, Any
             tally.end_step()
 
     with tempfile.TemporaryDirectory() as work:
-        folder = in_bf16(ROOT / init.path, Path(work))
+        folder = in_bf16(start, Path(work))
         config = GRPOConfig(
             output_dir=f"{work}/output",
             max_steps=rl.num_steps,
@@ -244,13 +251,15 @@ def row(micro_batch: int, done: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def passes(manifest: Manifest, micro_batches: list[int], use_vllm: bool) -> list[dict[str, Any]]:
+def passes(
+    manifest: Manifest, start: Path, micro_batches: list[int], use_vllm: bool
+) -> list[dict[str, Any]]:
     """Return a row per micro-batch that fits, and print each."""
     rows = []
     for size in micro_batches:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             try:
-                rows.append(row(size, pool.submit(train, manifest, size, use_vllm).result()))
+                rows.append(row(size, pool.submit(train, manifest, start, size, use_vllm).result()))
             except torch.OutOfMemoryError as error:
                 print(f"left out: micro-batch {size}: {error}", flush=True)
                 continue
@@ -282,7 +291,12 @@ def main() -> None:
         rl = manifest.stages.rl.model_copy(update={"num_steps": options.steps})
         stages = manifest.stages.model_copy(update={"rl": rl})
         asked = manifest.model_copy(update={"stages": stages})
-    rows = passes(asked, options.micro_batch, not options.no_vllm)
+    if ours is None:
+        assert isinstance(manifest.model.init, PretrainedInit), f"{path}: its weights are random"
+        start = ROOT / manifest.model.init.path
+    else:
+        start = start_of(ours)
+    rows = passes(asked, start, options.micro_batch, not options.no_vllm)
     if ours is None:
         return
     best = max(rows, key=lambda each: each["value"])
