@@ -345,6 +345,34 @@ def bench(
     benchmarks.print_table(root)
 
 
+FETCH_HELP = """Fetch a model or a dataset from the Hugging Face hub, at one commit.
+
+Every file's digest is checked. Finished files stay in the hub's cache, so the same command goes on
+after a failure. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
+HF_HUB_OFFLINE=1 (the cache alone), HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the other
+variables of huggingface_hub apply.
+"""
+REPOSITORY = "OWNER/NAME[@REVISION]"
+REPOSITORY_HELP = "A repository, and a branch, tag or commit of it. Without it: main."
+Repository = Annotated[str, typer.Argument(metavar=REPOSITORY, help=REPOSITORY_HELP)]
+
+fetch = typer.Typer(help=FETCH_HELP, no_args_is_help=True)
+app.add_typer(fetch, name="fetch")
+
+
+@fetch.command("model")
+def fetch_model(repository: Repository) -> None:
+    """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
+
+    Fetched are safetensors, configs, tokenizer.json and the chat template. Code of a repository is
+    never fetched or run. The network is built without storage to check names and shapes.
+    """
+    from orrery.launcher import fetch as fetching
+    from orrery.manifest.identity import find_workspace
+
+    print(*fetching.fetch_model(repository, find_workspace()), sep="\n")
+
+
 PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."
 
 

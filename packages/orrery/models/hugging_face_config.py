@@ -90,7 +90,7 @@ def _check_type(config: PreTrainedConfig) -> None:
         )
 
 
-def _find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
+def find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
     """Return the first of `names` that this type of config defines and sets.
 
     Configs also keep unknown fields, unused by code.
@@ -102,12 +102,12 @@ def _find_field(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
 
 def _check_fields(model: Model, config: PreTrainedConfig) -> None:
     for ours, names in FIELDS.items():
-        said, theirs = getattr(model, ours), _find_field(config, names)
+        said, theirs = getattr(model, ours), find_field(config, names)
         if theirs is not None and (found := getattr(config, theirs)) != said:
             raise OrreryError(
                 f"model.{ours} {said!r}: model.hf_config.{theirs} is {found!r}. Write the same"
             )
-    found = [one["rope_theta"] for one in _rotations(config) if "rope_theta" in one]
+    found = [one["rope_theta"] for one in rotations(config) if "rope_theta" in one]
     if found and model.rope_theta not in found:
         values = " and ".join(map(repr, found))
         raise OrreryError(
@@ -116,7 +116,7 @@ def _check_fields(model: Model, config: PreTrainedConfig) -> None:
         )
 
 
-def _rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
+def rotations(config: PreTrainedConfig) -> list[dict[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
@@ -127,14 +127,14 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     Most networks without a rotation have a table of positions. Beyond a length, `longrope` and
     `dynamic` rotations depend on a batch's longest row.
     """
-    field = None if getattr(config, "rope_parameters", None) else _find_field(config, POSITIONS)
+    field = None if getattr(config, "rope_parameters", None) else find_field(config, POSITIONS)
     most = 0 if field is None else getattr(config, field)
     if model.max_positions > most > 0:  # xlnet says -1
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
             f"and this network is for no more. Write {most}, or less"
         )
-    for rope in _rotations(config):
+    for rope in rotations(config):
         kind = rope.get("rope_type", "default")
         if kind == "longrope":
             field = "original_max_position_embeddings"

@@ -66,8 +66,8 @@ def check_config(model: Model, directory: Path) -> None:
             f"model.family {_json(model.family)}: {file} says model_type {_json(found)}, which is "
             f"not its {_json(model_type)}. Choose the family of that type, or 'hugging_face'"
         )
-    ours = _parse_config(wanted, "the manifest's model")
-    theirs = _parse_config({**content, "model_type": model_type}, str(file))
+    ours = parse_config(wanted, "the manifest's model")
+    theirs = parse_config({**content, "model_type": model_type}, str(file))
     for key in wanted if is_ours else {**wanted, **content}:
         if key in COMPARED_SEPARATELY or NOT_COMPARED.fullmatch(key):
             continue
@@ -76,7 +76,7 @@ def check_config(model: Model, directory: Path) -> None:
         if (said := getattr(ours, key)) != (found := getattr(theirs, key)):
             field = FIELDS.get(key) if is_ours else f"hf_config.{key}"
             raise _mismatch(model, field, said, file, key, found)
-    _check_rotation(model, _rotation(ours), _rotation(theirs), file)
+    _check_rotation(model, rotation(ours), rotation(theirs), file)
     most = getattr(theirs, "max_position_embeddings", None)
     if most is not None and model.max_positions > most:
         raise OrreryError(
@@ -113,7 +113,7 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
     )
 
 
-def _rotation(settings: Any) -> dict[str, Any]:
+def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
     if not rope or any(isinstance(one, dict) for one in rope.values()):  # one rotation a layer type
         return rope
@@ -140,7 +140,7 @@ def _mismatch(
     )
 
 
-def _parse_config(content: dict[str, Any], source: str) -> Any:
+def parse_config(content: dict[str, Any], source: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:

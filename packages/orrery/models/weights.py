@@ -128,7 +128,7 @@ def _open_pretrained(
 ) -> Iterator[dict[str, Any]]:
     directory = Path(init.path)
     check_config(model, directory)
-    with _open(module, directory) as files:
+    with open_checkpoint(module, directory) as files:
         hf_folder.check_digest(directory, init.sha256)
         yield files
 
@@ -154,7 +154,7 @@ def load(
     Call `on_tensor` after every tensor. Raise OrreryError, before any change, as `open_tensors`
     does.
     """
-    with _open(module, Path(directory)) as files:
+    with open_checkpoint(module, Path(directory)) as files:
         _fill(module, files, on_tensor)
 
 
@@ -167,7 +167,8 @@ def _fill(
         on_tensor()
 
 
-def _open(module: CausalLm, directory: Path) -> Any:
+def open_checkpoint(module: CausalLm, directory: Path) -> Any:
+    """Check a folder's tensors against a module, and yield its files as `open_tensors` does."""
     config = module.config
     ignored = ignored_hf_names(config)
     return hf_folder.open_tensors(directory, hf_tensors(module), ignored, config.tie_embeddings)

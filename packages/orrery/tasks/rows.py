@@ -62,17 +62,23 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         folder = saved_split(path, split)
         return Tables(folder, saved_files(folder, saved_state(folder)))
-    by_split: dict[str, list[Path]] = {}
-    for file in data_files(path):
-        by_split.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
-    if not by_split:
-        raise OrreryError(f"path: {path} holds no file that ends in {', '.join(DATA_SUFFIXES)}")
+    by_split = splits(path)
     files = sorted(by_split[_chosen(path, split, by_split)])
     if all(file.suffix in (".parquet", ".arrow") for file in files):
         return Tables(path, files)
     if len(files) > 1:
         raise OrreryError(f"path: {path} holds {len(files)} files of {split!r}; name one of them")
     return _open_file(files[0])
+
+
+def splits(path: Path) -> dict[str, list[Path]]:
+    """Return a fetched folder's files by split. Raise OrreryError if it holds no file of rows."""
+    found: dict[str, list[Path]] = {}
+    for file in data_files(path):
+        found.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
+    if not found:
+        raise OrreryError(f"path: {path} holds no file that ends in {', '.join(DATA_SUFFIXES)}")
+    return found
 
 
 def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:

@@ -1,0 +1,293 @@
+"""Download files of a Hugging Face repository at one commit, and verify each.
+
+- `huggingface_hub` reads `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`,
+  `HF_HUB_ETAG_TIMEOUT` and its other variables, and continues a broken download by range.
+- It checks sizes only, so digests are checked here: sha256 of large files, git's sha1 of others.
+  A wrong file leaves the cache.
+- Finished files stay in its cache, so the same command goes on after a failure.
+- `SHA256SUMS` in the finished folder names repository, commit and digests, for `sha256sum -c`.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import httpx2
+import huggingface_hub as hub
+from huggingface_hub import constants, errors
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import publish_folder, sha256
+
+T = TypeVar("T")
+SUMS = "SHA256SUMS"
+WAITS_S = (1.0, 2.0, 4.0)  # before the second, third and fourth try
+LINKED_BYTES = 1 << 20  # smaller files are copied, because users edit them
+Kind = Literal["model", "dataset"]
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file's size and digest: sha256 as 64 hex digits, or git's sha1 as 40."""
+
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A repository at a commit, and its files by path."""
+
+    kind: Kind
+    repository: str
+    revision: hub.ResolvedRevision
+    files: dict[str, HubFile]
+
+    @property
+    def name(self) -> str:
+        return self.repository.rpartition("/")[2]
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} {self.repository} at {self.revision.resolved}"
+
+
+def find(kind: Kind, word: str, patterns: Sequence[str]) -> Source:
+    """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
+
+    Offline, both come from the cache, which must hold all files of `patterns`. Raise OrreryError if
+    there is no such repository or revision.
+    """
+    repository, _, asked = word.partition("@")
+    if repository.count("/") != 1 or (asked == "" and "@" in word):
+        raise OrreryError(
+            f"{word!r}: is no repository; write OWNER/NAME or OWNER/NAME@REVISION, "
+            "such as Qwen/Qwen3-0.6B"
+        )
+    with _explained(kind, repository, asked):
+        revision = _patient(
+            lambda: hub.resolve_revision(repository, repo_type=kind, revision=asked or None)
+        )
+        if constants.is_offline_mode():
+            folder = hub.snapshot_download(
+                repository, repo_type=kind, revision=revision, allow_patterns=list(patterns)
+            )
+            return Source(kind, repository, revision, _cached(Path(folder)))
+        listed = _patient(
+            lambda: list(
+                hub.HfApi().list_repo_tree(
+                    repository, recursive=True, revision=revision.resolved, repo_type=kind
+                )
+            )
+        )
+    files = {
+        one.path: HubFile(one.size, one.lfs.sha256 if one.lfs else one.blob_id)
+        for one in listed
+        if isinstance(one, hub.hf_api.RepoFile)
+    }
+    return Source(kind, repository, revision, files)
+
+
+def _cached(folder: Path) -> dict[str, HubFile]:
+    """Return the files of a snapshot. The cache names each after its digest."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
+        for path in paths
+    }
+
+
+def download(source: Source, names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Place files into `folder` under their paths, and return where each is.
+
+    Large files are links into the cache if it is on the same disk. Raise OrreryError if the hub
+    refuses, the disk is too small, or a digest differs.
+    """
+    names = sorted(names)
+    _check_disk(source, names, folder)
+    with _explained(source.kind, source.repository, source.revision):
+        snapshot = Path(
+            _patient(
+                lambda: hub.snapshot_download(
+                    source.repository,
+                    repo_type=source.kind,
+                    revision=source.revision,
+                    allow_patterns=names,
+                )
+            )
+        )
+    placed = {}
+    for name in names:
+        _verify(source, name, snapshot / name)
+        placed[name] = folder / name
+        placed[name].parent.mkdir(parents=True, exist_ok=True)
+        _place((snapshot / name).resolve(), placed[name])
+    return placed
+
+
+def _place(file: Path, target: Path) -> None:
+    if file.stat().st_size >= LINKED_BYTES:
+        try:
+            os.link(file, target)
+            return
+        except OSError:  # another disk, or one without links
+            pass
+    shutil.copyfile(file, target)
+
+
+def _verify(source: Source, name: str, path: Path) -> None:
+    expected = source.files[name].digest
+    if len(expected) == 64:
+        found = sha256(path)
+    else:
+        content = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    if found == expected:
+        return
+    path.resolve().unlink()
+    path.unlink(missing_ok=True)
+    raise OrreryError(
+        f"{source.repository}: {name} has the digest {found}, and the hub lists {expected}; "
+        f"the file was deleted. Type the command again, or use another hub than "
+        f"{constants.ENDPOINT} (HF_ENDPOINT)"
+    )
+
+
+def _check_disk(source: Source, names: list[str], folder: Path) -> None:
+    """Raise OrreryError if the cache's disk or the folder's is too small."""
+
+    def is_cached(name: str) -> bool:
+        known = hub.try_to_load_from_cache(
+            source.repository, name, revision=source.revision.resolved, repo_type=source.kind
+        )
+        return isinstance(known, str)
+
+    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    while not cache.exists():
+        cache = cache.parent
+    num_bytes = sum(source.files[name].num_bytes for name in names)
+    missing = sum(source.files[name].num_bytes for name in names if not is_cached(name))
+    needs = [(cache, missing, "set HF_HOME to a folder on a larger disk")]
+    if os.stat(cache).st_dev != os.stat(folder).st_dev:
+        needs.append((folder.parent, num_bytes, "make that folder a link to a larger disk"))
+    for place, needed, remedy in needs:
+        if (free := shutil.disk_usage(place).free) < needed:
+            raise OrreryError(
+                f"{place}: {size_text(free)} are free, and {source.repository} needs "
+                f"{size_text(needed)}; free some, or {remedy}"
+            )
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+# Failures of the network and the hub --------------------------------------------------------------
+
+
+def _patient(call: Callable[[], T]) -> T:
+    """Return `call()`. Repeat it after failures of the network or the server."""
+    for wait_s in WAITS_S:
+        try:
+            return call()
+        except (httpx2.TransportError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as e:
+            status = e.response.status_code if isinstance(e, errors.HfHubHTTPError) else 500
+            if constants.is_offline_mode() or (status < 500 and status != 429):
+                raise
+        except errors.RevisionResolutionError:
+            if constants.is_offline_mode():
+                raise
+        time.sleep(wait_s)
+    return call()
+
+
+@contextmanager
+def _explained(kind: Kind, repository: str, revision: str) -> Iterator[None]:
+    """Raise OrreryError with the next step in place of the library's errors."""
+    prefix = "" if kind == "model" else "datasets/"
+    page = f"{constants.ENDPOINT}/{prefix}{repository}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise OrreryError(
+            f"{repository}: is gated; open {page}, accept its terms, and set HF_TOKEN to a token "
+            f"of that account ({constants.ENDPOINT}/settings/tokens)"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise OrreryError(
+            f"{repository}: {constants.ENDPOINT} has no {kind} of this name, or it is private; "
+            "correct the name, or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise OrreryError(
+            f"{repository}: has no revision {str(revision)!r}; choose a branch, a tag or a commit "
+            f"of {page}/commits/main"
+        ) from error
+    except errors.HFValidationError as error:
+        raise OrreryError(f"{repository!r}: is no repository's name; write OWNER/NAME") from error
+    except (errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
+        if constants.is_offline_mode():
+            raise OrreryError(
+                f"{repository}: is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
+                "set; unset it, or set HF_HOME to the folder of a filled cache"
+            ) from error
+        raise _unreachable(repository, error.__cause__ or error) from error
+    except errors.HfHubHTTPError as error:
+        raise OrreryError(
+            f"{repository}: {constants.ENDPOINT} answered {error.response.status_code} for "
+            f"{error.response.url}; try again later, or set HF_ENDPOINT to a mirror"
+        ) from error
+    except httpx2.HTTPError as error:
+        raise _unreachable(repository, error) from error
+
+
+def _unreachable(repository: str, error: BaseException) -> OrreryError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return OrreryError(
+        f"{repository}: {constants.ENDPOINT} is out of reach ({reason[:200]}); type the command "
+        "again to go on, or set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache"
+    )
+
+
+# Finished folders ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def finished_folder(source: Source, target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `target`. Publish it with its digests, or remove it."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        lines = [f"{sha256(path)}  {path.relative_to(temporary).as_posix()}\n" for path in files]
+        (temporary / SUMS).write_text(f"# {source.title}\n{''.join(lines)}")
+        publish_folder(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def is_finished(source: Source, target: Path) -> bool:
+    """Return whether `target` holds this source. Raise OrreryError if it holds anything else."""
+    if not target.exists():
+        return False
+    sums = target / SUMS
+    lines = sums.read_text().splitlines() if sums.is_file() else ["# files of unknown origin"]
+    if (found := lines[0].removeprefix("# ")) != source.title:
+        raise OrreryError(
+            f"{target}: holds {found}, and {source.title} was asked for; move the folder away"
+        )
+    for line in lines[1:]:
+        digest, _, name = line.partition("  ")
+        if not (target / name).is_file() or sha256(target / name) != digest:
+            raise OrreryError(
+                f"{target / name}: is not the file of {SUMS}; restore it, or move {target} away "
+                "and fetch again"
+            )
+    return True

@@ -1,0 +1,232 @@
+"""Write the model axis of a Hugging Face folder: `python -m orrery.models.axis FOLDER …`.
+
+- A model type of our own families takes that family if `pretrained.check_config` agrees. All other
+  causal models take `hugging_face`, and the output says why.
+- The network is built on "meta". If the folder has weights, their names and shapes are checked.
+- The output is JSON: the axis, family, number of parameters, vocabulary size, and a reason or null.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_object
+from orrery.manifest.publish import sha256_of
+from orrery.manifest.schema import Model
+from orrery.models import hugging_face_config, pretrained
+from orrery.models.families import build
+from orrery.models.hf_folder import CONFIG_FILE, weight_files
+from orrery.models.weights import open_checkpoint
+
+OWN_TYPES = ("qwen3", "qwen3_moe", "llama", "glm4_moe")
+NO_DIGEST = "0" * 64
+# What lib/run.libsonnet says, and an axis repeats only if it differs.
+DEFAULTS = {
+    "rotary_fraction": 1.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "moe": None,
+    "mla": None,
+    "hf_config": None,
+}
+LEFT_OUT = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+KEYWORDS = {
+    *("assert", "else", "error", "false", "for", "function", "if", "import", "importbin"),
+    *("importstr", "in", "local", "null", "self", "super", "tailstrict", "then", "true"),
+}
+
+
+def model_of(
+    folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
+) -> tuple[Model, str | None]:
+    """Return the folder's model, and why it has no network of our own, or None.
+
+    Raise OrreryError if transformers does not know the model type or its code is in the folder.
+    """
+    content = read_object(folder / CONFIG_FILE, "fetch the model again")
+    kind = content.get("model_type")
+    if content.get("quantization_config"):
+        raise OrreryError(
+            f"quantization_config: {folder.name} has quantized weights, which cannot be trained; "
+            "choose the repository of its bfloat16 weights"
+        )
+    _check_type(kind, folder)
+    config = pretrained.parse_config(content, f"{folder.name}/{CONFIG_FILE}")
+    inputs = {"init": init, "tokenizer": tokenizer}
+    reason = f"model_type {kind!r} has no network of our own"
+    if kind in OWN_TYPES:
+        try:
+            own = _checked({**inputs, "family": kind, **_own_fields(kind, config)})
+            pretrained.check_config(own, folder)
+            return own, None
+        except OrreryError as error:
+            reason = str(error)
+    generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
+    pretrained.check_config(generic, folder)
+    return generic, reason
+
+
+def _check_type(kind: Any, folder: Path) -> None:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not isinstance(kind, str):
+        raise OrreryError(
+            f"model_type: {folder.name}/{CONFIG_FILE} names none; choose a repository of a causal "
+            "language model"
+        )
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    raise OrreryError(
+        f"model_type {kind!r}: transformers has no causal language model of this type, and code "
+        f"from a repository is never run; choose one of {', '.join(OWN_TYPES)}, or another type "
+        "that transformers has"
+    )
+
+
+def _checked(fields: dict[str, Any]) -> Model:
+    try:
+        return Model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise OrreryError(
+            f"model.{'.'.join(map(str, first['loc']))}: {first['input']!r} of {CONFIG_FILE} is "
+            f"refused ({first['msg']}); choose another model"
+        ) from error
+
+
+def _own_fields(family: str, config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"attention_bias": False, "qk_norm": family.startswith("qwen3")}
+    moe = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}
+    for theirs, ours in pretrained.FIELDS.items():
+        if (value := getattr(config, theirs, None)) is not None:
+            of_moe = ours.startswith("moe.")
+            (moe if of_moe else fields)[ours.removeprefix("moe.")] = value
+    if family == "glm4_moe":
+        moe["score"] = "sigmoid"
+    rope = pretrained.rotation(config)
+    scaling = None
+    if rope.get("rope_type") == "llama3":
+        scaling = {ours: rope[theirs] for theirs, ours in pretrained.LLAMA3_FIELDS.items()}
+        scaling["kind"] = "llama3"
+    return {
+        **fields,
+        "max_positions": config.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rotary_fraction": rope["partial_rotary_factor"],
+        "rope_scaling": scaling,
+        "moe": moe if family.endswith("moe") else None,
+        "mla": None,
+        "hf_config": None,
+    }
+
+
+def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that transformers' config says. A size that it lacks is not used."""
+    found = {}
+    for ours, names in hugging_face_config.FIELDS.items():
+        if (theirs := hugging_face_config.find_field(config, names)) is not None:
+            found[ours] = getattr(config, theirs)
+    ropes = hugging_face_config.rotations(config)
+    thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
+    positions = hugging_face_config.find_field(config, hugging_face_config.POSITIONS)
+    most = getattr(config, positions) if positions else 0
+    for rope in ropes:  # beyond it, a pack rotates by its longest document
+        if rope.get("rope_type") == "longrope":
+            most = rope.get("original_max_position_embeddings", most)
+    heads = found.get("num_heads", 1)
+    return {
+        "num_kv_heads": heads,
+        "intermediate_size": 4 * found.get("hidden_size", 1),
+        "rms_norm_eps": 1e-5,
+        **found,
+        "head_dim": getattr(config, "head_dim", None) or found["hidden_size"] // heads,
+        "max_positions": most if most > 0 else 2048,
+        "rope_theta": thetas[0] if thetas else 10000.0,
+        "rotary_fraction": 1.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "qk_norm": False,
+        "moe": None,
+        "mla": None,
+        "hf_config": {key: one for key, one in content.items() if key not in LEFT_OUT},
+    }
+
+
+def axis_text(model: Model, title: str) -> str:
+    """Return the Jsonnet file of a model, in the form that `jsonnetfmt` gives."""
+    fields = model.model_dump(mode="json")
+    defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
+    lines = [
+        f"    {name}: {_jsonnet(value)},\n"
+        for name, value in fields.items()
+        if name not in defaults or value != defaults[name]
+    ]
+    return f"// {title}\n{{\n  model+: {{\n{''.join(lines)}  }},\n}}\n"
+
+
+def _jsonnet(value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{_key(name)}: {_jsonnet(one)}" for name, one in value.items())
+        return f"{{ {inside} }}" if value else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_jsonnet, value))}]"
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if IDENTIFIER.fullmatch(name) and name not in KEYWORDS else _text(name)
+
+
+def _text(value: str) -> str:
+    inside = json.dumps(value)[1:-1].replace('\\"', '"')
+    if "'" in inside:  # jsonnetfmt keeps double quotes around a single one
+        return json.dumps(value)
+    return f"'{inside}'"
+
+
+def examine(folder: Path, path: str, revision: str, tokenizer: str, title: str) -> dict[str, Any]:
+    """Return the axis of a folder, with or without weights, and what it says of the model."""
+    has_weights = any(folder.glob("*.safetensors"))
+    digest = sha256_of(weight_files(folder)) if has_weights else NO_DIGEST
+    init = {"kind": "pretrained", "path": path, "revision": revision, "sha256": digest}
+    model, reason = model_of(
+        folder, init, {"kind": "pretrained", "path": path, "sha256": tokenizer}
+    )
+    network = build(model, device="meta")
+    if has_weights:
+        with open_checkpoint(network, folder):
+            pass
+    return {
+        "axis": axis_text(model, title),
+        "family": model.family,
+        "num_parameters": sum(one.numel() for one in network.parameters()),
+        "vocab_size": model.vocab_size,
+        "reason": reason,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orrery.models.axis", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    for name in ("path", "revision", "title"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--tokenizer", default=NO_DIGEST, help="sha256 of the tokenizer's files")
+    args = parser.parse_args(words)
+    try:
+        print(json.dumps(examine(**vars(args))))
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

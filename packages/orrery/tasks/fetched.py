@@ -1,0 +1,56 @@
+"""Examine a fetched folder for `orrery fetch`, and print JSON.
+
+- `tokenizer FOLDER`: the `sha256` that a model axis names, the number of ordinary tokens, and the
+  added tokens with their numbers. A chat without a template is refused.
+- `dataset FOLDER`: rows and columns of each split, and the `sha256` that a spec names.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.publish import sha256_of, sha256_of_data
+from orrery.tasks.chat import Renderer
+from orrery.tasks.rows import open_rows, splits
+from orrery.tasks.tokenizer import FILES
+
+
+def tokenizer(folder: Path) -> dict[str, Any]:
+    renderer = Renderer(folder)
+    added = renderer.tokenizer.get_added_tokens_decoder()
+    files = [folder / name for name in FILES if (folder / name).is_file()]
+    return {
+        "sha256": sha256_of(files),
+        "num_words": renderer.tokenizer.get_vocab_size(with_added_tokens=False),
+        "added": {token.content: number for number, token in added.items()},
+    }
+
+
+def dataset(folder: Path) -> dict[str, Any]:
+    found = {}
+    for split in splits(folder):
+        rows = open_rows(folder, split)
+        columns = list(rows[0]) if len(rows) else []
+        found[split] = {"num_rows": len(rows), "columns": columns}
+    return {"sha256": sha256_of_data(folder), "splits": found}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orrery.tasks.fetched", description=__doc__)
+    parser.add_argument("kind", choices=("tokenizer", "dataset"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args(words)
+    try:
+        print(json.dumps((tokenizer if args.kind == "tokenizer" else dataset)(args.folder)))
+    except OrreryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

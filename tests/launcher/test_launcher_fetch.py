@@ -1,0 +1,229 @@
+"""`orrery fetch` against a hub on loopback."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loopback_hub import TOKEN, Hub
+
+from orrery.manifest.identity import load
+
+ROOT = Path(__file__).parents[2]
+NAME = "tiny-labs/Tiny-0.1B"
+AXIS = Path("jsonnet/models/tiny_0_1b_pretrained.libsonnet")
+FOLDER = Path("weights/Tiny-0.1B")
+# The library keeps whole chunks of a broken download, of 10 MB by default.
+PROGRAM = """
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1024
+from orrery.launcher.cli import main
+main()
+"""
+RUN = """
+(import 'lib/named.libsonnet')({
+  fetched:
+    (import 'lib/run.libsonnet') + (import 'models/AXIS') + (import 'hardware/cpu.libsonnet') +
+    (import 'algorithms/grpo.libsonnet') + (import 'tasks/reverse_text.libsonnet') +
+    (import 'memory/plain.libsonnet') + {
+      seed: 1,
+      trainer+: { checkpoint+: { interval_steps: 20 } },
+      orchestrator+: {
+        rollouts_per_batch: 64,
+        evaluation+: { interval_steps: 10, num_problems: 16, rollouts_per_problem: 1 },
+      },
+      stages+: { sft: null, rl+: { num_steps: 10 }, evaluate+: { num_problems: 16 } },
+    },
+})
+"""
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A folder of a network of our own, with code that must stay on the hub."""
+    import torch
+
+    from orrery.models.weights import write_initial
+    from orrery.tasks.tokenizer import write_tokenizer
+
+    folder = tmp_path_factory.mktemp("own")
+    model = load(ROOT / "manifests" / "reverse_text_smoke.json").model
+    write_initial(model, folder, torch.bfloat16, max_file_bytes=100_000)
+    write_tokenizer(model, folder)
+    (folder / "modeling_tiny.py").write_text("raise SystemExit('executed')\n")
+    (folder / "README.md").write_text("# Tiny\n")
+    assert (folder / "model.safetensors.index.json").is_file()
+    return folder
+
+
+class Place:
+    """A checkout, a cache and a hub."""
+
+    def __init__(self, folder: Path, hub: Hub, endpoint: str):
+        self.root, self.hub, self.cache = folder / "checkout", hub, folder / "cache"
+        shutil.copytree(ROOT / "jsonnet", self.root / "jsonnet")
+        (self.root / "locks").symlink_to(ROOT / "locks")
+        self.environment = {
+            **{name: one for name, one in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(self.cache),
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "*",
+        }
+
+    def orrery(self, *words: str, **variables: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words],
+            cwd=self.root,
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def refuse(self, *words: str, **variables: str) -> str:
+        """Return the last line of a refused fetch, which leaves nothing behind."""
+        code, out, err = self.orrery("fetch", *words, **variables)
+        assert (code, out) == (2, ""), err
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("error: "), err
+        assert not any((self.root / "weights").glob("*"))
+        assert not (self.root / AXIS).exists()
+        return last
+
+    def paths(self, method: str) -> list[str]:
+        return [path for verb, path, _ in self.hub.requests if verb == method]
+
+
+@pytest.fixture
+def place(tmp_path):
+    hub = Hub()
+    with hub.serving() as endpoint:
+        yield Place(tmp_path, hub, endpoint)
+
+
+def changed(own: Path, folder: Path, name: str, **fields) -> Path:
+    """Return a copy of `own` with other fields in a JSON file. None removes a field."""
+    shutil.copytree(own, folder)
+    content = {**json.loads((folder / name).read_text()), **fields}
+    content = {key: value for key, value in content.items() if value is not None}
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_a_model_becomes_a_folder_and_an_axis_of_a_run_that_renders(place, own):
+    commit = place.hub.add(NAME, own)
+    place.hub.breaks = 1  # the first download goes on by range
+    place.hub.failing = 1
+    code, out, err = place.orrery("fetch", "model", f"{NAME}@v1")
+    assert code == 0, err
+    assert f"{FOLDER}: model {NAME} at {commit}" in out
+    assert "family qwen3" in out
+    assert any("range" in headers for _, _, headers in place.hub.requests)
+
+    names = {path.name for path in (place.root / FOLDER).iterdir()}
+    assert {"config.json", "tokenizer.json", "SHA256SUMS"} < names
+    assert not names & {"modeling_tiny.py", "README.md"}
+    check = ["sha256sum", "--strict", "-c", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=place.root / FOLDER, stdout=subprocess.DEVNULL).returncode == 0
+    assert commit in (place.root / AXIS).read_text()
+
+    (place.root / "jsonnet/runs/fetched.jsonnet").write_text(RUN.replace("AXIS", AXIS.name))
+    code, _, err = place.orrery("render", "fetched")
+    assert code == 0, err
+    model = load(place.root / "manifests" / "fetched.json").model
+    assert model.init.revision == f"{NAME}@{commit}"
+    from orrery.models.pretrained import check_config
+
+    check_config(model, place.root / FOLDER)
+
+
+def test_a_second_fetch_keeps_the_folder_and_needs_no_network(place, own):
+    place.hub.add(NAME, own)
+    assert place.orrery("fetch", "model", NAME)[0] == 0
+    text = (place.root / AXIS).read_text()
+    shutil.rmtree(place.root / FOLDER)
+    place.hub.requests.clear()
+    assert place.orrery("fetch", "model", NAME, HF_HUB_OFFLINE="1")[0] == 0
+    assert not place.hub.requests
+    assert (place.root / AXIS).read_text() == text
+    (place.root / FOLDER / "config.json").write_text("{}")
+    code, _, err = place.orrery("fetch", "model", NAME)
+    assert code == 2
+    assert "is not the file of SHA256SUMS" in err
+
+
+def test_a_gated_model_names_the_page_and_the_variable(place, own):
+    place.hub.add(NAME, own)
+    place.hub.gated.add(f"models/{NAME}")
+    error = place.refuse("model", NAME)
+    assert "is gated; open http://127.0.0.1" in error
+    assert "set HF_TOKEN" in error
+    assert place.orrery("fetch", "model", NAME, HF_TOKEN=TOKEN)[0] == 0
+    cdn = [headers for _, path, headers in place.hub.requests if path.startswith("/cdn/")]
+    assert cdn
+    assert not any("authorization" in headers for headers in cdn)
+
+
+def test_a_wrong_file_is_refused_and_leaves_the_cache(place, own):
+    place.hub.add(NAME, own)
+    place.hub.wrong = {"config.json"}
+    assert "config.json has the digest" in place.refuse("model", NAME)
+    place.hub.wrong = {min(own.glob("*.safetensors")).name}
+    assert ".safetensors has the digest" in place.refuse("model", NAME)
+    place.hub.wrong.clear()
+    assert place.orrery("fetch", "model", NAME)[0] == 0
+
+
+def test_missing_names_and_revisions_are_refused(place, own):
+    place.hub.add(NAME, own)
+    assert "has no model of this name" in place.refuse("model", "tiny-labs/Other")
+    assert "has no revision 'v9'" in place.refuse("model", f"{NAME}@v9")
+    assert "is no repository; write OWNER/NAME" in place.refuse("model", "Tiny-0.1B")
+    assert "HF_HUB_OFFLINE is set" in place.refuse("model", NAME, HF_HUB_OFFLINE="1")
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetched(
+    place, own, tmp_path
+):
+    unknown = {"model_type": "tiny_moe_9"}
+    cases = {
+        "model_type 'tiny_moe_9': transformers has no causal": ("config.json", unknown),
+        "quantization_config": ("config.json", {"quantization_config": {"quant_method": "fp8"}}),
+        "has no chat template": ("tokenizer_config.json", {"chat_template": None}),
+        "tokens, and the embedding has 8 rows": ("config.json", {"vocab_size": 8}),
+    }
+    for number, (text, (file, fields)) in enumerate(cases.items()):
+        place.hub.add(NAME, changed(own, tmp_path / str(number), file, **fields))
+        assert text in place.refuse("model", NAME)
+    assert not [path for path in place.paths("GET") if path.endswith(".safetensors")]
+
+
+def test_pickles_are_refused(place, own, tmp_path):
+    shutil.copytree(own, tmp_path / "pickles")
+    for file in (tmp_path / "pickles").glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    place.hub.add(NAME, tmp_path / "pickles")
+    assert "its weights are pickles" in place.refuse("model", NAME)
+
+
+def test_a_family_without_a_network_of_our_own_says_what_it_loses(place, own, tmp_path):
+    # A drawn Gemma 3: the pretrained one is quantized on PyPI, and its licence restricts use.
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+    config = json.loads((own / "config.json").read_text())
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    gemma = Gemma3TextConfig(**{name: config[name] for name in (*sizes, *heads)})
+    AutoModelForCausalLM.from_config(gemma).save_pretrained(tmp_path / "gemma")
+    for file in own.glob("*token*"):
+        shutil.copyfile(file, tmp_path / "gemma" / file.name)
+    place.hub.add(NAME, tmp_path / "gemma")
+    code, out, err = place.orrery("fetch", "model", NAME)
+    assert code == 0, err
+    assert "note: family 'hugging_face' runs transformers' network: without torch.compile" in out
+    assert "hf_config: { " in (place.root / AXIS).read_text()
