@@ -24,6 +24,7 @@ class Hub:
         self.breaks = 0  # downloads that end in the middle
         self.failing = 0  # API calls that are answered by 503
         self.wrong = set()  # paths with other bytes of the same size
+        self.sizes = {}  # sizes that the tree lists in place of the true ones
         self.requests = []
 
     def add(self, name: str, folder: Path, kind: str = "models") -> str:
@@ -111,9 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
             link = f'<http://127.0.0.1:{self.hub.port}{self.path}&cursor=2>; rel="next"'
             self._json(listed[:half], {"Link": link})
 
-    @staticmethod
-    def _listed(path, data):
-        entry = {"type": "file", "path": path, "size": len(data), "oid": _git_sha1(data)}
+    def _listed(self, path, data):
+        size = self.hub.sizes.get(path, len(data))
+        entry = {"type": "file", "path": path, "size": size, "oid": _git_sha1(data)}
         if len(data) >= LARGE_BYTES:
             digest = hashlib.sha256(data).hexdigest()
             entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}

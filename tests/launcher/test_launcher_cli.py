@@ -66,6 +66,7 @@ def test_all_commands_are_there(capsys):
         "report",
         "export",
         "bench",
+        "fetch",
         "doctor",
     ]
     for command in commands:

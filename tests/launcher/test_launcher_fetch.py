@@ -91,7 +91,7 @@ class Place:
         assert (code, out) == (2, ""), err
         last = err.strip().splitlines()[-1]
         assert last.startswith("error: "), err
-        assert not any((self.root / "weights").glob("*"))
+        assert not any(any((self.root / name).glob("*")) for name in ("weights", "datasets"))
         assert not (self.root / AXIS).exists()
         return last
 
@@ -227,3 +227,100 @@ def test_a_family_without_a_network_of_our_own_says_what_it_loses(place, own, tm
     assert code == 0, err
     assert "note: family 'hugging_face' runs transformers' network: without torch.compile" in out
     assert "hf_config: { " in (place.root / AXIS).read_text()
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/gsm_test.jsonl
+- config_name: socratic
+  data_files: socratic/*.jsonl
+---
+# Problems
+"""
+
+
+@pytest.fixture
+def problems(tmp_path) -> Path:
+    """A dataset of two configs, of Parquet and JSONL."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    folder = tmp_path / "problems"
+    for config in ("main", "socratic"):
+        (folder / config).mkdir(parents=True)
+    rows = [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(40)]
+    for part, begin in enumerate((0, 10)):
+        table = pa.Table.from_pylist(rows[begin : begin + 10])
+        parquet.write_table(table, folder / f"main/train-0000{part}-of-00002.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in rows[20:])
+    (folder / "main/gsm_test.jsonl").write_text(lines)
+    (folder / "socratic/train.jsonl").write_text(lines)
+    (folder / "README.md").write_text(CARD)
+    (folder / "problems.py").write_text("raise SystemExit('executed')\n")
+    return folder
+
+
+def test_a_dataset_becomes_a_folder_of_splits_and_the_lines_of_a_spec(place, problems):
+    from orrery.manifest.publish import sha256_of_data
+    from orrery.tasks.rows import open_rows
+
+    commit = place.hub.add("tiny-labs/problems", problems, "datasets")
+    place.hub.failing, place.hub.breaks = 2, 1
+    words = ("fetch", "dataset", "tiny-labs/problems", "--config", "main")
+    code, out, err = place.orrery(*words)
+    assert code == 0, err
+    folder = place.root / "datasets" / "problems-main"
+    digest = sha256_of_data(folder)
+    source = f"{{ kind: 'source', path: 'datasets/problems-main', sha256: '{digest}'"
+    assert out.splitlines() == [
+        f"datasets/problems-main: dataset tiny-labs/problems at {commit}",
+        "split test: 20 rows with the columns question, answer",
+        "split train: 20 rows with the columns question, answer",
+        f"sha256 {digest}",
+        "write into the args of a task of kind dataset:",
+        f"  source: {source}, split: 'train' }},",
+        f"  held_out: {source}, split: 'test' }},",
+    ]
+    assert open_rows(folder, "train")[12] == {"question": "12 + 12", "answer": "24"}
+    assert open_rows(folder, "test")[0] == {"question": "20 + 20", "answer": "40"}
+    assert not list(folder.rglob("*.py"))
+    place.hub.requests.clear()
+    assert place.orrery(*words, HF_HUB_OFFLINE="1")[1] == out
+    assert not place.hub.requests
+
+
+def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_path):
+    (tmp_path / "plain" / "data" / "train").mkdir(parents=True)
+    (tmp_path / "plain" / "data" / "train" / "0000.csv").write_text("prompt,answer\n1 + 1,2\n")
+    place.hub.add("tiny-labs/plain", tmp_path / "plain", "datasets")
+    code, out, err = place.orrery("fetch", "dataset", "tiny-labs/plain")
+    assert code == 0, err
+    assert "split train: 1 rows with the columns prompt, answer" in out
+    assert "held_out: { kind: 'fraction', fraction: 0.05 }," in out
+
+
+def test_datasets_that_cannot_be_read_are_refused(place, problems, tmp_path):
+    place.hub.add("tiny-labs/problems", problems, "datasets")
+    name = "tiny-labs/problems"
+    assert "add --config with one of main, socratic" in place.refuse("dataset", name)
+    error = place.refuse("dataset", name, "--config", "hard")
+    assert "has no such config; choose from main, socratic" in error
+    place.hub.wrong = {"main/gsm_test.jsonl"}
+    assert "gsm_test.jsonl has the digest" in place.refuse("dataset", name, "--config", "main")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "rows.txt").write_text("1 + 1\n")
+    place.hub.add("tiny-labs/text", tmp_path / "text", "datasets")
+    assert "@refs/convert/parquet" in place.refuse("dataset", "tiny-labs/text")
+
+
+def test_a_full_disk_is_refused_before_the_download(place, problems):
+    place.hub.add("tiny-labs/problems", problems, "datasets")
+    place.hub.sizes["main/gsm_test.jsonl"] = 10**18
+    error = place.refuse("dataset", "tiny-labs/problems", "--config", "main")
+    assert "tiny-labs/problems needs 1000000000.0 GB; free some, or set HF_HOME" in error
+    assert not [path for path in place.paths("GET") if path.endswith("gsm_test.jsonl")]

@@ -373,6 +373,25 @@ def fetch_model(repository: Repository) -> None:
     print(*fetching.fetch_model(repository, find_workspace()), sep="\n")
 
 
+CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: the only one."
+
+
+@fetch.command("dataset")
+def fetch_dataset(
+    repository: Repository,
+    config: Annotated[str | None, typer.Option("--config", help=CONFIG_HELP)] = None,
+) -> None:
+    """Write datasets/NAME or datasets/NAME-CONFIG, and print splits, columns and lines for a spec.
+
+    Fetched are the hub's JSONL, JSON, CSV, Parquet and Arrow files. Code of a repository is never
+    fetched or run.
+    """
+    from orrery.launcher import fetch as fetching
+    from orrery.manifest.identity import find_workspace
+
+    print(*fetching.fetch_dataset(repository, config, find_workspace()), sep="\n")
+
+
 PROBE_HELP = "At a site with Slurm: examine its nodes, in one small job."
 
 

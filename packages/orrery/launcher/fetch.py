@@ -4,6 +4,8 @@
 - Only weights in safetensors, configs, the tokenizer and its chat template are fetched. Code in a
   repository is neither fetched nor run.
 - A model is examined before its weights are downloaded, and again with them.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with the hub's files. A file's
+  name gets its split in front if it does not begin with it, as `tasks/rows.py` reads splits.
 """
 
 import json
@@ -12,14 +14,14 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orrery.launcher import hub
 from orrery.launcher.hub import Source
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
-from orrery.manifest.publish import write_atomic
+from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
 
 WEIGHTS = "model*.safetensors"
 SETTINGS = (
@@ -32,6 +34,10 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+CARD = "README.md"  # its YAML header says configs and splits
+NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+Splits = dict[str, list[str]]  # files by split
 LOST = (
     "family 'hugging_face' runs transformers' network: without torch.compile, adapters (LoRA), "
     "context and expert parallelism, and replay of routed experts"
@@ -131,3 +137,113 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
         f"python -m {module} ended with code {done.returncode} ({last}); if a package is missing, "
         "type `make setup`"
     )
+
+
+def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
+    """Fetch OWNER/NAME[@REVISION] or a config of it, and return what to print."""
+    source = hub.find("dataset", word, (CARD,))
+    path = f"datasets/{source.name}" + (f"-{config}" if config else "")
+    target = workspace.root / path
+    if not hub.is_finished(source, target):
+        with hub.finished_folder(source, target) as folder:
+            card = [CARD] if CARD in source.files else []
+            header = _header(hub.download(source, card, folder).get(CARD))
+            chosen = _chosen(source, config, _configs(source, header))
+            by_name = {name: split for split, names in chosen.items() for name in names}
+            for name, placed in hub.download(source, by_name, folder).items():
+                placed.rename(placed.with_name(_name_of(by_name[name], placed.name)))
+            found = _ask("orrery.tasks.fetched", "dataset", str(folder))
+    else:
+        found = _ask("orrery.tasks.fetched", "dataset", str(target))
+    lines = [f"{path}: {source.title}"]
+    for split, one in found["splits"].items():
+        columns = ", ".join(one["columns"])
+        lines.append(f"split {split}: {one['num_rows']:,} rows with the columns {columns}")
+    lines += [f"note: {note}" for note in found["notes"]]
+    return [*lines, f"sha256 {found['sha256']}", *_spec(path, found)]
+
+
+def _spec(path: str, found: dict[str, Any]) -> list[str]:
+    """Return the lines of a spec's task of kind dataset."""
+
+    def side(split: str) -> str:
+        return (
+            f"{{ kind: 'source', path: '{path}', sha256: '{found['sha256']}', split: '{split}' }}"
+        )
+
+    names = list(found["splits"])
+    train = "train" if "train" in names else names[0]
+    others = sorted((name for name in names if name != train), key=lambda name: name != "test")
+    held_out = side(others[0]) if others else "{ kind: 'fraction', fraction: 0.05 }"
+    return [
+        "write into the args of a task of kind dataset:",
+        f"  source: {side(train)},",
+        f"  held_out: {held_out},",
+    ]
+
+
+def _name_of(split: str, name: str) -> str:
+    return name if re.split(r"[-.]", name)[0] == split else f"{split}-{name}"
+
+
+def _header(card: Path | None) -> dict[str, Any]:
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        return (metadata_load(card) if card else None) or {}
+    except Exception:  # of the YAML parser: a card is written by hand
+        return {}
+
+
+def _configs(source: Source, header: dict[str, Any]) -> dict[str, Splits]:
+    """Return the files of each config by split, as the card says, or by their paths."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    data = [
+        name
+        for name in sorted(source.files)
+        if name.endswith(DATA_SUFFIXES) and PurePosixPath(name).name not in NO_ROWS
+    ]
+    found: dict[str, Splits] = {}
+    for one in header.get("configs") or []:
+        files = one.get("data_files")
+        entries = files if isinstance(files, list) else [files] if files else []
+        for entry in entries:
+            split, paths = "train", entry
+            if isinstance(entry, dict):
+                split, paths = entry["split"], entry["path"]
+            patterns = [paths] if isinstance(paths, str) else paths
+            inside = f"{one['data_dir'].strip('/')}/" if one.get("data_dir") else ""
+            allowed = [inside + pattern.removeprefix("./") for pattern in patterns]
+            splits = found.setdefault(one.get("config_name", "default"), {})
+            splits.setdefault(split, []).extend(filter_repo_objects(data, allow_patterns=allowed))
+    if found:
+        return found
+    for name in data:
+        *folders, file = name.split("/")
+        split = re.split(r"[-.]", file)[0]
+        if (folders and folders[-1] in SPLITS) or len(folders) > 1:
+            split = folders.pop()
+        config = "default" if not folders or folders[0] == "data" else folders[0]
+        found.setdefault(config, {}).setdefault(split, []).append(name)
+    return found
+
+
+def _chosen(source: Source, config: str | None, configs: dict[str, Splits]) -> Splits:
+    """Return the files of the asked config, or of the only one."""
+    choices = ", ".join(sorted(configs))
+    if not any(names for splits in configs.values() for names in splits.values()):
+        raise OrreryError(
+            f"{source.repository}: has no file that ends in {', '.join(DATA_SUFFIXES)}; try "
+            f"{source.repository}@refs/convert/parquet, the hub's own conversion"
+        )
+    if config is None and len(configs) > 1:
+        raise OrreryError(
+            f"{source.repository}: has several configs; add --config with one of {choices}"
+        )
+    if config is not None and config not in configs:
+        raise OrreryError(
+            f"--config {config}: {source.repository} has no such config; choose from {choices}"
+        )
+    chosen = configs[config] if config is not None else next(iter(configs.values()))
+    return {split: names for split, names in chosen.items() if names}

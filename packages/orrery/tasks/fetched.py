@@ -31,12 +31,18 @@ def tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def dataset(folder: Path) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
+    notes = []
     for split in splits(folder):
-        rows = open_rows(folder, split)
-        columns = list(rows[0]) if len(rows) else []
-        found[split] = {"num_rows": len(rows), "columns": columns}
-    return {"sha256": sha256_of_data(folder), "splits": found}
+        try:
+            rows = open_rows(folder, split)
+        except OrreryError as error:
+            notes.append(str(error))
+            continue
+        found[split] = {"num_rows": len(rows), "columns": list(rows[0]) if len(rows) else []}
+    if not found:
+        raise OrreryError(notes[0])
+    return {"sha256": sha256_of_data(folder), "splits": found, "notes": notes}
 
 
 def main(words: Sequence[str] | None = None) -> int:
