@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from loopback_hub import TOKEN, Hub
 
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +195,10 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetche
     cases = {
         "model_type 'tiny_moe_9': transformers has no causal": ("config.json", unknown),
         "quantization_config": ("config.json", {"quantization_config": {"quant_method": "fp8"}}),
-        "has no chat template": ("tokenizer_config.json", {"chat_template": None}),
+        "tokenizer: Tiny-0.1B has no chat template": (
+            "tokenizer_config.json",
+            {"chat_template": None},
+        ),
         "tokens, and the embedding has 8 rows": ("config.json", {"vocab_size": 8}),
     }
     for number, (text, (file, fields)) in enumerate(cases.items()):
@@ -227,6 +231,29 @@ def test_a_family_without_a_network_of_our_own_says_what_it_loses(place, own, tm
     assert code == 0, err
     assert "note: family 'hugging_face' runs transformers' network: without torch.compile" in out
     assert "hf_config: { " in (place.root / AXIS).read_text()
+
+
+def test_shapes_of_pretrained_models_give_their_numbers_of_parameters(tmp_path):
+    from orrery.models.axis import examine
+
+    qwen = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    qwen |= {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
+    qwen |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    qwen |= {"max_position_embeddings": 40960, "rope_theta": 1000000, "model_type": "qwen3"}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+    def examined(config: dict) -> dict:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return examine(tmp_path, "weights/Qwen3-0.6B", "one", "0" * 64, "Qwen3-0.6B")
+
+    found = examined({**qwen, "rope_scaling": None, "torch_dtype": "bfloat16"})
+    assert (found["family"], found["num_parameters"]) == ("qwen3", 596_049_920)
+    found = examined({**qwen, "rope_scaling": yarn})
+    assert (found["family"], found["num_parameters"]) == ("hugging_face", 596_049_920)
+    assert found["reason"].startswith("model.rope_scaling null: config.json says rope_scaling")
+    parts = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
+    with pytest.raises(OrreryError, match="a model of several parts"):
+        examined(parts)
 
 
 CARD = """---

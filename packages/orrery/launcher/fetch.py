@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orrery.launcher import hub
-from orrery.launcher.hub import Source
+from orrery.launcher.hub import HubRepository
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
@@ -74,7 +74,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
     ]
 
 
-def _model_files(source: Source) -> tuple[list[str], list[str]]:
+def _model_files(source: HubRepository) -> tuple[list[str], list[str]]:
     settings = [name for name in SETTINGS if name in source.files]
     weights = [name for name in source.files if fnmatchcase(name, WEIGHTS) and "/" not in name]
     if not weights:
@@ -89,7 +89,7 @@ def _model_files(source: Source) -> tuple[list[str], list[str]]:
     return settings, weights
 
 
-def _check_axis(axis: Path, source: Source) -> None:
+def _check_axis(axis: Path, source: HubRepository) -> None:
     """Raise OrreryError if the axis's file is not one of this repository."""
     if not axis.exists():
         return
@@ -100,7 +100,9 @@ def _check_axis(axis: Path, source: Source) -> None:
         )
 
 
-def _examine(folder: Path, path: str, source: Source, tokenizer: dict[str, Any]) -> dict[str, Any]:
+def _examine(
+    folder: Path, path: str, source: HubRepository, tokenizer: dict[str, Any]
+) -> dict[str, Any]:
     """Return the axis and the notes of a folder, with or without weights."""
     words = ["--path", path, "--title", source.title]
     words += ["--revision", f"{source.repository}@{source.revision.resolved}"]
@@ -131,6 +133,7 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode == 0:
         return json.loads(done.stdout.strip().rpartition("\n")[2])
+    last = re.sub(r"[^ ]*/\.([^/ ]+)\.\d+\.tmp", r"\1", last)  # the folder's final name
     if last.startswith("error: "):
         raise OrreryError(last.removeprefix("error: "))
     raise OrreryError(
@@ -195,7 +198,7 @@ def _header(card: Path | None) -> dict[str, Any]:
         return {}
 
 
-def _configs(source: Source, header: dict[str, Any]) -> dict[str, Splits]:
+def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]:
     """Return the files of each config by split, as the card says, or by their paths."""
     from huggingface_hub.utils import filter_repo_objects
 
@@ -229,7 +232,7 @@ def _configs(source: Source, header: dict[str, Any]) -> dict[str, Splits]:
     return found
 
 
-def _chosen(source: Source, config: str | None, configs: dict[str, Splits]) -> Splits:
+def _chosen(source: HubRepository, config: str | None, configs: dict[str, Splits]) -> Splits:
     """Return the files of the asked config, or of the only one."""
     choices = ", ".join(sorted(configs))
     if not any(names for splits in configs.values() for names in splits.values()):

@@ -41,7 +41,7 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class HubRepository:
     """A repository at a commit, and its files by path."""
 
     kind: Kind
@@ -58,7 +58,7 @@ class Source:
         return f"{self.kind} {self.repository} at {self.revision.resolved}"
 
 
-def find(kind: Kind, word: str, patterns: Sequence[str]) -> Source:
+def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
 
     Offline, both come from the cache, which must hold all files of `patterns`. Raise OrreryError if
@@ -78,7 +78,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> Source:
             folder = hub.snapshot_download(
                 repository, repo_type=kind, revision=revision, allow_patterns=list(patterns)
             )
-            return Source(kind, repository, revision, _cached(Path(folder)))
+            return HubRepository(kind, repository, revision, _cached(Path(folder)))
         listed = _patient(
             lambda: list(
                 hub.HfApi().list_repo_tree(
@@ -91,7 +91,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> Source:
         for one in listed
         if isinstance(one, hub.hf_api.RepoFile)
     }
-    return Source(kind, repository, revision, files)
+    return HubRepository(kind, repository, revision, files)
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
@@ -103,7 +103,7 @@ def _cached(folder: Path) -> dict[str, HubFile]:
     }
 
 
-def download(source: Source, names: Iterable[str], folder: Path) -> dict[str, Path]:
+def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
     """Place files into `folder` under their paths, and return where each is.
 
     Large files are links into the cache if it is on the same disk. Raise OrreryError if the hub
@@ -141,7 +141,7 @@ def _place(file: Path, target: Path) -> None:
     shutil.copyfile(file, target)
 
 
-def _verify(source: Source, name: str, path: Path) -> None:
+def _verify(source: HubRepository, name: str, path: Path) -> None:
     expected = source.files[name].digest
     if len(expected) == 64:
         found = sha256(path)
@@ -159,7 +159,7 @@ def _verify(source: Source, name: str, path: Path) -> None:
     )
 
 
-def _check_disk(source: Source, names: list[str], folder: Path) -> None:
+def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
     """Raise OrreryError if the cache's disk or the folder's is too small."""
 
     def is_cached(name: str) -> bool:
@@ -259,7 +259,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 
 
 @contextmanager
-def finished_folder(source: Source, target: Path) -> Iterator[Path]:
+def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target`. Publish it with its digests, or remove it."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
@@ -273,7 +273,7 @@ def finished_folder(source: Source, target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def is_finished(source: Source, target: Path) -> bool:
+def is_finished(source: HubRepository, target: Path) -> bool:
     """Return whether `target` holds this source. Raise OrreryError if it holds anything else."""
     if not target.exists():
         return False

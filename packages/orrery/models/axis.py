@@ -68,7 +68,8 @@ def model_of(
             pretrained.check_config(own, folder)
             return own, None
         except OrreryError as error:
-            reason = str(error)
+            reason = str(error).replace(f"{folder}/", "").partition(". ")[0]
+    hugging_face_config.check_type(config)
     generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
     pretrained.check_config(generic, folder)
     return generic, reason

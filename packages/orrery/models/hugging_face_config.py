@@ -45,7 +45,7 @@ def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> A
 
 def check_config(model: Model, config: PreTrainedConfig) -> None:
     """Raise OrreryError unless `config` is of one causal model and agrees with the manifest."""
-    _check_type(config)
+    check_type(config)
     _check_fields(model, config)
     _check_positions(model, config)
 
@@ -76,7 +76,7 @@ def check_network(model: Model, network: PreTrainedModel) -> None:
         )
 
 
-def _check_type(config: PreTrainedConfig) -> None:
+def check_type(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OrreryError(
