@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher import doctor_gpu
 from orrery.launcher.doctor import _ask
 from orrery.launcher.doctor_gpu import NEEDS_DRIVER, PROBE, examine_gpus, judge_gpus
 from orrery.launcher.doctor_judge import GIB, Answer, Finding
+from orrery.launcher.process import check_packages
+from orrery.manifest.errors import OrreryError
 
 ROOT = Path(__file__).parents[2]
 H100, A100, V100 = (
@@ -81,7 +82,7 @@ def test_a_machine_without_a_device_is_told_so_in_one_sentence(probed, says):
 
 
 def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_gpu.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     there, missing = Answer(0, "590.44\n590.44\n", ""), Answer(None, "", "not found")
     assert examine_gpus(lambda *_, **__: missing) == []
     (finding,) = examine_gpus(lambda *_, **__: there)
@@ -95,6 +96,16 @@ def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch
 
     assert examine_gpus(ask)[0].is_required
     assert asked[-1] == (sys.executable, "-c", PROBE)
+
+
+def test_a_run_for_other_hardware_than_the_packages_are_for_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    for needs_gpus in (True, False):
+        check_packages(needs_gpus)  # carried packages have no marker
+    (tmp_path / "hardware").write_text("cuda\n")
+    check_packages(needs_gpus=True)
+    with pytest.raises(OrreryError, match=r"for hardware cpu, and .* `make setup HARDWARE=cpu`"):
+        check_packages(needs_gpus=False)
 
 
 def test_the_probe_prints_json_where_torch_finds_no_device():

@@ -23,7 +23,7 @@ import psutil
 from orrery.launcher import containers
 from orrery.launcher import status as statuses
 from orrery.launcher.containers import IMAGES, LOCK, Hardware, find_image, locked
-from orrery.launcher.doctor_gpu import examine_gpus, installed
+from orrery.launcher.doctor_gpu import examine_gpus
 from orrery.launcher.doctor_judge import (
     GIB,
     RUNS_GIB,
@@ -44,6 +44,7 @@ from orrery.launcher.doctor_judge import (
     parse_nodes,
     parse_probes,
 )
+from orrery.launcher.process import installed_hardware
 from orrery.launcher.runs import all_runs, runs_root
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.job import gres, where
@@ -69,7 +70,7 @@ def examine(workspace: Workspace, site: Site) -> list[Finding]:
         lock = workspace.root / "locks" / "login.txt"
         packages = _packages(lock, SUBMITS, "bash locks/install.sh login")
         return [_python(), *packages, *_dead(workspace)]
-    hardware = installed()
+    hardware = installed_hardware() or "cpu"
     shared = _shared_memory(SHARED_MEMORY_GIB[hardware])
     machine = [_python(), _cores(), _memory(), shared, _loopback(), *examine_gpus(_ask)]
     lock = workspace.root / "locks" / f"{hardware}.txt"

@@ -7,10 +7,10 @@ function `judge_gpus` returns findings with remedies.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from orrery.launcher.doctor_judge import GIB, Answer, Finding
+from orrery.launcher.process import installed_hardware
 
 NEEDS_DRIVER = "580.65.06"  # CUDA 13.0's, for Linux
 NEEDS_CAPABILITY = (8, 0)  # for bfloat16
@@ -33,17 +33,11 @@ print(json.dumps(found))
 """
 
 
-def installed() -> str:
-    """Return the hardware that `make setup` installed this interpreter's packages for."""
-    marker = Path(sys.prefix) / "hardware"
-    return marker.read_text().strip() if marker.is_file() else "cpu"
-
-
 def examine_gpus(ask: Callable[..., Answer]) -> list[Finding]:
     """Return the findings of a machine whose .venv is for GPUs, or that has a driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = ask(*query)
-    if installed() == "cuda":
+    if installed_hardware() == "cuda":
         return judge_gpus(driver, ask(sys.executable, "-c", PROBE, within_s=PROBE_S))
     if driver.code != 0:
         return []

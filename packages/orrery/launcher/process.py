@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orrery.launcher.site import Site
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import ProcessPlan
 from orrery.runtime.network import INTERFACE, free_ports
 from orrery.runtime.parent_watch import LAUNCHER_PID, START
@@ -174,6 +175,23 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
         return [pool[position * len(pool) // num_members]]
     each = len(pool) // num_members
     return pool[position * each : (position + 1) * each]
+
+
+def installed_hardware() -> str | None:
+    """Return the hardware, cpu or cuda, that `make setup` made this .venv for. None: unknown."""
+    marker = Path(sys.prefix) / "hardware"
+    return marker.read_text().strip() if marker.is_file() else None
+
+
+def check_packages(needs_gpus: bool) -> None:
+    """Raise OrreryError if this .venv has the packages of the other hardware."""
+    needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
+    if found in (None, needed):
+        return
+    raise OrreryError(
+        f"the run is for hardware {needed}, and .venv has the packages of {found}; "
+        f"type `make setup HARDWARE={needed}` to replace them"
+    )
 
 
 def share_devices(

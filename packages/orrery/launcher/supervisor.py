@@ -21,7 +21,13 @@ from dataclasses import replace
 from orrery.launcher import failure, inputs, preemption, receipt
 from orrery.launcher import status as statuses
 from orrery.launcher.preemption import Preemption, catch_signals
-from orrery.launcher.process import Process, environment, share_cores, share_devices
+from orrery.launcher.process import (
+    Process,
+    check_packages,
+    environment,
+    share_cores,
+    share_devices,
+)
 from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
 from orrery.launcher.stage import (
@@ -264,6 +270,7 @@ class Supervisor:
 
     def _start_local(self) -> None:
         stage, plans = self.stage, self.job.plan.processes
+        check_packages(needs_gpus=self.job.num_devices is not None)
         cores = share_cores(sorted(os.sched_getaffinity(0)), plans)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         offered = [str(index) for index in range(self.job.num_devices or 0)]
