@@ -118,7 +118,7 @@ async def test_a_request_whose_time_is_over_with_its_prompt_fails_and_its_blocks
     apart = DisaggregatedEngines([prefill, decode], [{}])
     with pytest.raises(
         GenerationFailed,
-        match=r"request 'r': p took all 0 s for the prompt; none are left to decode",
+        match=r"request 'r': p used all 0 s for the prompt, so no time is left to decode",
     ):
         await ask(apart, timeout_s=0.0)
     await apart.close()
@@ -257,6 +257,6 @@ async def test_without_an_engine_of_one_part_nothing_is_served():
     fleet = Fleet([{}, {}])
     fleet.admitted -= {2, 3}
     assert not fleet.apart.is_serving
-    with pytest.raises(EngineGone, match="no engine that prefills, or none that decodes"):
+    with pytest.raises(EngineGone, match="no prefill engine or no decode engine"):
         await ask(fleet.apart)
     assert fleet.engines[0].asked == []

@@ -51,7 +51,7 @@ def test_weights_that_the_trainer_did_not_publish_last_are_not_evaluated(rl):
     ):
         check_last(stage(run_dir), 4, folder, other)
     (checkpoint / "trainer" / checkpoints.PUBLISHED).write_text("{}")
-    with pytest.raises(RunFailed, match="does not say what was published as version 4"):
+    with pytest.raises(RunFailed, match="has no digest of version 4"):
         check_last(stage(run_dir), 4, folder, digest)
 
 

@@ -1,1 +1,1 @@
-"""Keep engines and trainer busy and the data on-policy enough. `loop` is the algorithm."""
+"""Generate rollouts and send batches within the staleness bound. `loop.py` is the algorithm."""

@@ -29,7 +29,7 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage under a heartbeat: other roles wait for this event loop."""
+    """Run the stage under a heartbeat, because other roles wait for this event loop."""
     async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 
@@ -48,7 +48,7 @@ def main() -> None:
         if ctx.stage not in STAGES:
             names = ", ".join(STAGES)
             raise OrreryError(
-                f"orchestrator: --stage {ctx.stage!r} is not one of mine; choose from {names}"
+                f"--stage: the orchestrator has no stage {ctx.stage!r}; choose from {names}"
             )
         with asyncio.Runner(loop_factory=event_loop) as runner:
             runner.run(run(ctx))

@@ -2,10 +2,11 @@
 
 - Lowering the limit cancels no rollout.
 - The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
-  in flight takes.
+  in flight uses.
 - `share` rises at once. It falls slowly, as rollouts end, and only while all permits are taken and
-  queues are short: young rollouts must not raise the limit.
-- A preemption lowers the limit by at most BACKOFF, and again only when the pool fits that limit.
+  queues are short. Otherwise young rollouts, which use little, would raise the limit.
+- A preemption in an engine lowers the limit by at most BACKOFF. The next lowers it only after the
+  rollouts in flight fit the new limit.
 """
 
 import math
@@ -20,9 +21,9 @@ from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import Pace, period_s
 
-BACKOFF = 0.05  # largest cut per poll with preemptions, as a part of the limit
-LEAST = 1e-9  # share of a cache
-DECAY = 3.0  # after a turnover of the whole pool, e^-DECAY of an old share remains
+BACKOFF = 0.05  # largest cut of the limit after preemptions, as a fraction
+LEAST = 1e-9  # smallest share of a cache
+DECAY = 3.0  # after all rollouts have ended once, e^-DECAY of an old share remains
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0  # length of an activity span, longer in long runs
 
@@ -51,7 +52,7 @@ class AdaptiveLimit:
             return
         if self.share is None:
             self.share = self._first_share(loads)
-        # Loading requests count as waiting, but hold their blocks.
+        # vLLM counts requests that load their cache as waiting, but they hold blocks.
         holding = sum(load.running + load.loading for load in loads.values())
         waiting = sum(load.waiting - load.loading for load in loads.values())
         if holding and in_flight:
@@ -106,7 +107,7 @@ class Admission:
 
     def take(self) -> None:
         if self.taken >= self.limit:
-            raise AssertionError(f"permit {self.taken + 1} of {self.limit} taken")
+            raise AssertionError(f"took permit {self.taken + 1} of {self.limit}")
         self.taken += 1
         self._was_full |= self.taken == self.limit
 
@@ -148,7 +149,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip the first engines: they only prefill. The caches of the others hold the rollouts.
+    # Skip the first engines, which only prefill. Rollouts use the caches of the others.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

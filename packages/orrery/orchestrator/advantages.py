@@ -18,7 +18,7 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # bounds rounding errors of nearly equal rewards
+STD_FLOOR = 1e-6  # keeps rounding errors of nearly equal rewards small
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
@@ -58,7 +58,7 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """Finished and failed members. `num_zeros` failed members have the reward 0."""
+    """A group's finished and failed members. `num_zeros` failed members have the reward 0."""
 
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)
@@ -67,12 +67,14 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return the survivors of a group of two or more rewards, with their advantages."""
+    """Return a group's finished rollouts with their advantages. It has at least two rewards."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
         replace(rollout, advantage=float(advantage))
-        for rollout, advantage in zip(group.survivors, gained, strict=False)  # no zeros
+        for rollout, advantage in zip(
+            group.survivors, gained, strict=False
+        )  # without failed members
     ]
 
 
@@ -85,7 +87,7 @@ class Groups:
         return sum(len(group.survivors) for group in self._groups.values())
 
     def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
-        """Return the group if this completes it."""
+        """Add a member. Return its group if it is complete."""
         group = self._groups.setdefault(request.group.key, Group(request.group))
         group.num_ended += 1
         if isinstance(outcome, Rollout):

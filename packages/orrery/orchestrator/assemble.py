@@ -27,14 +27,14 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # for slow shared file systems, scaled
-SERVERS_START_S = 600.0  # for vLLM's imports and compilation, scaled
+READ_S = 1800.0  # longest loading from a slow shared file system, scaled
+SERVERS_START_S = 600.0  # longest time of vLLM's imports and compilation, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
     """Wait until all engines and any router listen. Return their clients.
 
-    Raise Preempted, with the stage's start step, if preempted meanwhile.
+    Raise Preempted, with the stage's start step, if the stage is preempted meanwhile.
     """
     inference = ctx.manifest.inference
     engines = await _endpoints(ctx, "inference", inference.num_replicas)
@@ -59,7 +59,7 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # the event loop waits for this thread at exit
+        if is_left.is_set():  # at exit, the event loop waits for this thread
             raise asyncio.CancelledError
         if request.poll():
             raise Preempted(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)
@@ -98,7 +98,7 @@ def sender(ctx: RoleContext) -> RolloutSender:
 
 
 def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
-    """Return our end of a direct weight wire's leases, or None on other wires."""
+    """Return the client of a direct weight wire's leases, or None on other wires."""
     if ctx.manifest.transport.weights not in DIRECT_KINDS:
         return None
     client = LeaseClient.over(wire.control)
@@ -107,11 +107,11 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 
 
 def scheduler(ctx: RoleContext) -> Scheduler:
-    """Return a new scheduler, or the newest complete checkpoint's.
+    """Return a new scheduler, or that of the newest complete checkpoint.
 
     Remove earlier attempts' incomplete checkpoints and the finished SFT stage's checkpoints.
     """
-    # Safe here: new checkpoints start only after the next batch is taken.
+    # This is safe, because checkpoints begin only after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

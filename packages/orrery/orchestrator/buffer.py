@@ -1,10 +1,10 @@
 """The rollout buffer: complete groups come in, and batches leave.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- `drop_zero_advantage_groups` puts groups of zero advantages into `spare`. They fill the batch
-  after `max_sampled_ratio` times the batch was sampled.
-- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. A group may be split.
-- The sweep before a batch guarantees the staleness bound.
+- With `drop_zero_advantage_groups`, groups of zero advantages go into `spare`. They are used once
+  `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
+- A batch has exactly `rollouts_per_batch` rollouts, oldest group first. It may split a group.
+- Stale rollouts are dropped before each batch, which guarantees the staleness bound.
 """
 
 import math
@@ -15,8 +15,8 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # limit of consecutive batches without a trainable group
-RAISE = {  # reason → setting to raise
+BARREN_BATCHES = 10  # after so many batches of untrainable rollouts the run ends
+RAISE = {  # reason → setting that the user should raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
@@ -27,13 +27,13 @@ class RolloutBuffer:
     def __init__(self, settings: Orchestrator):
         self.algorithm, self.rollouts_per_batch = settings.algorithm, settings.rollouts_per_batch
         self.drop_zero = settings.drop_zero_advantage_groups
-        # Rollouts to sample for a batch.
+        # The most rollouts to sample for a batch.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # The farthest that generation runs ahead.
+        # The most rollouts that generation may be ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()  # in order of completion
         self.spare: deque[list[Rollout]] = deque()  # groups of zero advantages
-        self.num_sampled = 0  # minus the budget of each taken batch
+        self.num_sampled = 0  # each taken batch subtracts its budget
         self.dropped: Counter[str] = Counter()  # rollouts by reason
         self._barren: Counter[str] = Counter()  # since the last trainable group
         self._details: dict[str, str] = {}  # reason → newest error sentence
@@ -49,9 +49,9 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many rollouts beyond the queue the next `num_batches` need.
+        """Return how many more rollouts than queued the next `num_batches` need.
 
-        May exceed the budget after stale rollouts were dropped.
+        It may exceed the budget after stale rollouts were dropped.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:
@@ -102,7 +102,7 @@ class RolloutBuffer:
     def count(self, reason: str, num_rollouts: int, detail: str | None = None) -> None:
         if num_rollouts:
             self.dropped[reason] += num_rollouts
-            if reason != ENGINE_GONE:  # lost engines are limited elsewhere
+            if reason != ENGINE_GONE:  # the pool limits losses of engines
                 self._barren[reason] += num_rollouts
         if detail:
             self._details[reason] = detail
@@ -120,7 +120,7 @@ class RolloutBuffer:
             advice += ", or lower orchestrator.admission.max_in_flight"
         last = f" Last {reason}: {self._details[reason]}." if reason in self._details else ""
         raise RunFailed(
-            f"orchestrator: the last {num_lost} rollouts gave nothing to train on ({reasons}); "
+            f"orchestrator: none of the last {num_lost} rollouts can be trained ({reasons}); "
             f"{advice}.{last}"
         )
 
@@ -130,7 +130,7 @@ def _size(groups: deque[list[Rollout]]) -> int:
 
 
 def _take(groups: deque[list[Rollout]], most: int) -> list[Rollout]:
-    """Remove up to `most` rollouts. The rest of a split group stays in front."""
+    """Remove up to `most` rollouts. The rest of a split group stays first in the queue."""
     taken: list[Rollout] = []
     while groups and len(taken) < most:
         group = groups.popleft()

@@ -2,12 +2,12 @@
 
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
-- The next task is the task furthest behind its share, so every stretch of groups has the mixture.
+- The next task is the task furthest behind its share, so the mixture holds at any time.
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
 - Order: evaluation, then started groups (their prompt is cached), then new groups.
 - A group's cache salt is the engines' version at its first member's start.
 - Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
-- Pure: the caller runs and cancels the requests.
+- This module only decides. The caller runs and cancels the requests.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """One dispatched rollout. `version` is its group's, and the cache salt."""
+    """One dispatched rollout. `version` is its group's, and serves as the cache salt."""
 
     group: GroupRequest
     member: int
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Unique in a run. The engine's request id appends the turn."""
+        """The rollout's name, unique in a run. The engine's request id appends the turn."""
         return f"{self.group.key}-{self.member}"
 
     @property
@@ -109,7 +109,7 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
-    to_restart: list[int] = field(default_factory=list)  # members
+    to_restart: list[int] = field(default_factory=list)  # group members
     # Request name → request and start time.
     in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
@@ -193,9 +193,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Return the requests served for longer than `timeout_s`. They stay in flight.
+        """Return the requests that were served for longer than `timeout_s`. They stay in flight.
 
-        Time with `is_served` false does not count, and no request expires then.
+        While `is_served` is false, time does not count, and no request expires.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -237,16 +237,16 @@ class Dispatch:
 @dataclass
 class _Expired:
     since_s: float
-    tokens: dict[int, int] = field(default_factory=dict)  # by engine, at the first poll
+    tokens: dict[int, int] = field(default_factory=dict)  # each engine's tokens at the first poll
     is_slow: bool = False
 
 
 class TimeoutClassifier:
     """Find out why rollouts took longer than `rollout_timeout_s`.
 
-    - `timeout`: every engine with requests made tokens since, so the rollout is slow.
+    - `timeout`: every engine with requests still makes tokens, so the rollout itself is slow.
     - `engine_still`: an engine with requests made no tokens for PROOF_S.
-    - `no_answer`: the rollout was in its task or judge.
+    - `no_answer`: the rollout's task or judge did not answer.
 
     Only `timeout` may become a reward of 0 (`orchestrator.on_timeout`).
     """
@@ -256,7 +256,7 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare metrics with the first poll. `loads` is {} if an engine did not answer."""
+        """Compare the engines' metrics with the first poll. `loads` is {} if one did not answer."""
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

@@ -1,7 +1,7 @@
 """The evaluate stage: the same held-out problems on the policy before and after RL.
 
-- Both policies are loaded from files in `weights/`, whatever the RL stage's wire, and attested.
-  Both use the same seeds.
+- Engines load and attest both policies from files in `weights/`, also if RL used another wire. Both
+  use the same seeds.
 - Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 """
 
@@ -63,7 +63,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
             if policy == "after":
                 check_last(ctx, version, folder, published.digest)
             report = await pool.update(published)
-            assert report is not None  # files stay
+            assert report is not None  # files are never gone
         ctx.metrics.write(
             version,
             event="update",
@@ -86,7 +86,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Other wires than `files` change tensors or precision. For them the launcher compares `folder`
+    Wires other than `files` change tensors or precision. Then only the launcher compares `folder`
     with the receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
@@ -100,7 +100,7 @@ def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> Non
         expected = {int(step): text for step, text in published.items()}[version]
     except (OSError, msgspec.MsgspecError, ValueError, KeyError) as error:
         raise RunFailed(
-            f"{file}: does not say what was published as version {version} ({error!r}); {remedy}"
+            f"{file}: has no digest of version {version} ({error!r}); {remedy}"
         ) from error
     if digest != expected:
         raise RunFailed(

@@ -1,8 +1,8 @@
 """Evaluation: held-out problems on one pinned policy version, beside training.
 
-- Due at the first version, at or after each multiple of `interval_steps`, and after the last batch.
-  An interrupted evaluation is due again.
-- Updates wait for an active evaluation.
+- An evaluation is due at the first version, at or after each multiple of `interval_steps`, and
+  after the last batch. An interrupted evaluation is due again.
+- Weight updates wait for an active evaluation.
 - The problems are always 0 … num_problems − 1 of every evaluation task.
 - A task's mean excludes failed rollouts. It is an error if all failed.
 """
@@ -96,8 +96,8 @@ class Evaluations:
             if (versions != active.version).any():
                 raise RunFailed(
                     f"evaluation at version {active.version}: rollout {request.name} holds "
-                    f"tokens of versions {versions.min()} to {versions.max()}; an update ran while "
-                    "the version was pinned, which is a defect: report it"
+                    f"tokens of versions {versions.min()} to {versions.max()}; no update may run "
+                    "during an evaluation, so this is a defect: report it"
                 )
             active.rollouts.append(outcome)
         elif outcome.is_zero:
@@ -151,7 +151,7 @@ def describe_counts(row: dict) -> str:
 
 
 def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: str) -> None:
-    """Write a result's rows, with the fields `about`, and log them as being of `subject`."""
+    """Write a result's rows with the further fields `about`, and log them under `subject`."""
     for row in result.rows:
         ctx.metrics.write(result.version, event="evaluation", **about, **row)
         times = row["start_s"], row["end_s"]

@@ -6,8 +6,8 @@
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
 When preempted, `train` waits for the trainer, writes our half of a checkpoint and sends all trainer
-ranks an empty batch with `wind_down`. They complete the checkpoint at the same step. After the last
-batch the trainer compares log-probs on the last evaluation's rollouts: a single version made them.
+ranks an empty batch marked `wind_down`. They complete the checkpoint at the same step. After the
+last batch the trainer compares log-probs on the last evaluation's rollouts, which one version made.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5  # the precision of rollout timeouts
 POLL_S = 0.03
-FIRST_VERSION_S = 600.0  # for the trainer's start, scaled
+FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4  # decoded rollouts per batch
 PREEMPTION_POLL_S = 1.0
-TAKE_S = 900.0  # the trainer may be starting or writing a checkpoint, scaled
+TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
 
 class PreemptionWatch:
@@ -86,7 +86,7 @@ class Loop:
         self.updates = Updates(ctx, scheduler, self.runner, pool, watch)
         self.activity = EngineActivity(ctx.metrics.add_span)
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
-        self._evaluation: EvaluationResult | None = None  # of the last version
+        self._evaluation: EvaluationResult | None = None  # evaluation of the last version
         self._reported: str | None = None
         self._has_warned = False
         self._preemption = PreemptionWatch(ctx)
@@ -120,7 +120,7 @@ class Loop:
             now_s = time.monotonic()
             expired = self.scheduler.expired(now_s, self.pool.is_serving)
             self.runner.end_expired(expired, self.timeouts, now_s)
-            # When preempted, rollouts in flight may still finish.
+            # Rollouts in flight may finish during a preemption.
             if not self._preemption.is_requested and self.pool.is_serving:
                 self.runner.start(self.scheduler.start(time.monotonic()))
             if not self._is_routed:
@@ -135,7 +135,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Do not train tokens of an engine that may compute wrongly.
+            # Wait: an engine that has not answered the canary may compute wrongly.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -157,13 +157,13 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # not at every change: each look reads files
+            await asyncio.sleep(POLL_S)  # not at every change, because each look reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
         while not scheduler.done:
             await asyncio.sleep(ENGINE_POLL_S)
-            if scheduler.updating:  # a paused engine's load is meaningless
+            if scheduler.updating:  # the load of a paused engine says nothing
                 continue
             admission = scheduler.dispatch.admission
             loads = await poll_engines(self.ctx, self.pool, admission, self._pace)
@@ -196,7 +196,7 @@ class Loop:
                 num_batches,
             )
         if version == num_batches:
-            self._evaluation = result  # only its rollouts are compared
+            self._evaluation = result  # the trainer compares its rollouts
         digest = self.scheduler.digests[version]
         record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 
@@ -209,7 +209,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write before sending, since a batch counted by a checkpoint is never taken again.
+        # Write before sending: a resumed run never sends a batch again that a checkpoint has.
         self.ctx.metrics.write(
             step,
             **row,
@@ -250,7 +250,7 @@ class Loop:
         await stop_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write our half of checkpoint `step`, the last batch sent, unless 0."""
+        """Write our half of checkpoint `step`, the last batch sent, unless it is 0."""
         if step:
             where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
             is_resumed = step == self._first_step

@@ -2,9 +2,9 @@
 
 - Sampled tokens are never decoded and encoded again.
 - Prompt and tool tokens are untrained and have NO_VERSION.
-- A rollout that reached a length limit is `truncated`, and judged anyway.
-- Failures of engine, task or judge, and empty generations, are `RolloutFailed(reason)`, never a
-  reward. A broken judge (`JudgeBroken`) ends the run.
+- A rollout that reaches a length limit is `truncated`, and is still judged.
+- A failure of engine, task or judge, or an empty generation, raises `RolloutFailed(reason)` and
+  gives no reward. A broken judge (`JudgeBroken`) ends the run.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class WorkerThread:
                     future.set_exception(error)
 
 
-PROBLEMS = WorkerThread("problems")  # making a hard puzzle takes seconds
+PROBLEMS = WorkerThread("problems")  # hard puzzles take seconds to make
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Raised through a task's code, but not its failures.
+# Exceptions that a task's code may pass on, but that are not its own failures.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -170,7 +170,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """The first token without routes: the last sampled token, not yet an input."""
+        """Position of the first token without routes: the last sampled token is no input yet."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -234,7 +234,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # no room for an answer to the reply, so drop it too
+            truncated = True  # drop the reply, as no answer to it fits
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -264,7 +264,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # JSON has no infinities, so a checkpoint could not hold them.
+    # A checkpoint is JSON, which has no infinities.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -285,7 +285,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
     if generation.finish_reason == "abort":
         raise RolloutFailed("aborted", f"{request} was aborted in the engine")
     if len(generation.token_ids) == 0:
-        raise RolloutFailed("empty", f"{request} came back without a token")
+        raise RolloutFailed("empty", f"{request} returned no token")
     if (generation.versions < 0).any():
         detail = f"{request} came back with tokens of no published version"
         raise RolloutFailed("unversioned", detail)

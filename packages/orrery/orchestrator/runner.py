@@ -26,7 +26,7 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.engine_api import request_s
 from orrery.wire.routed_experts import route_shape
 
-# Keep rollouts of a dead engine from failing in a tight loop.
+# Pause, so that rollouts of a dead engine do not fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -59,14 +59,14 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared(version)`: whether the trainer may compare log-probs on its evaluation.
+        `is_compared(version)`: whether the trainer may compare log-probs of this evaluation.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._generating: set[str] = set()  # names of requests in an engine
+        self._generating: set[str] = set()  # requests in an engine, by name
         self._leaving: set[asyncio.Task[None]] = set()  # cancelled, still in the engine
         self._error: BaseException | None = None
 
@@ -93,7 +93,7 @@ class RolloutRunner:
         for request in requests:
             task = asyncio.create_task(self._run(request), name=request.name)
             self._running[request.name] = task
-            task.add_done_callback(self._ended)  # also runs if cancelled before the start
+            task.add_done_callback(self._ended)  # runs even if cancelled before it starts
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)

@@ -1,9 +1,9 @@
-"""Make every decision of the loop. Pure: no engine, no clock, no asyncio.
+"""Make every decision of the loop, without engines, clocks or asyncio.
 
-- Rollouts in flight and queued fit the batches that may hold the engines' version, and end at most
-  one batch beyond `max_batches_ahead`. So a slow trainer pauses generation.
-- No rollout starts during an update (`updating`).
-- `start`, `expired` and `batching.row` take monotonic times. Other times are wall-clock.
+- Rollouts in flight and queued fill at most the batches that may contain the engines' version, and
+  at most one batch beyond `max_batches_ahead`. So generation pauses for a slow trainer.
+- No rollout starts during a weight update (`updating`).
+- `start`, `expired` and `batching.row` take monotonic times. Other times are wall-clock times.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # of the engines
+    version: int = NO_VERSION  # the engines' version
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -39,7 +39,7 @@ class Clock:
         return self.oldest_version(self.next_batch)
 
     def batches_open_to(self, version: int) -> int:
-        """Return how many later batches may hold tokens of `version`."""
+        """Return how many of the next batches may contain tokens of `version`."""
         last = min(version + 1 + self.max_off_policy_steps, self.num_batches)
         return max(0, last - self.next_batch + 1)
 
@@ -52,7 +52,7 @@ class Clock:
 class Tally:
     """Counts since the last batch was taken."""
 
-    # (position in manifest.tasks.train, reward, whether its group has signal), trained or not
+    # (position in manifest.tasks.train, reward, whether the group's rewards differ) of all rollouts
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
@@ -104,7 +104,7 @@ class Scheduler:
             evaluation.num_problems,
             evaluation.rollouts_per_problem,
             last_step=num_batches,
-            # Evaluate the last version again: snapshots lack its rollouts.
+            # Evaluate the last version again, because snapshots lack the evaluation's rollouts.
             last=min(snapshot.evaluated, num_batches - 1) if snapshot else NO_VERSION,
             num_groups=snapshot.num_evaluation_groups if snapshot else 0,
         )
@@ -204,7 +204,9 @@ class Scheduler:
     def updated(self, version: int) -> None:
         pinned = self.evaluations.pinned
         if pinned is not None:
-            raise AssertionError(f"version {version} went in while evaluation had {pinned} pinned")
+            raise AssertionError(
+                f"engines loaded version {version} during an evaluation of {pinned}"
+            )
         self.clock.version = version
 
     def ended(

@@ -1,10 +1,10 @@
 """Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest. A rename
-  publishes the folder.
+- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the other
+  state. The folder is written aside and then renamed.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- A preemption after batch n writes the current state, to `later.attempt_<k>/orchestrator/` in the
-  checkpoint if step n has files already. A resumed run prefers it.
+- A preemption after batch n writes the current state. If step n has files already, it goes to
+  `later.attempt_<k>/orchestrator/` in the checkpoint, which a resumed run prefers.
 """
 
 import shutil
@@ -28,7 +28,7 @@ FORMAT = 4
 
 
 class _QueuedRollout(msgspec.Struct):
-    group: int  # spare groups come after the queue's
+    group: int  # spare groups follow the queued groups
     member: int
     advantage: float
     reward: float
@@ -79,7 +79,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between these two leaves an older, valid state: later groups are repeated.
+    # A kill between the two calls leaves an older, valid state. Later groups are then repeated.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -181,7 +181,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Copy: on a network file system, another node's removal makes a mapped file unreadable.
+    # Do not map: on NFS, a mapped file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

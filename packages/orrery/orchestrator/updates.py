@@ -1,8 +1,8 @@
-"""Updates: load new weights into all engines while rollouts are in flight.
+"""Weight updates: load new weights into all engines while rollouts are in flight.
 
-- Order: stop new rollouts → cancel stale rollouts and wait until they left the engines → pause,
-  load, attest, resume (`EnginePool`) → record. Aborts during a pause confuse engines.
-- An update waits for an active evaluation, then takes the newest version.
+- Order: start no rollouts → cancel stale rollouts and wait until they have left the engines →
+  pause, load, attest, resume (`EnginePool`) → record. A paused engine cannot handle aborts.
+- An update waits for an active evaluation, then loads the newest version.
 """
 
 import time
@@ -24,7 +24,7 @@ class Updates:
         self.pool, self.watch = pool, watch
 
     async def take_newest(self) -> bool:
-        """Update to a newer version, unless an evaluation pins one. Return whether it did."""
+        """Update to the newest version, unless an evaluation is active. Return whether it did."""
         scheduler = self.scheduler
         if scheduler.evaluations.pinned is not None:
             return False
@@ -33,14 +33,14 @@ class Updates:
             return False
         version, digest = published.version, published.digest
         scheduler.updating = True
-        was_known = version in scheduler.digests  # from before a resume
+        was_known = version in scheduler.digests  # known from a checkpoint
         # The version's first tokens may arrive before the update returns.
         scheduler.digests[version] = digest
         start_s = time.time()
         await self.runner.cancel(scheduler.drain())
         drained_s = time.time()
         manifest = self.ctx.manifest
-        # With no engine left, an update waits until an engine returns.
+        # If no engine is left, the update waits until an engine returns.
         return_s = RETURN_S if manifest.inference.max_restarts else 0.0
         with self.ctx.health.waiting(
             f"engines to take version {version} (inference)",

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from orrery.wire.weight_wire import Published
 
 CONNECT_TIMEOUT_S = 10.0
-# A connect with one of these errors has sent no byte, so a retry is safe.
+# After one of these errors no byte was sent, so a retry is safe.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
-CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
+CONTROL_TIMEOUT_S = 120.0  # of control calls except loads and aborts, scaled
 LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # health, metrics, abort
+QUERY_TIMEOUT_S = 10.0  # of health, metrics and abort
 # vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
@@ -74,7 +74,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._token, self._model = token, model
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # key: whether connections are kept
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,7 +107,7 @@ class EngineClient:
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: the result includes a sampled stop token.
-        - `routes_from`: position of the first token with routed experts in the result.
+        - `routes_from`: position of the first token whose routed experts are returned.
         - `session`: conversation id. A router keeps its turns on one engine.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
@@ -138,10 +138,10 @@ class EngineClient:
                 "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session
             )
         except EngineGone as error:
-            # A healthy server closes a kept connection after a 500.
+            # Even a healthy server closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
-                    f"{self.name} hung up on {what} and is well otherwise"
+                    f"{self.name} closed the connection of {what}, but is healthy"
                 ) from error
             raise
         if status != 200:
@@ -270,11 +270,11 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks kept under these names for lost readers. Ignore unknown names."""
+        """Free KV blocks that are kept under these names for lost readers. Ignore unknown names."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail current and later requests that need KV blocks of this ended engine."""
+        """Fail current and later requests that read KV blocks of an engine that has ended."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -295,7 +295,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy, or None if well or slow."""
+        """Return why the server is unreachable or unhealthy, or None if it is healthy or slow."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -325,7 +325,7 @@ class EngineClient:
         return answer
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session. Control calls open new connections: a kept one may be closing."""
+        """Return the session. Control calls open new connections, as a kept one may be closing."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -348,8 +348,8 @@ class EngineClient:
     ) -> tuple[int, bytes, int]:
         """Return status, body and engine index of one HTTP exchange.
 
-        Raises EngineGone if there is no server, and `on_timeout` after `timeout_s`. If this host
-        could not open a connection until then, OutOfConnections replaces EngineGone.
+        Raises EngineGone if there is no server, and `on_timeout` after `timeout_s`. Raises
+        OutOfConnections instead if this host could not open a connection.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -382,12 +382,12 @@ class EngineClient:
                 if time.monotonic() + pause_s > end_s:
                     kind = OutOfConnections if issubclass(on_timeout, EngineGone) else on_timeout
                     raise kind(
-                        f"no room here to ask {self.name} for {what} within {timeout_s:g} s "
-                        f"({error}); see `ulimit -n`"
+                        f"this host could not open a connection to {self.name} for {what} within "
+                        f"{timeout_s:g} s ({error}); raise `ulimit -n`"
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # thousands may wait
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # thousands of calls may retry
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
@@ -403,5 +403,5 @@ class RouterClient(EngineClient):
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Send it no more requests. Running requests go on. Ignore an unknown url."""
+        """Remove an engine from the router. Its requests continue. Ignore an unknown url."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")

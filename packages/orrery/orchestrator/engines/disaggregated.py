@@ -1,12 +1,12 @@
 """Disaggregated prefill: one engine computes the prompt's KV cache, another reads it and samples.
 
-    prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ where its KV blocks are
-    prompt, where the blocks are ──▶ decode engine: reads them, recomputes the last token, samples
+    prompt ──▶ prefill engine: whole prompt, one discarded token ──▶ address of its KV blocks
+    prompt, address ──▶ decode engine: reads the blocks, recomputes the last token, samples
 
 - Every sampled token and its version are the decode engine's. The prompt's cache may be older,
   but not older than the cache salt.
-- A session (a rollout) stays with its engines. They cache earlier turns. A new session gets the
-  least loaded engines. A router would drop ids and credentials.
+- All turns of a session (a rollout) go to the same engines, which cache earlier turns. A new
+  session gets the least loaded engines. A router would drop request ids and credentials.
 - A cancelled request still finishes its handover. A cut connection could leave blocks until their
   lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
@@ -61,7 +61,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Without restarts the first loss ends the run."""
+    """Do nothing: without restarts the first loss of an engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -88,7 +88,7 @@ class DisaggregatedEngines:
             SessionAffinity(len(engines)),
         )
         self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted
-        self._unwanted: dict[EngineClient, list[str]] = {}  # caches of lost readers
+        self._unwanted: dict[EngineClient, list[str]] = {}  # caches whose readers are lost
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -110,7 +110,7 @@ class DisaggregatedEngines:
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
-                f"request {request_id!r}: no engine that prefills, or none that decodes, is there"
+                f"request {request_id!r}: no prefill engine or no decode engine is left"
             )
         producer = self.peer(self._prefill_of.choose(session, self._serving(self.producers)))
         consumer = self.peer(self._decode_of.choose(session, self._serving(self.consumers)))
@@ -155,8 +155,8 @@ class DisaggregatedEngines:
         if left_s <= 0:  # aiohttp takes 0 for no limit
             self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
             raise GenerationFailed(
-                f"request {request_id!r}: {producer.client.name} took all {timeout_s:g} s for the "
-                "prompt; none are left to decode"
+                f"request {request_id!r}: {producer.client.name} used all {timeout_s:g} s for the "
+                "prompt, so no time is left to decode"
             )
         options["routes_from"] = None if routes_from is None else len(token_ids) - 1
         decoding = asyncio.create_task(
@@ -189,8 +189,8 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Not earlier: a living Mooncake producer may write into its reader's blocks. A NIXL reader
-        sees the broken connection.
+        Do not call it earlier, because a live Mooncake producer may write into its reader's blocks.
+        A NIXL reader notices the broken connection itself.
         """
         if index not in self.producers:
             return
@@ -200,7 +200,7 @@ class DisaggregatedEngines:
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(OrreryError):  # lost engines do not read, others have leases
+            with suppress(OrreryError):  # a lost engine reads no more, and leases end
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
@@ -272,7 +272,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # A living reader may still read the blocks, and would get another request's data.
+            # A live reader may still read the blocks, and would then get another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)
@@ -282,7 +282,7 @@ class DisaggregatedEngines:
         names = self._unwanted.setdefault(client, [])
         names.append(name)
         if len(names) > 1:
-            return  # the scheduled task sends all names
+            return  # a task is scheduled already
 
         async def tell() -> None:
             with suppress(OrreryError):
@@ -299,7 +299,7 @@ class DisaggregatedEngines:
         request_id: str,
         salt: str,
     ) -> None:
-        """Free the blocks everywhere: have the decode engine read them for one token."""
+        """Free the blocks at both engines: let the decode engine read them for one token."""
         options = {
             "request_id": f"{request_id}-given-back",
             "max_tokens": 1,
@@ -316,7 +316,7 @@ class DisaggregatedEngines:
         self._run_in_background(give_back(), f"give back {request_id}")
 
     def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Abort a request in the decode engine until it ends: it may not have arrived yet."""
+        """Repeat the abort at the decode engine until the request ends, as it may arrive late."""
 
         async def abort() -> None:
             while not decoding.done():

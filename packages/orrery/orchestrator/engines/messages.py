@@ -22,7 +22,7 @@ import numpy as np
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.wire.route_bytes import Routes, split
 
-START_VERSION = -1  # weights before the first update, "default" in the engine
+START_VERSION = -1  # version before the first update, "default" in the engine
 UNKNOWN_ENGINE = -1
 
 
@@ -178,8 +178,8 @@ def parse_generation(
         if routes is None or routes.num_rows != expected:
             found = "none" if routes is None else f"those of {routes.num_rows}"
             raise GenerationFailed(
-                f"{engine} was asked for the routes of {expected} tokens by request "
-                f"{request_id!r}, and returned {found}"
+                f"{engine} must return routes of {expected} tokens for request "
+                f"{request_id!r}, but returned {found}"
             )
     details = generated.usage.prompt_tokens_details if generated.usage else None
     return Generation(
@@ -197,7 +197,7 @@ def parse_generation(
 def parse_prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> np.ndarray:
     """Return log p of each token after the first, f32 [n − 1].
 
-    Raises ValueError, KeyError or msgspec.MsgspecError if the answer lacks one.
+    Raises ValueError, KeyError or msgspec.MsgspecError if a log-prob is missing.
     """
     rows = msgspec.json.decode(answer, type=_PromptLogprobs).prompt_logprobs or []
     pairs = zip(rows[1:], token_ids[1:], strict=True)
@@ -226,7 +226,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # its numbers are labels
+        elif name == "vllm:cache_config_info":  # this series has numbers as labels
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)

@@ -1,6 +1,6 @@
 """All engines of a stage as one: generation through the router, updates of every engine.
 
-- Engines update concurrently. A slow or lost engine keeps no other paused.
+- Engines update concurrently. No engine stays paused for a slow or lost engine.
 - With disaggregated prefill, `disaggregated` replaces the router.
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. Its requests
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For an engine to end its update after another reported the transfer's end, scaled.
+# Longest time of an update after another engine reported the transfer's end, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -63,17 +63,17 @@ class EnginePool:
         """Raise OrreryError for several engines without a router.
 
         - `restarting`: this process's context, if the launcher restarts engines.
-        - `incarnations`: of the engines, 0 by default.
+        - `incarnations`: the engines' incarnations, 0 by default.
         - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
         - `leases`: of a direct wire.
         """
         if not engine_urls:
-            raise OrreryError("engine fleet: no engine; give at least one engine address")
+            raise OrreryError("engine pool: has no engine; give at least one engine address")
         if len(engine_urls) > 1 and router_url is None and not handovers:
             raise OrreryError(
-                f"engine fleet: {len(engine_urls)} engines need a router; "
+                f"engine pool: {len(engine_urls)} engines need a router; "
                 "set inference.router.kind to 'vllm_router'"
             )
         self._token, self._model, self._canary = token, model, canary
@@ -89,7 +89,7 @@ class EnginePool:
             self.registry.serves(index, incarnation)
         self.version = START_VERSION  # of the last attested update
         self.published: Published | None = None  # the version that engines must hold
-        self.is_version_gone = False  # `published` can no longer be transferred
+        self.is_version_gone = False  # the trainer has stepped past `published`
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
@@ -124,14 +124,14 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Whether an engine gets requests, or one of each kind if disaggregated."""
+        """Whether an engine gets requests. If disaggregated, one of each kind is needed."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
 
     @property
     def is_proving(self) -> bool:
-        """Whether a resumed engine has not answered the canary, or answered it wrongly."""
+        """Whether an engine runs that has not answered the canary, or answered it wrongly."""
         return bool(self._proving)
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class EnginePool:
         recovery = self.recovery
         if recovery is None:
             return await self._front().generate(token_ids, **options)
-        if not self.is_serving:  # outside the request's time limit, ended by `check`
+        if not self.is_serving:  # this wait ends by `check`, not by the request's timeout
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
@@ -187,10 +187,10 @@ class EnginePool:
         return await self._every(EngineClient.fingerprints)
 
     async def update(self, published: "Published") -> UpdateReport | None:
-        """Update every engine with requests in flight. Return the slowest engine's report.
+        """Update every engine while requests are in flight. Return the slowest engine's report.
 
-        Return None if `published` is gone: a newer version will come. Raises a RunFailed with the
-        engine and any bad tensor. A failed engine stays paused.
+        Return None if the trainer has stepped past `published`: a newer version will follow. Raises
+        a RunFailed that names the engine and any bad tensor. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -213,7 +213,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that fencing cannot cure, preferably of the engine at fault."""
+        """Raise an error that a restart cannot mend, preferably of the engine at fault."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -221,15 +221,15 @@ class EnginePool:
                 raise error
         refused = [error for error in errors if isinstance(error, UpdateFailed)]
         if refused and len(refused) == len(errors) == num_engines:
-            raise errors[0]  # the engines are well, so the version is bad
+            raise errors[0]  # all engines refuse it, so the version is bad
 
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines. Return the failures by engine. Note a version that is gone.
+        """Update these engines. Return the failures by engine. Set `is_version_gone`.
 
-        On a direct wire a lost engine interrupts the others. They retry under the same lease, or
-        stay paused until the next version if they are too late.
+        On a direct wire a lost engine interrupts the others. They retry under the same lease. If
+        the version is gone by then, they stay paused until the next version.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -281,7 +281,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # The living workers report a dead worker as another error.
+                # If a worker has died, the live workers report another error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -310,7 +310,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven while the body runs, and for good after WeightsDiffer."""
+        """Mark an engine as unproven in the `with` body, and forever after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield
@@ -326,7 +326,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # Fenced meanwhile. The router may have added it after removing it.
+                # It was fenced meanwhile, and the router may have added it again after the removal.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)

@@ -4,12 +4,12 @@
        any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
        healthy or updated, another version wanted ──▶ stale
 
-- `healthy`: holds the wanted version, attested, and serves.
+- A healthy engine has the wanted version, attested, and serves.
 - Each event names an incarnation. Events of older incarnations are ignored. Versions only rise.
-- A lost engine is fenced: it gets no more requests, and the launcher is asked to end it.
+- A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- An engine must serve again within RETURN_S. Its clock stops while other engines serve and it can
-  only wait for the next version.
+- An engine must serve again within RETURN_S. Time does not count while other engines serve and it
+  can only wait for the next version.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 TEND_S = 0.25
-RETURN_S = 600.0  # for an engine to restart and load, scaled
+RETURN_S = 600.0  # longest restart of an engine with loading, scaled
 
 
 class Phase(StrEnum):
@@ -45,12 +45,12 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """`incarnation` is −1 before the engine first listens. `version` is None if fenced."""
+    """One engine. `incarnation` is −1 before it first listens. `version` is None while fenced."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # reason of the fence
+    why: str = ""  # why it is fenced
 
 
 class EngineRegistry:
@@ -115,7 +115,7 @@ class EngineRecovery:
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._looks: set[asyncio.Task[None]] = set()
         self._away: dict[int, float] = {}  # engine → when it was lost
-        # Engine → start of its clock, and the wait in the health report.
+        # Engine → when its clock started, and its wait in the health report.
         self._clocks: dict[int, tuple[float, ExitStack]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -138,7 +138,7 @@ class EngineRecovery:
     async def look_for_losses(self) -> None:
         """Fence every engine that no longer answers.
 
-        Concurrent calls share a later look. The look survives a cancelled caller, since a
+        Concurrent calls share one later look. Cancelling a caller does not stop it, because a
         half-fenced engine would not be restarted.
         """
         look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
@@ -175,7 +175,7 @@ class EngineRecovery:
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
         )
-        await self.dismiss(url)  # last: the restart must not depend on the router
+        await self.dismiss(url)  # last, so that the router cannot delay the restart
 
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:
@@ -211,7 +211,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks, except of engines that can only wait for the next version."""
+        """Run the clocks of engines, except engines that can only wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].phase is Phase.STALE
@@ -243,7 +243,7 @@ class EngineRecovery:
                     )
 
     def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
-        """Report ended prefill engines. The launcher withdraws a killed process's address."""
+        """Report prefill engines that have ended: the launcher removed their addresses."""
         pool = self.pool
         if pool.disaggregated is None:
             return
@@ -264,7 +264,7 @@ class EngineRecovery:
             pool.disaggregated.returned(index, endpoint.info)
 
     async def _bring_back(self, index: int) -> None:
-        """Update a restarted engine to the wanted version, unless it is gone."""
+        """Update a restarted engine to the wanted version, unless that version is gone."""
         pool = self.pool
         async with pool.updating:
             incarnation, published = pool.registry[index].incarnation, pool.published

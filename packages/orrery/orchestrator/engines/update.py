@@ -1,10 +1,10 @@
 """Update one engine: pause, load, attest, resume, then check the canary.
 
-- Requests in flight wait. They continue with the new weights on their old KV cache.
+- Requests in flight wait, then continue with the new weights on their old KV cache.
 - Attestation compares every tensor's fingerprint with the published fingerprint.
-- The canary is a fixed prompt. Its log-probs must match the trainer's (`Published.canary`), to show
-  that the engine computes with the weights. Its tokens are random: log-probs of unlikely text
-  change with any change of the weights.
+- The canary is a fixed prompt. Its log-probs must match the trainer's (`Published.canary`), which
+  shows that the engine computes with these weights. Its tokens are random, because log-probs of
+  unlikely text change with any change of the weights.
 - An engine stays paused after a failure, so no token is sampled from unknown weights.
 """
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CANARY_S = 120.0  # scaled
+CANARY_S = 120.0  # longest answer to the canary, scaled
 
 
 @dataclass(frozen=True)
 class Canary:
     """The prompt, and the bound on the mean |difference| of log-probs after its first token.
 
-    A single token may be far off if a mixture chooses another expert.
+    The mean is bounded, because a single token differs much if a mixture chooses another expert.
     """
 
     token_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ async def update_engine(
 ) -> UpdateReport:
     """Update one engine to `published`, resume it, and check its `canary`, if any.
 
-    `proving` surrounds the resume and the canary. Raises EngineGone, UpdateFailed or WeightsDiffer.
+    The resume and the canary run inside `proving`. Raises EngineGone, UpdateFailed, WeightsDiffer.
     """
     begin = time.perf_counter()
     await engine.pause()
@@ -82,7 +82,7 @@ async def update_engine(
     if found is None or found.digest != published.digest:
         compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
         raise WeightsDiffer(
-            f"{engine.name}: what it holds has not the digest {published.digest} "
+            f"{engine.name}: its weights do not have the digest {published.digest} "
             f"of version {published.version}"
         )
     attested = time.perf_counter()
@@ -124,7 +124,7 @@ async def check_canary(
     if len(found) != len(known):
         raise UpdateFailed(
             f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, "
-            f"not {len(known)}"
+            f"instead of {len(known)}"
         )
     difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
     if not difference <= canary.bound:  # also true for NaN
@@ -134,7 +134,7 @@ async def check_canary(
             f"{engine.name}: with version {version} its log-probs of the canary are "
             f"{difference:.3g} from the trainer's on average, more than "
             f"trainer.mismatch.canary_logprob_difference = {canary.bound:g}; "
-            "it does not compute what is trained, the run stops"
+            "it computes another model than the trainer, so the run stops"
         )
     return difference
 
@@ -156,5 +156,5 @@ def compare(
             more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
             raise WeightsDiffer(
                 f"{engine}: tensor {name!r}{how} {verb} published version {version}{more}; "
-                "the run stops before another token is sampled"
+                "the run stops before it samples another token"
             )
