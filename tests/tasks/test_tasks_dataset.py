@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import pytest
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sha256_of_data as digest
-from orrery.manifest.schema import TaskUse
+from orrery.manifest.schema import Manifest, TaskUse
 from orrery.tasks import make
+from orrery.tasks.check import check
 from orrery.tasks.rows import open_rows
 from orrery.tasks.task import Message
 from orrery.tasks.verdicts import scorer_of
 
+ROOT = Path(__file__).parents[2]
 ROWS = [{"question": f"{a} + {b}?", "answer": str(a + b)} for a in range(8) for b in range(5)]
 
 
@@ -234,6 +237,62 @@ def test_a_changed_file_is_refused(path):
     path.write_text(path.read_text().replace("3", "4"))
     with pytest.raises(OrreryError, match=r"the manifest says .*; write the new one"):
         task(**given)
+
+
+# Files that ship, examples, and several files -----------------------------------------------------
+
+
+def test_the_committed_problems_are_those_that_the_script_writes(tmp_path):
+    script = ROOT / "examples/problems/generate.py"
+    subprocess.run([sys.executable, script, tmp_path / "rows.jsonl"], check=True)
+    written = (tmp_path / "rows.jsonl").read_bytes()
+    assert written == (ROOT / "examples/problems/arithmetic.jsonl").read_bytes()
+
+
+def few_shot(num_examples=2, **given):
+    inner = {"kind": "dataset", "args": given}
+    return {**inner, "num_examples": num_examples, "system": None}
+
+
+def test_few_shot_shows_training_rows_before_held_out_problems(path):
+    train, held = (
+        make(TaskUse(name="sums", kind="few_shot", args=few_shot(**args(path, split=split)),
+                     weight=1.0, seed=3, max_turns=1))
+        for split in ("train", "held_out")
+    )  # fmt: skip
+    shown = held.problem(0).messages[:4]
+    assert shown == train.problem(5).messages[:4]
+    assert [m.role for m in shown] == ["user", "assistant"] * 2
+    trained = set(prompts(task(**args(path)), 40))
+    assert {shown[0].content, shown[2].content} <= trained
+    assert held.problem(0).messages[4].content not in trained
+    with pytest.raises(OrreryError, match="have a prompt that is too long"):  # five messages
+        held.check_rows(lambda problem: len(problem.messages), 4)
+
+
+def checked(monkeypatch, *uses):
+    """Return the lines of a manifest's check with these tasks on both sides."""
+    content = json.loads((ROOT / "manifests/smollm2_problems_smoke.json").read_text())
+    content["stages"]["sft"] = None
+    for side, split, seed in (("train", "train", 1), ("evaluation", "held_out", 20000)):
+        content["tasks"][side] = [
+            {"name": f"sums_{i}", "kind": "dataset", "args": given | {"split": split},
+             "weight": weight, "seed": seed, "max_turns": 1}
+            for i, (given, weight) in enumerate(uses)
+        ]  # fmt: skip
+    monkeypatch.setattr("orrery.tasks.check._renderer", lambda model: None)
+    return check(Manifest.model_validate(content))
+
+
+def test_a_run_takes_several_files_with_weights_and_checks_every_row(tmp_path, monkeypatch):
+    one = write(tmp_path / "one.jsonl")
+    two = write(tmp_path / "two.csv", [{"q": f"{n}?", "a": str(n)} for n in range(50)])
+    given = args(two, prompt="{q}", answer="{a}")
+    lines = checked(monkeypatch, (args(one), 1.0), (given, 3.0))
+    assert len(lines) == 4 and all(" rows, prompts not counted" in line for line in lines)
+    write(one, [*ROWS, *({"question": f"{n}!", "answer": ""} for n in range(20))])
+    with pytest.raises(OrreryError, match=r"tasks.train\[0\]: .* have an empty answer"):
+        checked(monkeypatch, (args(one), 1.0), (given, 3.0))
 
 
 # Verdicts -----------------------------------------------------------------------------------------

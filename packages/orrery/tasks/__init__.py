@@ -6,7 +6,7 @@
 - The task's `Args` check the args. Every error is one sentence with the nearest name.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -125,10 +125,19 @@ class FewShot:
         for index in range(args.num_examples):
             before += examples.demonstration(index)
         self.before = tuple(before)
+        if hasattr(self.task, "check_rows"):
+            self.check_rows = self._check_rows
 
     def problem(self, index: int) -> Problem:
-        problem = self.task.problem(index)
+        return self._after_examples(self.task.problem(index))
+
+    def _after_examples(self, problem: Problem) -> Problem:
         return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
+
+    def _check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
+        """Check the inner task's rows, with the examples before every prompt."""
+        count = None if tokens is None else lambda problem: tokens(self._after_examples(problem))
+        return self.task.check_rows(count, most_tokens)
 
     def reply(
         self, problem: Problem, messages: Sequence[Message]

@@ -49,20 +49,19 @@ def check(manifest: Manifest) -> list[str]:
     for path, use in task_uses(manifest):
         roles = sft.trained_roles if sft is not None and path.startswith("stages.sft") else ()
         longest = _checked_use(path, use, renderer, roles)
-        line = f"{path}: {use.kind} {use.name!r}, prompts"
-        if renderer is None:
-            lines.append(f"{line} not counted: the tokenizer is not here")
-            continue
         context = manifest.inference.max_model_len_tokens
         turn = manifest.orchestrator.sampling.max_tokens_per_turn
-        if longest + turn > context:
+        if renderer is not None and longest + turn > context:
             raise OrreryError(
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
                 f"inference.max_model_len_tokens {context}; give it at least {longest + turn}"
             )
-        if (num_rows := _checked_rows(path, use, renderer, context - turn)) is not None:
-            line = f"{path}: {use.kind} {use.name!r}, {num_rows} rows, prompts"
-        lines.append(f"{line} up to {longest} tokens")
+        num_rows = _checked_rows(path, use, renderer, context - turn)
+        rows = "" if num_rows is None else f" {num_rows} rows,"
+        length = f"up to {longest} tokens"
+        if renderer is None:
+            length = "not counted: the tokenizer is not here"
+        lines.append(f"{path}: {use.kind} {use.name!r},{rows} prompts {length}")
     _check_sides(manifest)
     return lines
 
@@ -81,14 +80,20 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
         ) from error
 
 
-def _checked_rows(path: str, use: TaskUse, renderer: Renderer, most_tokens: int) -> int | None:
+def _checked_rows(
+    path: str, use: TaskUse, renderer: Renderer | None, most_tokens: int
+) -> int | None:
     """Let a task with a file check all its rows. Return their number, or None without a file."""
     check_rows = getattr(_task(use.model_dump_json()), "check_rows", None)
     if check_rows is None:
         return None
 
-    def tokens(problem: Problem) -> int:
-        return len(renderer.prompt(problem.messages, problem.tools))
+    tokens = None
+    if renderer is not None:
+        prompt = renderer.prompt
+
+        def tokens(problem: Problem) -> int:
+            return len(prompt(problem.messages, problem.tools))
 
     try:
         return check_rows(tokens, most_tokens)

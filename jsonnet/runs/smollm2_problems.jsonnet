@@ -1,0 +1,39 @@
+// A pretrained model of 135 M parameters learns from a file of problems, under three seeds: a short warm start on its answers, then RL.
+// Engine and trainer share one GPU, CUDA_VISIBLE_DEVICES=0,0, and compute in bfloat16. `smollm2_problems_smoke` is the same on two CPU cores.
+local model = import 'models/smollm2_135m.libsonnet';
+local task = import 'tasks/problem_file.libsonnet';
+local run =
+  (import 'lib/run.libsonnet') + model + task +
+  (import 'algorithms/finetune.libsonnet') +
+  (import 'memory/plain.libsonnet') + {
+    // Short runs: compiling and capturing graphs would take longer than they save.
+    trainer+: { compile: false, memory+: { lm_head_chunk_tokens: 'auto' } },
+    inference+: { enforce_eager: true },
+    stages+: { sft+: { optimizer+: { lr: 1e-4 }, examples_per_batch: 32, data+: { num_problems: 1793 } } },
+  };
+local gpu = run + (import 'hardware/h200_pair.libsonnet') + {
+  hardware+: { devices_per_node: 2 },
+  trainer+: { memory+: { max_tokens_per_micro_batch: 8192 }, checkpoint+: { interval_steps: 20 } },
+  inference+: { kv_cache_bytes: 4294967296 },
+  orchestrator+: {
+    rollouts_per_batch: 256,
+    admission: { kind: 'fixed', max_in_flight: 512 },
+    evaluation+: { interval_steps: 10, num_problems: 128, rollouts_per_problem: 1 },
+  },
+  stages+: { sft+: { num_steps: 40 }, rl+: { num_steps: 40 }, evaluate+: { num_problems: 447 } },
+};
+local smoke = run + (import 'hardware/cpu.libsonnet') + {
+  trainer+: { memory+: { max_tokens_per_micro_batch: 1024, lm_head_chunk_tokens: 256 }, checkpoint+: { interval_steps: 2 } },
+  orchestrator+: {
+    algorithm+: { group_size: 4 },
+    rollouts_per_batch: 16,
+    admission: { kind: 'fixed', max_in_flight: 16 },
+    rollout_timeout_s: 600,
+    evaluation+: { interval_steps: 2, num_problems: 8, rollouts_per_problem: 1 },
+  },
+  stages+: { sft+: { num_steps: 2, examples_per_batch: 8 }, rl+: { num_steps: 2 }, evaluate+: { num_problems: 8 } },
+};
+(import 'lib/named.libsonnet')(
+  { ['smollm2_problems_seed_%d' % seed]: gpu { seed: seed } for seed in std.range(1, 3) } +
+  { smollm2_problems_smoke: smoke { seed: 1 } }
+)
