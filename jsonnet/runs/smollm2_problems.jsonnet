@@ -9,7 +9,7 @@ local run =
     // Short runs: compiling and capturing graphs would take longer than they save.
     trainer+: { compile: false, memory+: { lm_head_chunk_tokens: 'auto' } },
     inference+: { enforce_eager: true },
-    stages+: { sft+: { optimizer+: { lr: 1e-4 }, examples_per_batch: 32, data+: { num_problems: 1793 } } },
+    stages+: { sft+: { optimizer+: { lr: 1e-4 }, data+: { num_problems: 1793 } } },
   };
 local gpu = run + (import 'hardware/h200_pair.libsonnet') + {
   hardware+: { devices_per_node: 2 },
@@ -20,7 +20,7 @@ local gpu = run + (import 'hardware/h200_pair.libsonnet') + {
     admission: { kind: 'fixed', max_in_flight: 512 },
     evaluation+: { interval_steps: 10, num_problems: 128, rollouts_per_problem: 1 },
   },
-  stages+: { sft+: { num_steps: 40 }, rl+: { num_steps: 40 }, evaluate+: { num_problems: 447 } },
+  stages+: { sft+: { num_steps: 120, examples_per_batch: 64, schedule: { kind: 'constant', warmup_steps: 10 } }, rl+: { num_steps: 40 }, evaluate+: { num_problems: 447 } },
 };
 local smoke = run + (import 'hardware/cpu.libsonnet') + {
   trainer+: { memory+: { max_tokens_per_micro_batch: 1024, lm_head_chunk_tokens: 256 }, checkpoint+: { interval_steps: 2 } },
