@@ -338,6 +338,31 @@ def test_a_choice_is_the_letter_that_the_reply_settles_on(text, letter):
     assert given == ([letter] if letter else [])
 
 
+TABLE = re.findall(
+    r"^\| ([a-z_]+(?:, .+?)?) \| `(.+)` \| `(.+)` \| ([01]) \|$",
+    (ROOT / "docs/datasets.md").read_text(),
+    re.MULTILINE,
+)
+OF_TABLE = {
+    "math": {"boxed": False},
+    "math, boxed": {"kind": "math", "boxed": True},
+    "exact": {"ignore_case": True, "pattern": None},
+    "exact, last number": {"kind": "exact", "ignore_case": True, "pattern": "(-?[0-9]+)"},
+    "pattern, ####": {"kind": "pattern", "pattern": "#### {answer}$"},
+    "choice": {"num_choices": 4},
+    "json_schema": {},
+}
+
+
+def test_the_pages_table_has_twenty_answers():
+    assert len(TABLE) == 20
+
+
+@pytest.mark.parametrize(("verdict", "answer", "reply", "worth"), TABLE)
+def test_the_pages_table_tells_the_verdicts(verdict, answer, reply, worth):
+    assert score(reply, answer, **{"kind": verdict} | OF_TABLE[verdict]) == float(worth)
+
+
 def test_json_fits_the_answers_schema():
     schema = json.dumps({"type": "object", "required": ["x"]})
     assert score('Here:\n```json\n{"x": 1}\n```', schema, kind="json_schema") == 1.0
