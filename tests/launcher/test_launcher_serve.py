@@ -3,6 +3,7 @@
 """
 
 import json
+import shlex
 import socket
 from types import SimpleNamespace
 
@@ -106,5 +107,30 @@ def test_the_curl_command_asks_for_a_chat_if_the_model_has_a_template(tmp_path, 
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * template}))
     lines = serve._how_to_ask("http://127.0.0.1:1", folder, "secret")
     assert ("/v1/chat/completions" in lines) == template
-    body = json.loads(lines.rpartition("-d '")[2].removesuffix("'"))
+    body = json.loads(shlex.split(lines)[-1])
     assert body["model"] == "model" and ("messages" in body) == template
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        (
+            '[{"role": "system", "content": "s"}, {"role": "user", "content": "it\'s"}, ANSWER]',
+            "it's",
+        ),
+        ('[{"role": "user", "content": "LONG"}, ANSWER]', "hello"),
+        ("[ANSWER]", "hello"),
+        ("broken", "hello"),
+    ],
+)
+def test_the_curl_command_asks_a_held_out_problem_of_the_run(tmp_path, row, asked):
+    folder = make_folder(tmp_path / "run" / "weights" / "rl")
+    (folder / "chat_template.jinja").touch()
+    rollouts = tmp_path / "run" / "rollouts"
+    rollouts.mkdir()
+    answer = '{"role": "assistant", "content": "a"}'
+    row = row.replace("ANSWER", answer).replace("LONG", "x" * 9999)
+    (rollouts / "evaluate.jsonl").write_text(f'{{"messages": {row}}}\n')
+    body = json.loads(shlex.split(serve._how_to_ask("http://h:1", folder, "t"))[-1])
+    assert body["messages"][-1] == {"role": "user", "content": asked}
+    assert len(body["messages"]) == (2 if asked == "it's" else 1)

@@ -9,12 +9,14 @@
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from orrery.launcher.preemption import catch_signals
@@ -32,6 +34,7 @@ from orrery.runtime.run_directory import (
     MANIFEST,
     WEIGHTS,
     endpoints_dir,
+    evaluated_path,
     logs_dir,
     weights_path,
     whole_checkpoints,
@@ -43,6 +46,7 @@ MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
 STOP_S = 10.0  # from SIGTERM to SIGKILL
+MAX_EXAMPLE = 2000  # characters of a command to copy
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
@@ -206,19 +210,36 @@ def _end(process: Process, interrupts: Interrupts) -> None:
 
 def _how_to_ask(url: str, folder: Path, token: str) -> str:
     """Return the lines that a user reads: the address, the token and a command that asks."""
-    path, body = "completions", {"model": folder.name, "prompt": "hello", "max_tokens": 32}
+    messages = _example(folder)
+    path = "completions"
+    question: dict[str, object] = {"prompt": messages[-1]["content"]}
     if _has_chat_template(folder):
-        path, messages = "chat/completions", [{"role": "user", "content": "hello"}]
-        body = {"model": folder.name, "messages": messages, "max_tokens": 32}
+        path, question = "chat/completions", {"messages": messages}
+    body = {"model": folder.name, **question, "max_tokens": 32}
     return "\n".join(
         [
             f"serving {folder} at {url}/v1 (Ctrl-C stops)",
             f"token: {token}",
             f"curl {url}/v1/{path} -H 'Content-Type: application/json' \\",
             f'  -H "Authorization: Bearer {token}" \\',
-            f"  -d '{json.dumps(body)}'",
+            f"  -d {shlex.quote(json.dumps(body))}",
         ]
     )
+
+
+def _example(folder: Path) -> list[dict[str, str]]:
+    """Return the messages of the run's first held-out problem, or a greeting."""
+    messages = []
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError),
+        open(evaluated_path(folder.parents[1])) as rows,
+    ):
+        for message in json.loads(rows.readline())["messages"]:
+            if message["role"] not in ("system", "user"):
+                break
+            messages.append({"role": message["role"], "content": message["content"]})
+    is_usable = messages and len(json.dumps(messages)) <= MAX_EXAMPLE
+    return messages if is_usable else [{"role": "user", "content": "hello"}]
 
 
 def _has_chat_template(folder: Path) -> bool:
