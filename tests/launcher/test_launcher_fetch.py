@@ -325,9 +325,12 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_p
     (tmp_path / "plain" / "data" / "train").mkdir(parents=True)
     (tmp_path / "plain" / "data" / "train" / "0000.csv").write_text("prompt,answer\n1 + 1,2\n")
     place.hub.add("tiny-labs/plain", tmp_path / "plain", "datasets")
+    stale = place.root / "datasets" / ".plain.4194305.tmp"  # beyond the largest process id
+    stale.mkdir(parents=True)
     code, out, err = place.orrery("fetch", "dataset", "tiny-labs/plain")
     assert code == 0, err
     assert "split train: 1 rows with the columns prompt, answer" in out
+    assert not stale.exists()
     assert "held_out: { kind: 'fraction', fraction: 0.05 }," in out
 
 

@@ -262,6 +262,9 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
 def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target`. Publish it with its digests, or remove it."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    for stale in target.parent.glob(f".{target.name}.*.tmp"):
+        if not Path("/proc", stale.name.split(".")[-2]).exists():  # of a killed process
+            shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
