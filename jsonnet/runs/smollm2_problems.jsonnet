@@ -1,5 +1,5 @@
 // A pretrained model of 135 M parameters learns from a file of problems, under three seeds: a short warm start on its answers, then RL.
-// Engine and trainer share one GPU, CUDA_VISIBLE_DEVICES=0,0, and compute in bfloat16. `smollm2_problems_smoke` is the same on two CPU cores.
+// Engine and trainer share one GPU and compute in bfloat16. `smollm2_problems_smoke` is the same on two CPU cores.
 local model = import 'models/smollm2_135m.libsonnet';
 local task = import 'tasks/problem_file.libsonnet';
 local run =
@@ -11,8 +11,7 @@ local run =
     inference+: { enforce_eager: true },
     stages+: { sft+: { optimizer+: { lr: 1e-4 }, data+: { num_problems: 1793 } } },
   };
-local gpu = run + (import 'hardware/h200_pair.libsonnet') + {
-  hardware+: { devices_per_node: 2 },
+local gpu = run + (import 'hardware/one_h100.libsonnet') + {
   trainer+: { memory+: { max_tokens_per_micro_batch: 8192 }, checkpoint+: { interval_steps: 20 } },
   inference+: { kv_cache_bytes: 4294967296 },
   orchestrator+: {
