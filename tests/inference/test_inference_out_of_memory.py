@@ -70,6 +70,9 @@ def test_a_cache_larger_than_the_memory_names_the_size_that_fits(run_dir):
         f"inference.kv_cache_bytes {64 * GIB} does not fit: 20.5 GiB of host memory were free"
     )
     assert 18 * GIB < changed.kv_cache_bytes <= 20.5 * GIB * 0.9
+    said, shared = explained(run_dir, CPU_CACHE, num_replicas=2)
+    assert "shared by 2 engines" in said
+    assert 2 * shared.kv_cache_bytes <= 20.5 * GIB * 0.9 < 2 * shared.kv_cache_bytes + (4 << 20)
     for cause in (NO_CACHE, "torch.OutOfMemoryError: CUDA out of memory.", CPU_ALLOCATOR):
         said, changed = explained(run_dir, cause)
         assert said and changed.kv_cache_bytes == 32 * GIB, cause

@@ -37,7 +37,11 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        return _lower_cache(manifest, int(free * (1 - CPU_RESERVE)), head)
+        # Engines of a host start together, so none has its cache yet.
+        engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
+        if engines > 1:
+            head += f", to be shared by {engines} engines"
+        return _lower_cache(manifest, int(free * (1 - CPU_RESERVE)) // engines, head)
     if found := TOO_LONG.search(cause):
         least = -(-int((float(found[1]) + 0.01) * GIB) // ROUND) * ROUND  # vLLM rounds its number
         return (
