@@ -6,6 +6,7 @@
   again: the trainer's allocator is capped at what the engine leaves of that card.
 - Peaks are the driver's, twice a second: of the whole device, and of each role's processes.
 - GB are 10^9 bytes, so a card of "24 GB" is taken as smaller than it is.
+- RUN is a checked-in manifest's name or a manifest's file. The hardware is that of `--spare`.
 - A run without its weights or data here gets random weights, and the tokenizer and tasks of
   `--spare`. Its answers are then of full length, so it needs as much as the longest batch.
 - `memory_<device>.json`: the share of the runs that fit 80 GB, and a row per run with the smallest
@@ -89,15 +90,19 @@ class Peaks:
                 self.bytes[name] = max(self.bytes[name], value)
 
 
+def manifest_of(name: str) -> dict[str, Any]:
+    path = Path(name) if name.endswith(".json") else ROOT / "manifests" / f"{name}.json"
+    return json.loads(path.read_text())
+
+
 def shortened(name: str, steps: int, spare: str) -> tuple[dict[str, Any], list[str]]:
     """Return the run's manifest with a few steps, and what it lacked here."""
-    run = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
-    lacks = []
-    other = json.loads((ROOT / "manifests" / f"{spare}.json").read_text())
+    run, other, lacks = manifest_of(name), manifest_of(spare), list[str]()
+    run["hardware"] = other["hardware"]
     init = run["model"]["init"]
     if init["kind"] == "pretrained" and not (ROOT / init["path"]).exists():
         lacks.append("weights")
-        run["model"]["init"] = {"kind": "random", "seed": run["seed"]}
+        run["model"]["init"] = {"kind": "random", "seed": run["seed"], "std": 0.02}
         run["model"]["tokenizer"] = other["model"]["tokenizer"]
     paths = [
         source["path"]
@@ -108,10 +113,11 @@ def shortened(name: str, steps: int, spare: str) -> tuple[dict[str, Any], list[s
     if not all((ROOT / path).exists() for path in paths):
         lacks.append("data")
         run["tasks"] = other["tasks"]
-    run["name"] = f"memory_{name}"
+    run["name"] = f"memory_{run['name']}"
     run["stages"]["sft"] = None
     run["stages"]["rl"]["num_steps"] = steps
     run["stages"]["evaluate"]["num_problems"] = 8
+    run["orchestrator"]["drop_zero_advantage_groups"] = False  # random weights earn no reward
     run["orchestrator"]["evaluation"].update(interval_steps=steps, num_problems=8)
     run["trainer"]["checkpoint"]["interval_steps"] = steps
     return Manifest.model_validate(run).model_dump(mode="json"), lacks
@@ -176,7 +182,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             break
     fitting = [int(card) for card, row in cards.items() if row["fits"]]
     return {
-        "variant": name,
+        "variant": manifest["name"].removeprefix("memory_"),
         "value": min(fitting) if fitting else None,
         "unit": "GB",
         "better": "lower",
