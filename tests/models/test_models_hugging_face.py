@@ -258,8 +258,8 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
         assert f"model.{ours} " in str(caught.value)
     with pytest.raises(
         OrreryError,
-        match=r"model\.head_dim 8: the heads that model\.hf_config makes are of 16\. "
-        r"Write the same",
+        match=r"model\.head_dim 8: model\.hf_config has head sizes 16\. "
+        r"Set model\.head_dim to that size",
     ):
         make_network(
             {**content, "model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16}
@@ -271,13 +271,15 @@ def test_what_the_manifest_and_the_config_say_differently_is_refused(make_networ
 
 REFUSED = {
     "falcon": r"model\.hf_config: transformers refuses it \(property 'head_dim'",
-    "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of it",
-    "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of it",
+    "t5": r"model\.hf_config\.model_type 't5': transformers has no causal language model of "
+    r"this type",
+    "vit": r"model\.hf_config\.model_type 'vit': transformers has no causal language model of "
+    r"this type",
     "gemma3": r"model\.hf_config\.model_type 'gemma3': a model of several parts\. "
     r".* of its text model, of type 'gemma3_text'",
-    "xlnet": r"'xlnet': its tokens look ahead\. Choose a causal language model",
-    "electra": r"a 'electra' like this is no decoder, and its tokens look ahead\. "
-    "Set is_decoder to true",
+    "xlnet": r"'xlnet': its tokens attend to later tokens\. Choose a causal language model",
+    "electra": r"with is_decoder false, tokens of 'electra' attend to later tokens\. "
+    r"Set model\.hf_config\.is_decoder to true",
 }
 
 
@@ -349,7 +351,8 @@ def test_more_positions_than_a_network_without_rotation_has_are_refused(name, ma
     field = "n_positions" if name.startswith("gpt2") else "max_position_embeddings"
     with pytest.raises(
         OrreryError,
-        match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*\. Write 64, or less",
+        match=rf"model\.max_positions 65: model\.hf_config\.{field} is 64, .*\. "
+        r"Set model\.max_positions to 64 or less",
     ):
         make_network(ARCHITECTURES[name], max_positions=65)
 

@@ -219,7 +219,7 @@ def test_an_odd_row_is_one_sentence_that_names_its_file_or_figure(run_dir):
     )
     with pytest.raises(
         OrreryError,
-        match="metrics/, for the figure 'Parts of a step': a row is not as roles write it",
+        match="metrics/, for the figure 'Parts of a step': a row is malformed",
     ):
         render(RunData.load(run_dir), 1.0)
 

@@ -261,7 +261,7 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, ANSWER | {"reasoning_content": "hm"}],
             {},
-            r"message 1 \(assistant\) has 'reasoning_content', which is not read; leave",
+            r"message 1 \(assistant\) has the field 'reasoning_content', which is not read; remove",
         ),
         (
             [USER, {"role": "assistant", "value": "ba"}],
@@ -297,17 +297,17 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, ANSWER],
             {"functions": [FUNCTION]},
-            "'functions' changes the chat and is not read; say it in messages and tools",
+            "'functions' would change the chat, but is not read; use messages and tools",
         ),
         (
             [USER, ANSWER],
             {"chat_template_kwargs": {"thinking": True}},
-            "'chat_template_kwargs' changes the chat",
+            "'chat_template_kwargs' would change the chat",
         ),
         (
             [USER, ANSWER],
             {"tools": [FUNCTION | {"strict": True}]},
-            "tool 0 has 'strict', which is not read; leave it out",
+            "tool 0 has the field 'strict', which is not read; remove it",
         ),
         (
             [USER, ANSWER],
@@ -414,8 +414,8 @@ def test_a_dataset_that_is_not_what_the_manifest_says_is_one_sentence(tokenizer,
         ),
         (
             {"role": "user", "thinking": "ab"},
-            r"row 1: message 0 \(user\) has 'thinking', which is not read; leave it out, or "
-            r"say it in",
+            r"row 1: message 0 \(user\) has the field 'thinking', which is not read; "
+            r"remove it, or use one of",
         ),
         ({"role": "user", "content": None}, r"row 1: message 0 \(user\) has no content; add it"),
     ],
@@ -765,7 +765,7 @@ def test_an_example_that_is_trained_too_is_named(tmp_path, tokenizer):
     spec = sft_spec(data=shared, validation=validated())
     examples = load_examples(spec, tokenizer)
     expected = (
-        r"stages\.sft\.validation\.data: .*validation: row 5 stands in the training data too, "
+        r"stages\.sft\.validation\.data: .*validation: row 5 is in the training data too, "
         r"as .*train\.jsonl:49; leave it out"
     )
     with pytest.raises(OrreryError, match=expected):

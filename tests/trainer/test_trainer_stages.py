@@ -790,7 +790,7 @@ def test_chats_from_a_file_are_examples_and_mistakes_name_their_line(tmp_path):
         )
     with pytest.raises(OrreryError, match=r"stages.sft.data.sha256: .*good.jsonl has"):
         load_examples(chat_spec(tmp_path / "good.jsonl", chat, "0" * 64), tokenizer)
-    with pytest.raises(OrreryError, match="there is not one chat"):
+    with pytest.raises(OrreryError, match="has no chats"):
         load_examples(chat_spec(tmp_path / "empty.jsonl", "\n"), tokenizer)
 
 

@@ -25,7 +25,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class RowOrder(NamedTuple):
-    """Slot t·K + k is the k-th choice of token t. A row is a position in expert order."""
+    """Slot t·K + k is the k-th choice of token t. A row is a position in the order of experts."""
 
     row_M: Tensor  # i64: the slot at each row
     place_TK: Tensor  # i64: the row of each slot, the inverse of row_M
@@ -198,7 +198,7 @@ def _triton(rows: Tensor) -> Any:
 
 @torch.library.custom_op("orrery::spread_rows", mutates_args=())
 def _spread_rows(x_TD: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
-    """Return [M, D]: row place_TK[t, k] is x[t]. A row of several slots gets any of them."""
+    """Return [M, D] with x[t] in row place_TK[t, k]. If slots share a row, any of them is used."""
     if kernels := _triton(x_TD):
         return kernels.spread_rows(x_TD, place_TK, num_rows)
     out_MD = x_TD.new_empty(num_rows, x_TD.shape[1])

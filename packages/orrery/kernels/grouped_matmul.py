@@ -202,7 +202,7 @@ def _(
 
 @torch.library.custom_op("orrery::narrow_grouped_matmul", mutates_args=())
 def _narrow(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the second output of `_adapted` [M, R], for a's gradient if x needs none."""
+    """Return x a[e]ᵀ [M, R], the second output of `_adapted`, if only a's gradient is needed."""
     x_MK = x_MK.contiguous()
     if low_rank := _low_rank(x_MK, a_ERK.shape[1]):
         return low_rank.narrow_product(x_MK, a_ERK, ends_E)
@@ -218,7 +218,7 @@ def _(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
 def _adapter_gradient(
     wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_first: bool
 ) -> Tensor:
-    """Return [E, W, R], or [E, R, W] if `narrow_first`, with zeros for an empty group."""
+    """Return a's or b's gradient: [E, W, R], or [E, R, W] if `narrow_first`. Empty groups: 0."""
     wide_MW, narrow_MR = wide_MW.contiguous(), narrow_MR.contiguous()
     if low_rank := _low_rank(wide_MW, narrow_MR.shape[1]):
         return low_rank.thin_gradient(wide_MW, narrow_MR, ends_E, narrow_first)

@@ -178,7 +178,7 @@ def lock_of(manifest: Manifest) -> str:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the resuming command. `make demo` sets `ORRERY_RESUME`."""
+    """Return the command that resumes the run: ORRERY_RESUME if set, as in `make demo`."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)

@@ -64,8 +64,8 @@ class HuggingFaceLm(CausalLm):
             del state[f"{head_name}.weight"]
         if odd := sorted(state.keys() - ours.keys()):
             raise OrreryError(
-                f"model.hf_config: {odd[0]} of this architecture is neither in its body nor in "
-                "its head. It is not built"
+                f"model.hf_config: {odd[0]} is neither in the body nor in the head of this "
+                "architecture, which is not supported. Choose another model"
             )
         in_files = _names_in_files(network, state)
         self.names = {ours[name]: in_file for name, in_file in in_files.items()}
@@ -279,9 +279,9 @@ def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | t
         patterns = [pattern for pattern in matched if pattern]
     if not patterns or len(patterns) < num_parts:
         raise OrreryError(
-            f"model.hf_config.model_type {network.config.model_type!r}: its files hold in parts "
-            f"what its network has in {name}, and not expert by expert in even parts, which is "
-            "not supported. Choose a model whose files are its network tensor by tensor"
+            f"model.hf_config.model_type {network.config.model_type!r}: its files split {name} in "
+            f"another way than expert by expert in even parts, which is not supported. "
+            "Choose a model whose files have the same tensors as its network"
         )
     return patterns[0] if num_parts == 1 else tuple(patterns)
 

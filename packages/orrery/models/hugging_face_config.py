@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 
-# Listed as causal by transformers, without `is_decoder`, although tokens look ahead.
+# transformers lists these as causal, without `is_decoder`, but tokens attend to later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet")
 # Fields of the manifest's model, and their names in configs. A config type has one name.
 FIELDS = {
@@ -51,28 +51,28 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 
 
 def check_network(model: Model, network: PreTrainedModel) -> None:
-    """Raise OrreryError if tokens look ahead, or head sizes differ from the manifest's.
+    """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    Model type and `is_decoder` decide, because a network on "meta" has no values to test.
+    The model type and `is_decoder` tell the first, because a network on "meta" cannot be run.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:
         raise OrreryError(
-            f"model.hf_config.model_type {kind!r}: its tokens look ahead. "
+            f"model.hf_config.model_type {kind!r}: its tokens attend to later tokens. "
             "Choose a causal language model"
         )
     if any(getattr(one, "is_decoder", None) is False for one in network.modules()):
         raise OrreryError(
-            f"model.hf_config: a {kind!r} like this is no decoder, and its tokens look ahead. "
-            "Set is_decoder to true in it"
+            f"model.hf_config: with is_decoder false, tokens of {kind!r} attend to later tokens. "
+            "Set model.hf_config.is_decoder to true"
         )
     sizes = {getattr(one, "head_dim", None) for one in network.modules()}
     found = sorted(size for size in sizes if isinstance(size, int))
     if found and model.head_dim not in found:
         values = " and ".join(map(str, found))
         raise OrreryError(
-            f"model.head_dim {model.head_dim}: the heads that model.hf_config makes are of "
-            f"{values}. Write the same"
+            f"model.head_dim {model.head_dim}: model.hf_config has head sizes "
+            f"{values}. Set model.head_dim to that size"
         )
 
 
@@ -81,7 +81,7 @@ def check_type(config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OrreryError(
             f"model.hf_config.model_type {kind!r}: transformers has no causal language model of "
-            "it. Choose one that it has"
+            "this type. Choose another type"
         )
     if (text := config.get_text_config()) is not config:
         raise OrreryError(
@@ -132,7 +132,7 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
     if model.max_positions > most > 0:  # xlnet says -1
         raise OrreryError(
             f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
-            f"and this network is for no more. Write {most}, or less"
+            f"the most positions of this network. Set model.max_positions to {most} or less"
         )
     for rope in rotations(config):
         kind = rope.get("rope_type", "default")
@@ -147,5 +147,5 @@ def _check_positions(model: Model, config: PreTrainedConfig) -> None:
             raise OrreryError(
                 f"model.max_positions {model.max_positions}: model.hf_config.{field} is {most}, "
                 f"beyond which rope_type {kind!r} rotates a whole pack by its longest document. "
-                f"Write {most}, or less"
+                f"Set model.max_positions to {most} or less"
             )

@@ -28,14 +28,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # a stall ends a stage within a minute in all
+STILL_S = 40.0  # short enough that a stall ends the stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """`blamed`: the end of the chain of waits, or all members of a cycle."""
+    """A stall. `blamed`: the last process of a chain of waits, or all members of a cycle."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -117,7 +117,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return for how long the event loop has not turned, or None within its limit."""
+    """Return for how many seconds the event loop has not beaten, or None within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None

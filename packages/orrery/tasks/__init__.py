@@ -98,11 +98,12 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """Another task with solved examples before every problem, for small pretrained models.
+    """A task that puts solved examples before every problem of another task.
 
-    - A chat begins with the message `system`, if any. Then come `num_examples` demonstrations.
+    - A chat begins with the message `system`, if any, then `num_examples` demonstrations. They help
+      small pretrained models.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      The examples are of the training side if the task has a `split`.
+      If the other task has a `split`, the examples come from its training side.
     """
 
     class Args(Record):

@@ -1,7 +1,7 @@
-"""Choose manifest changes that free device memory.
+"""Choose changes of the manifest that free device memory.
 
-An option frees the difference of two plans' peaks. One option on the same devices is best, then
-several, then all state in host memory (tier 1), then more devices (tier 2). Options must fit a
+An option frees the difference between two plans' peaks. Prefer one option on the same devices, then
+several, then all state in host memory (tier 1), then more devices (tier 2). Options must fit into a
 node's host memory.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
 from orrery.trainer.memory_plan import MemoryPlan, ParameterCounts, Workload, is_sparse, plan_memory
 
-CHUNKS = (4096, 1024, 256)  # rows of logits
+CHUNKS = (4096, 1024, 256)  # values of `chunk_tokens` to try
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention", "projections", "experts"),
     ("attention", "projections"),
@@ -25,7 +25,7 @@ WORTH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A field's change, with the trainer and workload that follow."""
+    """The change of a field, with the resulting trainer and workload."""
 
     field: str
     value: Any
@@ -113,7 +113,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # would never end
+        if best.tier == 2:  # more devices could be added forever
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 

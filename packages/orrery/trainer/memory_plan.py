@@ -33,8 +33,8 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-BLOCKS_ON_DEVICE = 2  # with activation offload
-MUON_COPIES = 4  # bfloat16 temporaries of a batch of matrices
+BLOCKS_ON_DEVICE = 2  # blocks whose activations stay on the device with activation offload
+MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
 
 Bytes = dict[str, int]
 
@@ -52,9 +52,9 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class _Results:
-    """Bytes of a block's results: `named` for checkpointing, and `rest`.
+    """Bytes of a block's results: `named` (kept by selective checkpointing) and `rest`.
 
-    No backward pass reads the `unread` part of `named`. Only attention's reads `for_attention`.
+    No backward pass reads the part `unread` of `named`. Only attention reads `for_attention`.
     """
 
     named: dict[str, int]
@@ -491,8 +491,8 @@ class _StepPlan:
     def logits(self) -> int:
         """Return the bytes of logits. M, the scored tokens, is at most T.
 
-        That is 6 bytes per logit of the largest tile. If logits are kept, it is 4·M·V bytes and 2
-        bytes per logit of a tile.
+        They take 6 bytes per logit of the largest tile. If logits are kept, they take 4·M·V bytes,
+        and 2 bytes per logit of a tile.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

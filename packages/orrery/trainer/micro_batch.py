@@ -1,6 +1,6 @@
 """Turn columns into the tensors of one forward pass.
 
-- A trained token t with a component weight is scored from row t − 1. No other reaches the LM head.
+- The LM head scores only trained tokens with a component weight: token t from hidden row t − 1.
 - A micro-batch without samples becomes one unweighted token: the rank must join every collective.
 - The host shards it among context-parallel ranks.
 """
@@ -82,9 +82,9 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
     if np.isin(scored, starts).any():
         raise RunFailed(
             f"batch {step}: the first token of a sample is marked trained, "
-            f"and no token before it predicts it"
+            f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # keep the LM head in the graph
+    if not len(scored):  # score one token, so that the LM head takes part
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)
@@ -145,7 +145,7 @@ def _with_routes(
         return batch
     if shape is None:
         raise RunFailed(
-            f"batch {step}: it carries {COLUMN}, and this network has no experts; "
+            f"batch {step}: it carries {COLUMN}, but this network has no experts; "
             f"set transport.routed_experts to false"
         )
     checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
@@ -174,7 +174,7 @@ def unweighted_token() -> MicroBatch:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Copy, as columns may be read-only views."""
+    """Return a tensor with a copy of the array, because columns may be read-only views."""
     return torch.from_numpy(np.array(array))
 
 

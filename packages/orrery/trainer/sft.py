@@ -1,7 +1,7 @@
 """Train the SFT stage, with all weight on cross-entropy, and validate.
 
 - Every rank computes the same packing and trains its part.
-- The finished steps give the position in the data, so a resumed stage gives the same bits.
+- The number of finished steps gives the position in the data, so a resumed stage has equal results.
 - Validation runs before the first step, every `interval_steps` and after the last. It reports the
   mean cross-entropy of trained tokens, and changes no weight.
 """
@@ -152,7 +152,7 @@ def refuse_shared(validated: list[Chat], training: Chats, world: World) -> None:
     if shared:
         chat = training[min(shared)]
         raise OrreryError(
-            f"{VALIDATION}.data: {held[_digest(chat)]} stands in the training data too, "
+            f"{VALIDATION}.data: {held[_digest(chat)]} is in the training data too, "
             f"as {chat.where}; leave it out of one of them"
         )
 

@@ -2,10 +2,10 @@
 
 - Chats come from a task's demonstrations, a mapped JSONL file or a dataset. A sha256 or fingerprint
   unlike the manifest's is refused.
-- A malformed chat is refused when read, by its place: `data.jsonl:7`, `folder: row 6`. Every field
-  of a message, call or tool is read or refused. Beside messages and tools only REFUSED are refused.
-- Batches follow one permutation an epoch, drawn from (manifest.seed, epoch). A thread tokenises the
-  next batch during training, and the first KEPT_TOKENS are kept.
+- An error names a malformed chat by its place: `data.jsonl:7`, `folder: row 6`. Every field of a
+  message, call or tool is read or refused. Of other fields of a row, only REFUSED are refused.
+- Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
+  batch during training. The first KEPT_TOKENS stay in memory.
 - At start each rank checks about CHECKED_TOKENS of its share.
 """
 
@@ -31,7 +31,7 @@ from orrery.wire.columns import Columns
 
 CHECKED_TOKENS = 2_000_000
 CHECKED_AT_ONCE = 64
-KEPT_TOKENS = 32_000_000  # of 5 bytes
+KEPT_TOKENS = 32_000_000  # 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
 REFUSED = ("functions", "chat_template_kwargs")  # they change the chat
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
@@ -61,7 +61,7 @@ def open_chats(data: SftData, field: str) -> Chats:
     """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
-        raise OrreryError(f"{field}: there is not one chat in it")
+        raise OrreryError(f"{field}: has no chats; give at least one chat")
     return chats
 
 
@@ -143,7 +143,7 @@ def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
         for name in REFUSED:
             if row.get(name):
                 raise OrreryError(
-                    f"{name!r} changes the chat and is not read; say it in messages and tools, "
+                    f"{name!r} would change the chat, but is not read; use messages and tools, "
                     f"or leave it out"
                 )
         tools = enumerate(_parsed(row.get("tools") or ()) or ())
@@ -165,7 +165,7 @@ def _message(number: int, entry: dict[str, Any]) -> Message:
         needed = "content or tool_calls" if role == "assistant" else "content"
         raise OrreryError(
             f"message {number} ({role}) has no {needed}; "
-            f'add it (what is empty is "content": ""), or leave the message out'
+            f'add it (empty content is "content": ""), or leave the message out'
         )
     if not isinstance(content, str | None):
         raise TypeError(f"the content of a message is text, not {type(content).__name__}")
@@ -200,7 +200,7 @@ def _check_order_of_results(entries: list[dict[str, Any]]) -> None:
 
 
 def _tool(what: str, given: Any) -> Tool:
-    """Parse `{"type": "function", "function": {…}}` or the function."""
+    """Parse a tool: `{"type": "function", "function": {…}}`, or only the inner object."""
     tool = _parsed(given)
     function = tool.get("function", tool)
     if function is not tool:
@@ -217,8 +217,8 @@ def _refuse_other_fields(what: str, given: dict[str, Any], known: Collection[str
     for name, value in given.items():
         if name not in known and value not in (None, []):
             raise OrreryError(
-                f"{what} has {name!r}, which is not read; leave it out, "
-                f"or say it in one of {', '.join(known)}"
+                f"{what} has the field {name!r}, which is not read; remove it, "
+                f"or use one of {', '.join(known)}"
             )
 
 

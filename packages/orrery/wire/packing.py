@@ -145,7 +145,7 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return the sum over micro-steps of the costliest rank's cost, bins by falling cost, and bins.
+    """Return a plan's cost (the sum of each micro-step's largest cost), and its bins in two orders.
 
     The costliest micro-step comes first, so that memory peaks early.
     """

@@ -51,9 +51,9 @@ class Layout(NamedTuple):
         return q.data_ptr() == k.data_ptr() and q.shape == k.shape
 
     def is_dense(self, num_q: int, num_k: int) -> bool:
-        """Return whether all documents have one length, so that packed tensors are a batch.
+        """Return whether all documents have the same length, so that a pack is also a batch.
 
-        n documents of at most m tokens and n·m tokens in all have m tokens each.
+        This is so if n documents of at most m tokens have n·m tokens in all.
         """
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)

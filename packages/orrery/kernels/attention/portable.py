@@ -277,7 +277,7 @@ def _rows(grids: Grids, grid: int, q_THD: Tensor) -> int:
 def _parts(
     grids: Grids, grid: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *like_q: Tensor
 ) -> list[tuple[Tensor, ...]]:
-    """Split a grid's tensors into batches of [N, G, R, L, D], with R query heads a key head."""
+    """Split a grid's tensors into batches [N, G, R, L, D], with R query heads for each key head."""
     groups = k_TGD.shape[1]
     wholes = [_grouped(grids.gather(x, grid), groups) for x in (q_THD, k_TGD, v_TGD, *like_q)]
     return list(zip(*(whole.split(_rows(grids, grid, q_THD)) for whole in wholes), strict=True))

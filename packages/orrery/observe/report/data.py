@@ -89,13 +89,11 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OrreryError(
-            f"{explain_os_error(error)}; put the file back, or remove what stands there"
-        ) from error
+        raise OrreryError(f"{explain_os_error(error)}; restore this file, or remove it") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         logging.getLogger("report").debug("a damaged row", exc_info=error)
         raise OrreryError(
-            f"{what}: a row is not as roles write it ({error!r}); remove that row and type `orrery "
+            f"{what}: a row is malformed ({error!r}); remove that row and type `orrery "
             "report` again"
         ) from error
 
@@ -124,8 +122,7 @@ def _done(path: Path) -> Row:
     for key in ("attempt", "started_s", "ended_s", "wall_s"):
         if not isinstance(row.get(key), int | float):
             raise OrreryError(
-                f"{path}: {key}: a launcher writes a number there, so no launcher wrote this "
-                f"marker; {remedy}"
+                f"{path}: {key} is not a number, so this marker was edited or damaged; {remedy}"
             )
     return row
 
@@ -138,12 +135,10 @@ def _result(path: Path) -> Row:
     for when in ("before", "after"):
         policy = result.get(when)
         if not isinstance(policy, dict):
-            raise OrreryError(f"{path}: {when}: the evaluation writes an object there; {remedy}")
+            raise OrreryError(f"{path}: {when} is not an object; {remedy}")
         for key in ("reward_mean", "num_rollouts", "num_failed"):
             if not isinstance(policy.get(key), int | float | None):
-                raise OrreryError(
-                    f"{path}: {when}.{key}: the evaluation writes a number there; {remedy}"
-                )
+                raise OrreryError(f"{path}: {when}.{key} is not a number; {remedy}")
     return result
 
 

@@ -56,7 +56,7 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, kernel name's pattern, open host range's pattern). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # has kernels named like the optimizer's
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer", whose kernels have the same names
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -311,8 +311,8 @@ class HostCopies:
 def divide_step(events: list[Event], step: str) -> Phases:
     """Divide the time of the host range `step`. Raise ValueError if the trace has none.
 
-    Each instant counts once, by priority: computation (in equal shares), copies, communication,
-    idle. Without a GPU the host's operators count.
+    Each instant counts for one kind: computation before copies, communication and idle time.
+    Computations at the same time share it equally. Without a GPU the host's operators count.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -455,7 +455,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
 
 
 def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, float]:
-    """Return microseconds of [begin, end] by kind."""
+    """Divide the microseconds of [begin, end] among kinds."""
     edges: list[tuple[float, int, str]] = []
     for span in found:
         edges += [(max(span.begin, begin), 1, span.kind), (min(span.end, end), -1, span.kind)]

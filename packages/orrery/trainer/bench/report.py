@@ -326,7 +326,7 @@ def _optimizer_s(
 
 
 def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
-    """Return Muon's (values, values in split matrices, operations an iteration)."""
+    """Count Muon's values, its values in sharded matrices, and its operations per iteration."""
     values, split, operations = 0, 0, 0.0
     for name, weight in build(request.model, torch.float32, "meta").named_parameters():
         if is_block_matrix(name, weight):
@@ -339,9 +339,9 @@ def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
 
 
 def _elementwise_bytes(request: BenchRequest) -> float:
-    """Return elementwise bytes a token and layer, in bfloat16.
+    """Return the bytes that elementwise operations move per token and layer, in bfloat16.
 
-    Numbers count once forward, twice backward, and once if recomputed.
+    Each number moves once in the forward pass, twice in the backward pass, and once if recomputed.
     """
     model = request.model
     hidden = model.hidden_size

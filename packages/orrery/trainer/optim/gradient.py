@@ -1,6 +1,6 @@
 """Global gradient norm, clipping, and the search for NaN and infinity.
 
-Gradients are already summed over ranks. A weight's mesh gives the ranks with its other shards.
+Gradients are already summed over replicas. The ranks of a weight's mesh hold its other shards.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # a strided shard under FSDP and ep
+        axis: placement.dim  # with FSDP and ep it is a strided shard
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }

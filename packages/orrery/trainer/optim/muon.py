@@ -4,9 +4,9 @@
     u = m, or Nesterov: momentum · m + (1 − momentum) · g
     w ← (1 − lr · weight_decay) · w − lr · 0.2 · √max(rows, columns) · orthogonal(u)
 
-The factor gives updates AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4). Other
-weights use AdamW (`rest`). All ranks that share a weight have a gradient of it, or none:
-`orthogonalize` is collective.
+With this factor, updates have AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982, eq. 4).
+Other weights use AdamW (`rest`). `orthogonalize` is a collective, so either all ranks that share a
+weight have a gradient of it, or none.
 
 B matrices of a stack · M rows · N columns
 """
@@ -29,11 +29,11 @@ from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, i
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
-# Weights with gate above up: dense projections, and stacked experts with their adapter's B.
-# Stacked experts and adapters in networks of transformers (`body.`) are left out.
+# Weights that hold the gate matrix above the up matrix: dense projections, and stacked experts with
+# their adapter's B. Networks of transformers (`body.`) have no such experts or adapters.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# The steepest odd quintic at zero to keep singular values near one.
+# Coefficients of the odd quintic polynomial that moves singular values to one most quickly.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 BATCH_VALUES = 1 << 27  # orthogonalized at a time, to bound temporary memory
@@ -44,7 +44,7 @@ class MuonRule(UpdateRule):
     needs_whole_shards = True
 
     def __init__(self, spec: Muon, fused: set[nn.Parameter]):
-        """`fused`: weights of two matrices, one above the other."""
+        """`fused`: names of weights that hold two matrices, one above the other."""
         super().__init__(spec)
         self.fused = fused
 
@@ -124,8 +124,8 @@ class MatrixShard:
             return None
         if len(axes) > 1:
             raise NotImplementedError(
-                f"Muon: matrices cut along {len(axes)} mesh axes ({self.source.placements}) "
-                "are not put together here"
+                f"Muon: a matrix sharded along {len(axes)} mesh axes ({self.source.placements}) "
+                "is not supported"
             )
         assert isinstance(self.source, DTensor)
         [(axis, dim)] = axes.items()
@@ -140,7 +140,7 @@ class MatrixShard:
 
 
 def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """Return nearly the nearest semi-orthogonal matrices (singular values 0.7 to 1.2)."""
+    """Return approximately the nearest semi-orthogonal matrices (singular values 0.7 to 1.2)."""
     a, b, c = COEFFICIENTS
     tall = x_BMN.shape[-2] > x_BMN.shape[-1]
     x = (x_BMN.mT if tall else x_BMN).to(dtype)
@@ -273,7 +273,7 @@ def _split_matrices(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return where DTensor's Shard cuts `size`. Later ranks may be empty."""
+    """Return the offsets at which DTensor's Shard cuts `size`. Later ranks may get no elements."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

@@ -1,8 +1,8 @@
 """The optimizer: groups of weights, each with an update rule, stepped bucket by bucket.
 
-`FlatShards` places a group's local shards end to end, and a bucket is a window of them. State
-exists before any step, to be saved and loaded. Each key's tensor is sharded like the weight, unless
-offloaded. A weight without a gradient does not change.
+`FlatShards` concatenates a group's local shards, and a bucket is a window of it. State exists
+before the first step, so that it can be loaded. Each state tensor is sharded like its weight,
+unless it is offloaded. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from orrery.models.placement import Box, local_box, local_tensor
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import sharding_axes
 
-# Bytes of local state in a bucket, or of weights without state.
+# Sizes of buckets, in bytes of local state, or of weights if they have no state.
 OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
 RESIDENT_BYTES = 1 << 30  # bounds temporary memory
 WHOLE_BYTES = 256 << 20  # with and without offload, for equal bits
 ALIGNMENT = 128  # in values, for vectorised kernels
-NUM_SLOTS = 3  # of offloaded state on the device
+NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Bucket:
 
 @dataclass
 class FlatShards:
-    """Local shards of one dtype, end to end."""
+    """The local shards of a group's weights of one dtype, concatenated into one flat tensor."""
 
     weights: list[nn.Parameter]
     dtype: torch.dtype
@@ -181,7 +181,7 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Build the next step's parts. Gradients must exist."""
+        """Build the next step's `WeightPart`s. Gradients must exist."""
         if self._offload is None:
             self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
 
@@ -327,7 +327,7 @@ class StateOffload:
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
         self._slots: list[Tensor] = []
-        self._num_fetched = 0  # of this step, or ahead of the next
+        self._num_fetched = 0  # buckets of this step, or already of the next
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self._device)
@@ -363,7 +363,7 @@ class StateOffload:
         self._slots, self._num_fetched = [], 0
 
     def settle(self) -> None:
-        """Wait until the host has the newest state, and drop fetched windows."""
+        """Wait until the host has the newest state. Discard state that is already on the device."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()

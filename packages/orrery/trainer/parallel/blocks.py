@@ -77,7 +77,7 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
 
 @contextmanager
 def explain_compile_error(model: Model) -> Iterator[None]:
-    """Raise OrreryError if torch cannot compile a transformers block in this context."""
+    """Raise OrreryError if torch cannot compile a block of transformers in the `with` body."""
     try:
         yield
     except Exception as error:
@@ -182,7 +182,7 @@ def _operations(name: str) -> list[Any]:
             return [product.default for product in products]
         case "experts":
             return [orrery.grouped_matmul.default, orrery.adapted_grouped_matmul.default]
-    raise AssertionError(f"the schema knows {name!r}, this file does not")
+    raise AssertionError(f"blocks.py lacks the schema's option {name!r}")
 
 
 # Recomputation ------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     piece = -(-length // (2 * num_ranks))
     offsets = np.append(0, np.cumsum(2 * piece))
     document = np.repeat(np.arange(len(length)), 2 * piece)
-    place = np.arange(offsets[-1]) - offsets[document]  # in the pair of pieces
+    place = np.arange(offsets[-1]) - offsets[document]  # position in the pair of pieces
     half = piece[document]
     early, late = rank * half + place, (2 * num_ranks - 1 - rank) * half + place - half
     position = np.where(place < half, early, late)
@@ -136,7 +136,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the routes, without padding's: its mismatches would count twice."""
+    """Return the routes, but none for padding, whose mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]

@@ -199,7 +199,7 @@ class DeepEpExchange(nn.Module):
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, num_rows)
         real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
-        # Kernels skip rows without an expert, so these rows are zeroed.
+        # Set rows without an expert to zero, because kernels skip them.
         x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
         score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
         y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
@@ -207,7 +207,7 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
-    """Sort rows by expert, then one row for all slots with an expert on another rank (−1)."""
+    """Sort rows by expert. A last row stands for all slots of other ranks' experts (−1)."""
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
     return RowOrder(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
 

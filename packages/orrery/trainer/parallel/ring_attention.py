@@ -45,7 +45,7 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. `documents` are the pairs of halves, equal on every rank."""
+    """Attention over `group`. A document is a pair of halves here, of equal size on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """The places of one step's queries and keys. None means all."""
+    """The positions of one step's queries and keys in this rank's tokens. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
         dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
-        # Passes around behind the keys and values, and is complete after cp steps.
+        # Gradients follow their keys and values from rank to rank, and are complete after cp steps.
         dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
         passing = None
         for step in range(size):
