@@ -208,7 +208,7 @@ def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, 
         OrreryError,
         match=(
             rf"{two.path.name}: none of its stages is done, so it has no state to adopt; start "
-            rf"elsewhere by itself"
+            rf"elsewhere without it"
         ),
     ):
         adopt(one, two)

@@ -183,7 +183,7 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         ),
         (
             ["-n", "reverse_text", "--", "reverse_text_seed"],
-            "has this name; did you mean 'reverse_text_seed",
+            "a group of runs; did you mean 'reverse_text_seed",
         ),
         (
             ["zzzz"],

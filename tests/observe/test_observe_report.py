@@ -199,7 +199,7 @@ def test_the_validation_loss_is_drawn_beside_the_loss_and_counts_as_no_step(run_
 def test_a_folder_in_the_place_of_rows_is_one_sentence(run_dir, name):
     (run_dir / name).unlink()
     (run_dir / name).mkdir()
-    with pytest.raises(OrreryError, match=f"{name}: it is a folder; put the file back"):
+    with pytest.raises(OrreryError, match=f"{name}: it is a folder; restore this file"):
         RunData.load(run_dir)
 
 

@@ -58,8 +58,8 @@ def test_an_interface_that_cannot_be_used_is_a_sentence_with_those_that_can(
     environ["ORRERY_INTERFACE"] = name
     with pytest.raises(
         OrreryError,
-        match=rf"ORRERY_INTERFACE: {name} is not .*; "
-        r"it has ib0 \(10\.1\.2\.3\), lo \(127\.0\.0\.1\); set",
+        match=rf"ORRERY_INTERFACE: {name} has no IPv4 address on .*, "
+        r"which has ib0 \(10\.1\.2\.3\), lo \(127\.0\.0\.1\); set",
     ):
         network.address()
 

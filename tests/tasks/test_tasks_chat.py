@@ -360,11 +360,11 @@ def test_openings_without_an_end_cost_time_in_proportion(opens):
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no stop token follows"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "which is no stop token"),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>"
             "{% endif %}{% endfor %}",
-            "drops what the assistant said",
+            "drops the assistant's messages",
         ),
         (None, "has no chat template"),
     ],

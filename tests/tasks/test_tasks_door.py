@@ -206,6 +206,6 @@ def test_the_check_refuses_evaluation_on_problems_that_are_trained_sft_included(
         with pytest.raises(OrreryError) as error:
             check(manifest.model_copy(update={"tasks": tasks}))
         assert (
-            str(error.value) == f"tasks.evaluation[1]: these are the problems of {path}; "
+            str(error.value) == f"tasks.evaluation[1]: has the same problems as {path}; "
             "give it another seed or split"
         )

@@ -293,7 +293,7 @@ def test_examples_are_the_same_before_every_problem_and_of_the_training_side():
 def test_a_few_shot_task_needs_demonstrations_and_nests_no_further():
     for kind, words in (
         ("lengths", "has no demonstrations"),
-        ("few_shot", "few_shot within few_shot"),
+        ("few_shot", "few_shot cannot contain few_shot"),
     ):
         with pytest.raises(OrreryError, match=words):
             make(few_shot(kind))

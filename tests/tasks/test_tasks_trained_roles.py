@@ -173,7 +173,7 @@ def test_a_chat_may_end_with_any_trained_role_and_must_have_something_to_train(c
     ):
         characters.example([asked, answered, asked], (), ("tool",))
     with pytest.raises(
-        OrreryError, match=r"nothing of it is trained with trained_roles \['tool'\]"
+        OrreryError, match=r"no message of it is trained with trained_roles \['tool'\]"
     ):
         characters.example([asked, answered], (), ("tool",))
 

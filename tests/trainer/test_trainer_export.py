@@ -122,7 +122,7 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
         (
             (run_dir,),
             2,
-            f"{damaged}: its sha256 is not the one in files.json, so it is damaged; export "
+            f"{damaged}: its sha256 differs from files.json, so it is damaged; export "
             f"another step with --step",
         ),
     ]:

@@ -157,7 +157,7 @@ def test_a_note_that_is_not_of_its_file_is_caught(tmp_path, monkeypatch):
     file.write_bytes(b"X" + whole[1:])
     checkpoints.complete(folder, notes)
     with pytest.raises(
-        OrreryError, match=r"rank_1\.safetensors: its sha256 is not the one in files\.json"
+        OrreryError, match=r"rank_1\.safetensors: its sha256 differs from files\.json"
     ):
         checkpoints.verify(folder)
     for change, sentence in [

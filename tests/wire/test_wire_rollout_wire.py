@@ -252,7 +252,7 @@ def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tm
                 await taken(receiver, step)
             await wire.sender.drained(DEADLINE_S)
             with pytest.raises(
-                RunFailed, match=r"rank 0 asked.*batch 1.*gone, the wire is at batch 2"
+                RunFailed, match=r"rank 0 asked.*batch 1.*removed, the newest batch is 2"
             ):
                 await taken(receiver, 1)
 

@@ -114,7 +114,7 @@ class FewShot:
 
     def __init__(self, args: Args, seed: int) -> None:
         if args.kind == "few_shot":
-            raise OrreryError("kind: few_shot within few_shot; raise num_examples instead")
+            raise OrreryError("kind: few_shot cannot contain few_shot; raise num_examples instead")
         self.task = _inner(args.kind, args.args, seed)
         train = {"split": "train"} if "split" in args.args else {}
         examples = _inner(args.kind, args.args | train, EXAMPLES_SEED)

@@ -1,9 +1,9 @@
 """Work out an integer expression with a calculator tool. Multi-turn.
 
-- The model calls `calculator` with the argument `input`, gets the value as a tool message, and
-  answers with the value alone. At most three calls per turn are answered.
-- `call_syntax`: "chat_format" uses the chat format's tool calls. With "text", for other models,
-  `calculator(12+7)` in the answer is a call. The prompt does not say so.
+- The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
+  answer with the value alone. At most three calls per turn are answered.
+- `call_syntax` "chat_format" uses the tool calls of the chat format. With "text", for models
+  without them, `calculator(12+7)` in an answer is a call. The prompt does not mention this.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call is text, so it ends the episode.
 """

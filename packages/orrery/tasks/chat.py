@@ -2,8 +2,8 @@
 
 - `prompt` renders the chat up to the assistant's turn. `next_turn` renders new messages behind a
   placeholder turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT sees RL's tokens. A second rendering with other content
-  locates a role's messages.
+- `example` joins the same parts, so SFT trains on the tokens of RL. It finds a role's messages by a
+  second rendering with other content.
 """
 
 import re
@@ -27,7 +27,7 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # also tokens without characters
+EVERYTHING = (0, -1)  # train all tokens, also tokens without characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
@@ -76,7 +76,7 @@ class Renderer:
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens of `messages` after an assistant turn, and of its next opening.
+        """Return the tokens of `messages` after an assistant turn, and of the next turn's opening.
 
         `closed`: the sampled tokens end with a stop token.
         """
@@ -207,7 +207,7 @@ class Renderer:
                 parts.append(self._heard(heard, turn + 1, is_answered, (), trained_roles))
         if not any(part.trained for part in parts):
             raise OrreryError(
-                f"chat of roles {roles}: nothing of it is trained with trained_roles "
+                f"chat of roles {roles}: no message of it is trained with trained_roles "
                 f"{list(trained_roles)}; leave the chat out"
             )
         return parts
@@ -317,15 +317,15 @@ class Renderer:
         whole = self._render(BEHIND)
         if PLACEHOLDER not in whole:
             raise OrreryError(
-                "tokenizer: its chat template drops what the assistant said; use another model"
+                "tokenizer: its chat template drops the assistant's messages; use another model"
             )
         after = whole.rpartition(PLACEHOLDER)[2]
         tokens = [self.tokenizer.id_to_token(number) for number in self.stop_token_ids]
         ends = [(after.index(token), token) for token in tokens if token and token in after]
         if not ends:
             raise OrreryError(
-                "tokenizer: no stop token follows the assistant's turn in its chat template but "
-                f"{after!r}; set eos_token to its end"
+                "tokenizer: in its chat template the assistant's turn ends with "
+                f"{after!r}, which is no stop token; set eos_token to its end"
             )
         return min(ends)[1]
 
@@ -337,12 +337,12 @@ class Renderer:
             stops += more if isinstance(more, list) else [more]
             if odd := [stop for stop in stops if not isinstance(stop, int | None)]:
                 raise OrreryError(
-                    f"{path}: eos_token_id {odd[0]!r}: it is a token's number, or a list of them; "
+                    f"{path}: eos_token_id {odd[0]!r} is no token's number and no list of them; "
                     "copy the model's folder again"
                 )
         found = list(dict.fromkeys(stop for stop in stops if stop is not None))
         if not found:
-            raise OrreryError(f"tokenizer: {folder} names no eos_token, so no turn would ever end")
+            raise OrreryError(f"tokenizer: {folder} has no eos_token, so no turn would end; set it")
         return found
 
     def _token_id(self, token: Any) -> int | None:

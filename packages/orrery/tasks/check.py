@@ -3,8 +3,8 @@
 Prints one line per task that fits, or one error.
 
 - Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
-- They and tool replies fit the tokenizer's alphabet, the vocabulary and the context. Skipped if a
-  pretrained tokenizer is not on this machine.
+- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context. This is
+  not checked if a pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`).
 - Training, SFT included, and evaluation must differ in kind, args or seed, also inside `few_shot`.
 """
@@ -108,7 +108,7 @@ def _check_sides(manifest: Manifest) -> None:
         for path, other in trained:
             if _problems(use) == _problems(other):
                 raise OrreryError(
-                    f"tasks.evaluation[{i}]: these are the problems of {path}; "
+                    f"tasks.evaluation[{i}]: has the same problems as {path}; "
                     "give it another seed or split"
                 )
 
@@ -130,7 +130,7 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The time is over. A task may catch any Exception."""
+    """The time is over. It is no Exception, because a task may catch those."""
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 @cache
 def _task(use: str) -> Task:
-    """Build a task once: held-out puzzles are slow to draw."""
+    """Build a task once, because held-out puzzles are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 

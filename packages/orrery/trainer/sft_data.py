@@ -3,7 +3,7 @@
 - Chats come from a task's demonstrations, a mapped JSONL file or a dataset. A sha256 or fingerprint
   unlike the manifest's is refused.
 - An error names a malformed chat by its place: `data.jsonl:7`, `folder: row 6`. Every field of a
-  message, call or tool is read or refused. Of other fields of a row, only REFUSED are refused.
+  message, call or tool is read or refused. Among a row's other fields only REFUSED are refused.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
   batch during training. The first KEPT_TOKENS stay in memory.
 - At start each rank checks about CHECKED_TOKENS of its share.

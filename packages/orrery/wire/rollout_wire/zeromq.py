@@ -207,7 +207,7 @@ class ZmqSender:
         if batch is None:
             if self._last_held is None or step > self._last_held:
                 return None
-            return Refusal(number, f"batch {step} is gone, the wire is at batch {self._last_held}")
+            return Refusal(number, f"that batch is removed, the newest batch is {self._last_held}")
         micro_batches = batch.micro_batches[rank]
         if ask.micro_step == _HEAD:
             return BatchHead(number, step, len(micro_batches), batch.totals, batch.info)
