@@ -57,6 +57,7 @@ def test_all_commands_are_there(capsys):
         "show",
         "diff",
         "explain",
+        "hardware",
         "plan",
         "adopt",
         "run",

@@ -14,6 +14,7 @@ from orrery.launcher.status import lock_holder
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
+from orrery.manifest.machine import gpus, refuse_other_device
 from orrery.manifest.plan import check_supported, plan, stage
 from orrery.manifest.publish import write_atomic
 from orrery.manifest.render import render_file
@@ -137,6 +138,9 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
             "cluster, or choose a hardware axis of one node"
         )
     _check_lock(run, workspace)
+    if hardware.accelerator != "cpu":
+        for name in gpus().values():
+            refuse_other_device(run.manifest, name)
     begin(run.path)
     if not (run.path / MANIFEST).exists():
         write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())

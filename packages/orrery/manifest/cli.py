@@ -1,4 +1,4 @@
-"""The commands about specs: `render | check | show | diff | explain`.
+"""The commands about specs: `render | check | show | diff | explain | hardware`.
 
 RUN is a run's name, the path of a manifest or of its folder, or a folder's name in `runs/`.
 """
@@ -31,6 +31,7 @@ from orrery.manifest.identity import (
     run_dir,
 )
 from orrery.manifest.json_file import read_object
+from orrery.manifest.machine import adapt, describe, this_machine, write_axis, write_run
 from orrery.manifest.plan import notes, refusal
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
@@ -145,17 +146,53 @@ def _must_start(word: str, manifest: Manifest) -> None:
         raise OrreryError(f"{word}: {told}")
 
 
+ON_THIS_MACHINE = "Fit the runs to the GPUs here, as runs of their own (RUN_on_h100)."
+
+
 @app.command()
-def render(names: Names = None) -> None:
+def render(
+    names: Names = None,
+    on_this_machine: Annotated[
+        bool, typer.Option("--on-this-machine", help=ON_THIS_MACHINE)
+    ] = False,
+) -> None:
     """Render runs to manifests/. Write only if all of them are right."""
     workspace = find_workspace()
 
     def wrote(path: Path, changed: bool) -> None:
         print(f"{'wrote' if changed else 'kept '} {workspace.shown(path)}")
 
-    runs = _chosen(names)
+    if on_this_machine and not names:
+        raise OrreryError("--on-this-machine: names no run; type `orrery render RUN` with it")
+    if on_this_machine:
+        machine = this_machine()
+        adapted = [adapt(workspace, name, machine) for name in dict.fromkeys(names or [])]
+    else:
+        adapted = [(run, None) for run in _chosen(names)]
+    runs = [run for run, _ in adapted]
     check_tasks([_spelled(run) for run in runs])
+    for run, text in adapted:
+        if text is not None:
+            write_run(workspace, run, text)
+            wrote(run.file, True)
     write(workspace, runs, wrote)
+    if on_this_machine:
+        print(f"start with `snakemake --profile local {' '.join(r.manifest.name for r in runs)}`")
+
+
+AXIS = "The file of the axis. Default: jsonnet/hardware/this_machine.libsonnet."
+
+
+@app.command()
+def hardware(
+    path: Annotated[Path | None, typer.Argument(metavar="[FILE]", help=AXIS)] = None,
+) -> None:
+    """Print this machine's devices and write its hardware axis."""
+    workspace, machine = find_workspace(), this_machine()
+    path = path or workspace.root / "jsonnet" / "hardware" / "this_machine.libsonnet"
+    print(describe(machine))
+    write_axis(workspace, machine, path)
+    print(f"wrote {workspace.shown(path)}")
 
 
 @app.command()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from orrery.manifest.machine import refuse_other_device
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.models import lora, weights
@@ -52,6 +53,8 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
+    if device.type == "cuda":  # another node may have other GPUs than the launcher's
+        refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
     with heartbeat(ctx, device):

@@ -1,0 +1,254 @@
+"""Fit runs to the GPUs of this machine.
+
+- The driver's `nvidia-smi` tells the GPUs, so a login node needs no torch. Without it the machine
+  counts as one without GPUs. `CUDA_VISIBLE_DEVICES` chooses among them.
+- An adapted run is a file of its own in `jsonnet/runs`: the run, and the fields that must change.
+"""
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from orrery.manifest.check import check
+from orrery.manifest.devices import DEVICES, GB, T, accelerator_of
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import Workspace
+from orrery.manifest.plan import plan
+from orrery.manifest.publish import write_atomic
+from orrery.manifest.render import Evaluator, Rendered, import_of, run_files
+from orrery.manifest.render import render as render_run
+from orrery.manifest.schema import Manifest
+
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
+WITHIN_S = 60
+WRITTEN = "Written by `orrery "  # on the first line of each file that may be replaced
+CACHE_SHARE = {True: 0.25, False: 0.5}  # of a device's memory, by whether the trainer is on it too
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`num_devices` GPUs of one type, or as many cores on a machine without GPUs."""
+
+    accelerator: str
+    name: str
+    num_devices: int
+
+    def __str__(self) -> str:
+        if self.accelerator == "cpu":
+            return f"{self.num_devices} cores without a GPU"
+        return f"{self.num_devices} × {self.name}"
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Half of the GPUs train and the others serve. One GPU does both."""
+        ranks = max(1, self.num_devices // 2)
+        return {
+            "trainer_ranks": ranks,
+            "engines": max(1, self.num_devices - ranks),
+            "prefill_engines": 0,
+            "devices_per_engine": 1,
+        }
+
+    def cache_bytes(self, is_shared: bool) -> int:
+        """Return what an engine may take for its KV cache, in whole GiB."""
+        return int(DEVICES[self.accelerator].memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
+
+
+def this_machine() -> Machine:
+    """Raise OrreryError for GPUs of several types, and for a type that no row describes."""
+    names = gpus()
+    if not names:
+        return Machine("cpu", "", len(os.sched_getaffinity(0)))
+    name = next(iter(names.values()))
+    if (accelerator := accelerator_of(name)) is None:
+        raise OrreryError(
+            f"GPU {name!r}: packages/orrery/manifest/devices.py has no such device; add a row with "
+            "the figures of its data sheet"
+        )
+    return Machine(accelerator, name, len(names))
+
+
+def gpus() -> dict[str, str]:
+    """Return the names of this machine's visible GPUs by index. Raise OrreryError if they differ.
+
+    Raise OrreryError also if the driver does not answer.
+    """
+    if shutil.which(QUERY[0]) is None:
+        return {}
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=WITHIN_S)
+    except subprocess.TimeoutExpired:
+        raise OrreryError(f"`nvidia-smi` has not answered in {WITHIN_S} s; restart it") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())[:200]
+        raise OrreryError(
+            f"`nvidia-smi` ends with code {done.returncode} ({said}); type `orrery doctor`, which "
+            "checks the driver"
+        )
+    rows = [line.split(", ", 2) for line in done.stdout.splitlines() if line.strip()]
+    names = {index: name for index, uuid, name in rows if _is_visible(index, uuid)}
+    if len(kinds := Counter(names.values())) > 1:
+        most = kinds.most_common(1)[0][0]
+        take = ",".join(index for index, name in names.items() if name == most)
+        found = " and ".join(f"{count} × {name}" for name, count in kinds.items())
+        raise OrreryError(
+            f"GPUs: this machine has {found}, and a run takes GPUs of one type; type `export "
+            f"CUDA_VISIBLE_DEVICES={take}`"
+        )
+    return names
+
+
+def _is_visible(index: str, uuid: str) -> bool:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return True
+    return any(one == index or (one and uuid.startswith(one)) for one in chosen.split(","))
+
+
+def refuse_other_device(manifest: Manifest, name: str) -> None:
+    """Raise OrreryError if the GPU `name` is not of the type that the manifest is for."""
+    accelerator = manifest.hardware.accelerator
+    if accelerator != "cpu" and name not in DEVICES[accelerator].names:
+        raise OrreryError(
+            f"hardware.accelerator {accelerator!r}: {manifest.name} is for "
+            f"{DEVICES[accelerator].names[0]} and this machine has {name}; type `orrery render "
+            f"{manifest.name} --on-this-machine` and start the run that it writes"
+        )
+
+
+def describe(machine: Machine) -> str:
+    """Return a line about the devices, with the figures of their data sheet."""
+    if machine.accelerator == "cpu":
+        return str(machine)
+    device = DEVICES[machine.accelerator]
+    return (
+        f"{machine} ({machine.accelerator}): {device.memory_bytes // GB} GB and "
+        f"{device.memory_bytes_per_s / GB:.0f} GB/s each, {device.bf16_flops / T:.0f} dense "
+        f"Tflop/s in bfloat16, compute capability {'.'.join(map(str, device.capability))}"
+    )
+
+
+def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
+    """Write the hardware axis of a machine. Raise OrreryError if `path` is another's file."""
+    _write(
+        workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(workspace, machine, path)}\n"
+    )
+
+
+def _axis(workspace: Workspace, machine: Machine, path: Path) -> str:
+    if machine.accelerator == "cpu":
+        cores = f"{{ hardware+: {{ devices_per_node: {machine.num_devices} }} }}"
+        return f"(import 'hardware/cpu.libsonnet') + {cores}"
+    return "\n".join(["{", *_gpu_fields(machine), "}"])
+
+
+def _gpu_fields(machine: Machine) -> list[str]:
+    is_shared = machine.num_devices == 1
+    return [
+        f"  layout:: {_object(machine.layout)},",
+        f"  hardware+: {_hardware(machine, is_shared)},",
+        "  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32' },",
+        "  inference+: {",
+        "    dtype: 'bfloat16',",
+        "    kv_block_tokens: 64,",
+        f"    kv_cache_bytes: {machine.cache_bytes(is_shared)},",
+        "    max_batched_tokens: 8192,",
+        "    enforce_eager: false,",
+        "  },",
+        "  orchestrator+: { admission: { kind: 'fixed', max_in_flight: 256 } },",
+    ]
+
+
+def _hardware(machine: Machine, is_shared: bool) -> str:
+    return _object(
+        {
+            "accelerator": machine.accelerator,
+            "num_nodes": 1,
+            "devices_per_node": machine.num_devices,
+            "shared_devices": is_shared,
+        }
+    )
+
+
+def _object(fields: dict[str, int] | dict[str, int | str]) -> str:
+    def spelled(value: int | str) -> str:
+        return f"'{value}'" if isinstance(value, str) else str(value).lower()
+
+    return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
+
+
+def adapt(workspace: Workspace, name: str, machine: Machine) -> tuple[Rendered, str | None]:
+    """Return a run for this machine, and the text of its run file. Write nothing.
+
+    The text is None if the run is for such a machine already.
+    """
+    run = render_run(workspace, name)
+    fields = _changes(run.manifest, machine)
+    if not fields:
+        return run, None
+    adapted = f"{name}_on_{machine.accelerator}"
+    path = workspace.root / "jsonnet" / "runs" / f"{adapted}.jsonnet"
+    if (other := run_files(workspace).get(adapted, path)) != path:
+        raise OrreryError(f"run {adapted!r} stands in {workspace.shown(other)}; rename it")
+    key = name if name.isidentifier() else f"['{name}']"
+    origin = import_of(workspace, run.file).replace('"', "'")
+    lines = [
+        f"// {name} on {machine}. {WRITTEN}render {name} --on-this-machine`.",
+        "(import 'lib/named.libsonnet')({",
+        f"  {adapted if adapted.isidentifier() else repr(adapted)}: "
+        f"{origin}{'.' if key == name else ''}{key} + {fields[0]}",
+        *(f"  {line}" for line in fields[1:]),
+        "})",
+    ]
+    text = "\n".join(lines) + "\n"
+    where = f"{workspace.shown(path)}: {adapted}"
+    return Rendered(check(Evaluator(workspace)(text)[adapted], where), path), text
+
+
+def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
+    _write(workspace, run.file, text)
+
+
+def _changes(manifest: Manifest, machine: Machine) -> list[str]:
+    """Return the lines of a Jsonnet expression that fits a run to a machine, none if it fits."""
+    hardware = manifest.hardware
+    if "cpu" in (machine.accelerator, hardware.accelerator):
+        if machine.accelerator == hardware.accelerator:
+            return []
+        if machine.accelerator == "cpu":
+            cores = f"{{ hardware+: {{ devices_per_node: {machine.num_devices} }} }}"
+            return [f"(import 'hardware/cpu.libsonnet') + {cores},"]
+        return ["{", *_gpu_fields(machine), "},"]
+    stages = [one for stage in plan(manifest) for one in stage.processes]
+    needed = max(one.first_device + one.num_devices for one in stages)
+    fits = hardware.num_nodes == 1 and needed <= machine.num_devices
+    if fits and machine.accelerator == hardware.accelerator:
+        return []
+    is_shared = hardware.shared_devices if fits else machine.num_devices == 1
+    most = machine.cache_bytes(is_shared)
+    return [
+        "{",
+        *([] if fits else [f"  layout:: {_object(machine.layout)},"]),
+        f"  hardware+: {_hardware(machine, is_shared)},",
+        *(
+            [f"  inference+: {{ kv_cache_bytes: {most} }},"]
+            if manifest.inference.kv_cache_bytes > most
+            else []
+        ),
+        "},",
+    ]
+
+
+def _write(workspace: Workspace, path: Path, text: str) -> None:
+    """Raise OrreryError if `path` holds a file that a person wrote."""
+    if path.exists() and WRITTEN not in path.read_text(errors="replace").partition("\n")[0]:
+        raise OrreryError(
+            f"{workspace.shown(path)}: exists, and this command did not write it; move it away or "
+            "name another file"
+        )
+    if not path.parent.is_dir():
+        raise OrreryError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    write_atomic(path, text.encode())

@@ -1,0 +1,177 @@
+"""The GPUs of this machine, as a fake `nvidia-smi` tells them, and runs that are fitted to them."""
+
+import shutil
+
+import pytest
+from manifest_specs import REPOSITORY, checkout
+
+from orrery.manifest import cli, machine
+from orrery.manifest.devices import DEVICES
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import id12, load
+from orrery.manifest.machine import Machine, adapt, gpus, refuse_other_device, this_machine
+from orrery.manifest.render import Evaluator, render
+
+H100, H200 = (DEVICES[key].names[0] for key in ("h100", "h200"))
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Put an `nvidia-smi` with these GPUs, or with this shell script, on an otherwise bare PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def set_up(*names, script=None):
+        rows = [f"{index}, GPU-{index}a0b, {name}" for index, name in enumerate(names)]
+        asked = " ".join(machine.QUERY[1:])
+        script = script or "\n".join(
+            [f'[ "$*" = "{asked}" ] || exit 6', *(f"echo '{row}'" for row in rows)]
+        )
+        file = folder / "nvidia-smi"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+
+    return set_up
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """The repository's specs, to write beside."""
+    root = tmp_path / "checkout"
+    (root / "manifests").mkdir(parents=True)
+    shutil.copytree(REPOSITORY.root / "jsonnet", root / "jsonnet")
+    (root / "locks").mkdir()
+    for lock in ("cpu.txt", "cuda.txt"):
+        shutil.copy(REPOSITORY.root / "locks" / lock, root / "locks")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(cli, "check_tasks", lambda manifests: None)  # a check of its own
+    return cli.find_workspace()
+
+
+def test_the_driver_tells_the_devices_and_cuda_visible_devices_chooses(driver, monkeypatch):
+    assert this_machine().accelerator == "cpu"
+    driver(H100, H100, H200)
+    for chosen, found in [("0,1", (H100, 2)), ("2", (H200, 1)), ("0,0", (H100, 1))]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert (this_machine().name, this_machine().num_devices) == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2a")
+    assert gpus() == {"2": H200}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_machine().accelerator == "cpu"
+
+
+def test_devices_that_no_run_can_use_are_one_sentence(driver):
+    driver(H200, H100, H100)
+    with pytest.raises(OrreryError, match=r"1 × NVIDIA H200 and 2 × .* CUDA_VISIBLE_DEVICES=1,2`"):
+        this_machine()
+    driver("Tesla V100")
+    with pytest.raises(OrreryError, match="'Tesla V100': .* has no such device; add a row"):
+        this_machine()
+    driver(script="echo no devices were found; exit 6")
+    with pytest.raises(OrreryError, match="code 6 .no devices were found.; type `orrery doctor`"):
+        this_machine()
+
+
+@pytest.mark.parametrize("names", [(), (H100,), (H200,) * 5])
+def test_the_axis_of_a_machine_makes_a_run_that_fits_it(names, driver, workspace, capsys):
+    if names:
+        driver(*names)
+    cli.hardware()
+    *devices, last = capsys.readouterr().out.splitlines()
+    assert last == "wrote jsonnet/hardware/this_machine.libsonnet"
+    assert not names or f"{len(names)} × {names[0]}" in devices[0]
+    run = """(import 'lib/named.libsonnet')({ mine: (import 'runs/smollm2_demo.jsonnet').smollm2_demo
+        + (import 'hardware/this_machine.libsonnet') })"""
+    file = workspace.root / "jsonnet" / "runs" / "mine.jsonnet"
+    file.write_text(run)
+    hardware = render(workspace, "mine").manifest.hardware
+    assert hardware.accelerator == this_machine().accelerator
+    assert hardware.devices_per_node == this_machine().num_devices
+    assert hardware.shared_devices == (len(names) == 1)
+
+
+def test_an_axis_replaces_its_own_file_and_no_other(driver, workspace):
+    cli.hardware()
+    driver(H100)
+    cli.hardware()
+    file = workspace.root / "jsonnet" / "hardware" / "cpu.libsonnet"
+    before = file.read_bytes()
+    with pytest.raises(OrreryError, match=r"cpu.libsonnet: exists, and this command did not write"):
+        cli.hardware(file)
+    assert file.read_bytes() == before
+    with pytest.raises(OrreryError, match="there is no folder"):
+        cli.hardware(workspace.root / "elsewhere" / "x.libsonnet")
+
+
+FITTED = [
+    ("smollm2_demo", (H100,), (1, 1, True)),
+    ("smollm2_demo", (DEVICES["rtx_4090"].names[0],) * 2, (1, 1, False)),
+    ("h200_data_parallel", (H100,) * 4, (2, 2, False)),
+    ("reverse_text", (H100,) * 2, (1, 1, False)),
+]
+
+
+@pytest.mark.parametrize(("name", "names", "found"), FITTED)
+def test_a_run_on_this_machine_is_a_run_of_its_own(name, names, found, driver, workspace, capsys):
+    driver(*names)
+    cli.render([name], on_this_machine=True)
+    accelerator = this_machine().accelerator
+    adapted = f"{name}_on_{accelerator}"
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote jsonnet/runs/{adapted}.jsonnet",
+        f"wrote manifests/{adapted}.json",
+        f"start with `snakemake --profile local {adapted}`",
+    ]
+    cli.check([adapted])
+    manifest, before = load(workspace.manifest_path(adapted)), render(workspace, name).manifest
+    assert id12(manifest) != id12(before) and manifest.hardware.accelerator == accelerator
+    assert manifest.stages == before.stages and manifest.tasks == before.tasks
+    assert found == (
+        manifest.trainer.mesh.world_size,
+        manifest.inference.num_replicas,
+        manifest.hardware.shared_devices,
+    )
+    assert manifest.inference.kv_cache_bytes < DEVICES[accelerator].memory_bytes
+    capsys.readouterr()
+    cli.render([adapted], on_this_machine=True)  # it fits, so nothing is made of it
+    assert capsys.readouterr().out.splitlines()[0] == f"kept  manifests/{adapted}.json"
+
+
+def test_a_run_that_cannot_be_fitted_is_refused_and_nothing_is_written(driver, workspace):
+    before = sorted(workspace.root.rglob("*"))
+    with pytest.raises(OrreryError, match=r"qwen3_30b_a3b_16k_fp8_on_cpu: .*fp8"):
+        cli.render(["smollm2_demo", "qwen3_30b_a3b_16k_fp8"], on_this_machine=True)
+    with pytest.raises(OrreryError, match="names no run"):
+        cli.render(None, on_this_machine=True)
+    assert sorted(workspace.root.rglob("*")) == before
+
+
+def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
+    file = workspace.root / "jsonnet" / "runs" / "smollm2_demo_on_h100.jsonnet"
+    file.write_text("{}\n")
+    driver(H100)
+    with pytest.raises(OrreryError, match="exists, and this command did not write it"):
+        cli.render(["smollm2_demo"], on_this_machine=True)
+    assert file.read_text() == "{}\n"
+
+
+def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
+    specs = checkout(tmp_path)
+    refuse_other_device(render(specs, "words").manifest, H100)  # for CPUs: it hides the GPUs
+    adapted, _ = adapt(REPOSITORY, "smollm2_demo", Machine("h200", H200, 1))
+    refuse_other_device(adapted.manifest, H200)
+    with pytest.raises(OrreryError) as caught:
+        refuse_other_device(adapted.manifest, H100)
+    assert str(caught.value) == (
+        f"hardware.accelerator 'h200': {adapted.manifest.name} is for NVIDIA H200 and this machine "
+        f"has NVIDIA H100 80GB HBM3; type `orrery render {adapted.manifest.name} --on-this-machine` "
+        "and start the run that it writes"
+    )
+
+
+def test_an_adapted_run_names_only_what_changes():
+    _, text = adapt(REPOSITORY, "smollm2_demo", Machine("h100", H100, 2))
+    assert "layout" not in text and "accelerator: 'h100'" in text
+    assert list(Evaluator(REPOSITORY)(text)) == ["smollm2_demo_on_h100"]
