@@ -115,10 +115,13 @@ site() { # a .pth file names the folder of CUTLASS DSL, and Python reads none on
 }
 
 run() {
-  local begin code run stage names=()
+  local begin code run fitted stage names=()
   site
   for run in "$@"; do
     begin=$SECONDS code=0
+    # a run for another GPU goes on as a run of its own, named RUN_on_h100 or the like
+    fitted=$(python3 -m orrery.launcher.cli render "$run" --on-this-machine | sed -n 's/^start with .* \(.*\)`$/\1/p') || true
+    run=${fitted:-$run}
     for stage in init $(python3 -c 'import json, sys; print("sft" * bool(json.load(open(sys.argv[1]))["stages"]["sft"]))' "manifests/$run.json") rl evaluate; do
       timeout -k 20 "${LIMIT_S:-540}" python3 -m orrery.launcher.cli run "$run" "$stage" || { code=$?; break; }
     done

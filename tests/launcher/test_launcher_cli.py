@@ -92,6 +92,18 @@ def test_a_job_makes_the_run_folder_with_its_manifest_and_says_how_to_go_on(chec
     assert find(made.run_dir.name).path == made.run_dir
 
 
+def test_a_run_for_another_gpu_is_refused_before_its_folder_is_made(checkout, monkeypatch):
+    driver = checkout / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\necho 0, GPU-a, NVIDIA H100 80GB HBM3\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
+    with pytest.raises(OrreryError, match=r"is for NVIDIA H200 and this machine has NVIDIA H100"):
+        job("asynchrony_h200_1", "rl")
+    assert not (checkout / "runs").exists()
+    assert job("reverse_text", "rl").num_devices is None
+
+
 def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):
     made = job("reverse_text", "rl")
     manifest = json.loads((checkout / "manifests/reverse_text.json").read_text())

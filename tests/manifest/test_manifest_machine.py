@@ -62,15 +62,18 @@ def test_the_driver_tells_the_devices_and_cuda_visible_devices_chooses(driver, m
     assert this_machine().accelerator == "cpu"
 
 
-def test_devices_that_no_run_can_use_are_one_sentence(driver):
+def test_devices_that_no_run_can_use_are_one_sentence(driver, monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DEVICE_FILE", tmp_path)
+    with pytest.raises(OrreryError, match=r"is a GPU, and `nvidia-smi` is not installed"):
+        this_machine()
     driver(H200, H100, H100)
     with pytest.raises(OrreryError, match=r"1 × NVIDIA H200 and 2 × .* CUDA_VISIBLE_DEVICES=1,2`"):
         this_machine()
     driver("Tesla V100")
-    with pytest.raises(OrreryError, match="'Tesla V100': .* has no such device; add a row"):
+    with pytest.raises(OrreryError, match=r"'Tesla V100': .* has no such device; add a row"):
         this_machine()
     driver(script="echo no devices were found; exit 6")
-    with pytest.raises(OrreryError, match="code 6 .no devices were found.; type `orrery doctor`"):
+    with pytest.raises(OrreryError, match=r"code 6 .no devices were found.; type `orrery doctor`"):
         this_machine()
 
 
@@ -82,8 +85,10 @@ def test_the_axis_of_a_machine_makes_a_run_that_fits_it(names, driver, workspace
     *devices, last = capsys.readouterr().out.splitlines()
     assert last == "wrote jsonnet/hardware/this_machine.libsonnet"
     assert not names or f"{len(names)} × {names[0]}" in devices[0]
-    run = """(import 'lib/named.libsonnet')({ mine: (import 'runs/smollm2_demo.jsonnet').smollm2_demo
-        + (import 'hardware/this_machine.libsonnet') })"""
+    run = """(import 'lib/named.libsonnet')({
+      mine: (import 'runs/smollm2_demo.jsonnet').smollm2_demo
+        + (import 'hardware/this_machine.libsonnet'),
+    })"""
     file = workspace.root / "jsonnet" / "runs" / "mine.jsonnet"
     file.write_text(run)
     hardware = render(workspace, "mine").manifest.hardware
@@ -106,9 +111,9 @@ def test_an_axis_replaces_its_own_file_and_no_other(driver, workspace):
 
 
 FITTED = [
-    ("smollm2_demo", (H100,), (1, 1, True)),
-    ("smollm2_demo", (DEVICES["rtx_4090"].names[0],) * 2, (1, 1, False)),
-    ("h200_data_parallel", (H100,) * 4, (2, 2, False)),
+    ("asynchrony_h200_1", (H100,), (1, 1, True)),
+    ("asynchrony_h200_1", (DEVICES["rtx_4090"].names[0],) * 2, (1, 1, True)),
+    ("asynchrony_h200_8", (H100,) * 4, (2, 2, False)),
     ("reverse_text", (H100,) * 2, (1, 1, False)),
 ]
 
@@ -141,7 +146,7 @@ def test_a_run_on_this_machine_is_a_run_of_its_own(name, names, found, driver, w
 
 def test_a_run_that_cannot_be_fitted_is_refused_and_nothing_is_written(driver, workspace):
     before = sorted(workspace.root.rglob("*"))
-    with pytest.raises(OrreryError, match=r"qwen3_30b_a3b_16k_fp8_on_cpu: .*fp8"):
+    with pytest.raises(OrreryError, match=r"_fp8_on_cpu: inference.kv_cache_bytes"):
         cli.render(["smollm2_demo", "qwen3_30b_a3b_16k_fp8"], on_this_machine=True)
     with pytest.raises(OrreryError, match="names no run"):
         cli.render(None, on_this_machine=True)
@@ -149,29 +154,29 @@ def test_a_run_that_cannot_be_fitted_is_refused_and_nothing_is_written(driver, w
 
 
 def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
-    file = workspace.root / "jsonnet" / "runs" / "smollm2_demo_on_h100.jsonnet"
+    file = workspace.root / "jsonnet" / "runs" / "asynchrony_h200_1_on_h100.jsonnet"
     file.write_text("{}\n")
     driver(H100)
     with pytest.raises(OrreryError, match="exists, and this command did not write it"):
-        cli.render(["smollm2_demo"], on_this_machine=True)
+        cli.render(["asynchrony_h200_1"], on_this_machine=True)
     assert file.read_text() == "{}\n"
 
 
 def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
     specs = checkout(tmp_path)
     refuse_other_device(render(specs, "words").manifest, H100)  # for CPUs: it hides the GPUs
-    adapted, _ = adapt(REPOSITORY, "smollm2_demo", Machine("h200", H200, 1))
+    adapted, _ = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h200", H200, 1))
     refuse_other_device(adapted.manifest, H200)
     with pytest.raises(OrreryError) as caught:
         refuse_other_device(adapted.manifest, H100)
     assert str(caught.value) == (
-        f"hardware.accelerator 'h200': {adapted.manifest.name} is for NVIDIA H200 and this machine "
-        f"has NVIDIA H100 80GB HBM3; type `orrery render {adapted.manifest.name} --on-this-machine` "
-        "and start the run that it writes"
+        "hardware.accelerator 'h200': asynchrony_h200_1 is for NVIDIA H200 and this machine has "
+        "NVIDIA H100 80GB HBM3; type `orrery render asynchrony_h200_1 --on-this-machine` and start "
+        "the run that it writes"
     )
 
 
 def test_an_adapted_run_names_only_what_changes():
-    _, text = adapt(REPOSITORY, "smollm2_demo", Machine("h100", H100, 2))
+    _, text = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h100", H100, 2))
     assert "layout" not in text and "accelerator: 'h100'" in text
-    assert list(Evaluator(REPOSITORY)(text)) == ["smollm2_demo_on_h100"]
+    assert list(Evaluator(REPOSITORY)(text)) == ["asynchrony_h200_1_on_h100"]

@@ -147,6 +147,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                     "reduce_gradients": "step",
                     "cpu_offload": False,
                 },
+                "attention": "auto",
                 "lora": None,
                 "param_dtype": "float32",
                 "compute_dtype": "float32",

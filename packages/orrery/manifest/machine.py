@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
+DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # on the first line of each file that may be replaced
+DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 CACHE_SHARE = {True: 0.25, False: 0.5}  # of a device's memory, by whether the trainer is on it too
 
 
@@ -59,6 +62,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """Raise OrreryError for GPUs of several types, and for a type that no row describes."""
+    if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
+        raise OrreryError(
+            f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type; give the "
+            "container NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        )
     names = gpus()
     if not names:
         return Machine("cpu", "", len(os.sched_getaffinity(0)))
@@ -133,16 +141,18 @@ def describe(machine: Machine) -> str:
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
     """Write the hardware axis of a machine. Raise OrreryError if `path` is another's file."""
-    _write(
-        workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(workspace, machine, path)}\n"
-    )
+    _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
-def _axis(workspace: Workspace, machine: Machine, path: Path) -> str:
+def _axis(machine: Machine) -> str:
     if machine.accelerator == "cpu":
-        cores = f"{{ hardware+: {{ devices_per_node: {machine.num_devices} }} }}"
-        return f"(import 'hardware/cpu.libsonnet') + {cores}"
+        return _cpu_axis(machine)
     return "\n".join(["{", *_gpu_fields(machine), "}"])
+
+
+def _cpu_axis(machine: Machine) -> str:
+    fields = {"devices_per_node": machine.num_devices, "shared_devices": False}
+    return f"(import 'hardware/cpu.libsonnet') + {{ hardware+: {_object(fields)} }}"
 
 
 def _gpu_fields(machine: Machine) -> list[str]:
@@ -150,7 +160,7 @@ def _gpu_fields(machine: Machine) -> list[str]:
     return [
         f"  layout:: {_object(machine.layout)},",
         f"  hardware+: {_hardware(machine, is_shared)},",
-        "  trainer+: { param_dtype: 'float32', compute_dtype: 'bfloat16', reduce_dtype: 'float32' },",
+        f"  trainer+: {_object(DTYPES)},",
         "  inference+: {",
         "    dtype: 'bfloat16',",
         "    kv_block_tokens: 64,",
@@ -173,8 +183,8 @@ def _hardware(machine: Machine, is_shared: bool) -> str:
     )
 
 
-def _object(fields: dict[str, int] | dict[str, int | str]) -> str:
-    def spelled(value: int | str) -> str:
+def _object(fields: Mapping[str, object]) -> str:
+    def spelled(value: object) -> str:
         return f"'{value}'" if isinstance(value, str) else str(value).lower()
 
     return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
@@ -219,8 +229,7 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
         if machine.accelerator == hardware.accelerator:
             return []
         if machine.accelerator == "cpu":
-            cores = f"{{ hardware+: {{ devices_per_node: {machine.num_devices} }} }}"
-            return [f"(import 'hardware/cpu.libsonnet') + {cores},"]
+            return [f"{_cpu_axis(machine)},"]
         return ["{", *_gpu_fields(machine), "},"]
     stages = [one for stage in plan(manifest) for one in stage.processes]
     needed = max(one.first_device + one.num_devices for one in stages)
@@ -228,18 +237,18 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
     if fits and machine.accelerator == hardware.accelerator:
         return []
     is_shared = hardware.shared_devices if fits else machine.num_devices == 1
-    most = machine.cache_bytes(is_shared)
-    return [
-        "{",
-        *([] if fits else [f"  layout:: {_object(machine.layout)},"]),
-        f"  hardware+: {_hardware(machine, is_shared)},",
-        *(
-            [f"  inference+: {{ kv_cache_bytes: {most} }},"]
-            if manifest.inference.kv_cache_bytes > most
-            else []
-        ),
-        "},",
-    ]
+    inference = {"kv_cache_bytes": machine.cache_bytes(is_shared)}
+    if manifest.inference.kv_cache_bytes <= inference["kv_cache_bytes"]:
+        inference = {}
+    lines = [f"  hardware+: {_hardware(machine, is_shared)},"]
+    if not fits:
+        mesh = manifest.trainer.mesh
+        along = {axis: 1 for axis in ("dp_replicate", "cp", "ep") if getattr(mesh, axis) > 1}
+        inference |= {"data_parallel": 1} if manifest.inference.data_parallel > 1 else {}
+        lines.insert(0, f"  layout:: {_object(machine.layout)},")
+        lines += [f"  trainer+: {{ mesh+: {_object(along)} }},"] if along else []
+    lines += [f"  inference+: {_object(inference)},"] if inference else []
+    return ["{", *lines, "},"]
 
 
 def _write(workspace: Workspace, path: Path, text: str) -> None:
