@@ -172,7 +172,7 @@ def test_the_id_is_the_hash_of_the_canonical_bytes_and_names_the_folder(tmp_path
 
 
 def test_a_run_carries_the_digest_of_the_python_lock_of_its_hardware(rendered):
-    locks = {"cpu": "cpu.txt", "h200": "cuda.txt"}
+    locks = {"cpu": "cpu.txt", "h100": "cuda.txt", "h200": "cuda.txt"}
     runs = [run.manifest for run in rendered]
     assert {manifest.hardware.accelerator for manifest in runs} == set(locks)
     for manifest in runs:
