@@ -157,7 +157,9 @@ def test_a_cpu_engine_of_several_devices_is_refused(make_manifest, tmp_path):
 
 def test_weights_come_from_sft_and_are_missed_by_name(make_manifest, tmp_path):
     manifest = make_manifest()
-    with pytest.raises(OrreryError, match=r"weights/sft.*The sft stage makes these weights"):
+    with pytest.raises(
+        OrreryError, match=r"weights/sft.*Run the sft stage first, which writes these weights"
+    ):
         weights_dir(tmp_path, manifest)
     (tmp_path / "weights/sft").mkdir(parents=True)
     (tmp_path / "weights/sft/config.json").write_text("{}")

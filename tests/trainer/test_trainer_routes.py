@@ -166,6 +166,6 @@ def test_routes_for_a_network_without_experts_end_the_run(tmp_path):
     columns = batch_columns(1)
     columns.token["routed_experts"] = without_routes(columns.num_tokens, SHAPE)
     with pytest.raises(
-        RunFailed, match="batch 1: it carries routed_experts, and this network has no experts"
+        RunFailed, match="batch 1: it carries routed_experts, but this network has no experts"
     ):
         stepped(learner, columns)

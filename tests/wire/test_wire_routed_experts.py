@@ -69,8 +69,8 @@ def test_an_expert_that_the_model_does_not_have_is_named_with_its_token_and_laye
 def test_routes_of_another_model_are_refused(column):
     with pytest.raises(
         RunFailed,
-        match=r"batch 7: .* this model has 8 experts in each of 3 layers, 2 a token, "
-        r"and wants uint8 \[tokens, 3, 2\]",
+        match=r"batch 7: .* this model has 8 experts in each of 3 layers, 2 per token, "
+        r"and needs uint8 \[tokens, 3, 2\]",
     ):
         check_routes(column, SMALL, "batch 7")
 

@@ -33,7 +33,7 @@ ADAPTER_BACKEND = "orrery_adapters"
 # The name "uni" does not work: vLLM on CPU turns it into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
-MAX_GRAPH_TOKENS = 4096  # in larger steps, launches cost no time
+MAX_GRAPH_TOKENS = 4096  # larger steps gain nothing from CUDA graphs
 KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
 # Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {

@@ -104,7 +104,7 @@ def tiles(
 
 
 def blocks(length: int, longest: int) -> list[slice]:
-    """Cover `length` with the fewest slices of at most `longest`, multiples of 128 if they fit."""
+    """Divide `length` into the fewest slices of at most `longest`, multiples of 128 if possible."""
     longest = max(1, longest)
     size = -(-length // max(1, -(-length // longest)))
     aligned = -(-size // ALIGNMENT) * ALIGNMENT

@@ -19,8 +19,8 @@ from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
-# Our parameter names to HF's, with `{layer}` in both. `{expert}` on the right splits dimension 0 of
-# our tensor. Several names on the right share the next dimension evenly, in order.
+# Our parameter name → HF's names, with `{layer}` in both. If HF's names have `{expert}`, HF has one
+# tensor per index of our dimension 0. Several names divide the next dimension evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 

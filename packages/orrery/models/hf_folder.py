@@ -32,9 +32,9 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A checkpoint's tensor: the box `box` of our parameter.
+    """A tensor of a checkpoint, which holds the part `box` of one of our parameters.
 
-    A single expert's tensor lacks the first dimension.
+    The tensor of a single expert lacks the first dimension of our stacked experts.
     """
 
     name: str

@@ -57,7 +57,7 @@ class Evaluations:
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
         self.last = last  # the newest evaluated version
-        self.num_groups = num_groups  # next group's number
+        self.num_groups = num_groups  # number of the next group
         self._active: _Active | None = None
 
     @property

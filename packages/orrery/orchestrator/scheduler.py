@@ -114,7 +114,7 @@ class Scheduler:
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
         )
-        self._open_train_rollouts = 0  # members of incomplete groups, ended or not
+        self._open_train_rollouts = 0  # rollouts of groups that are not complete
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1

@@ -81,7 +81,7 @@ def describe_error(
     load: Workload,
     ranks_here: int,
 ) -> str:
-    """Return the sentence for an out-of-memory error. `step` None: before the first step.
+    """Return a sentence for an out-of-memory error. `step` is None before the first step.
 
     `ranks_here`: ranks on this host.
     """
@@ -173,9 +173,9 @@ def describe_device_error(
     capacity: int = 0,
     host_bytes: int = sys.maxsize,
 ) -> str:
-    """Return the sentence for torch's text `error`. `step` None: before the first step.
+    """Return a sentence for torch's error message `error`. `step` is None before the first step.
 
-    `capacity`: device bytes, if the text has none. `host_bytes`: free host memory for this rank.
+    `capacity`: device bytes, if the message has none. `host_bytes`: free host memory for this rank.
     """
     asked, free = _bytes(error, "ried to allocate"), _bytes(error, "of which", "is free")
     capacity = _bytes(error, "total capacity of") or capacity

@@ -1,4 +1,4 @@
-"""The packing, the interface of backends, and a check of torch's private operators."""
+"""Packed documents, the interface of backends, and a check of torch's private operators."""
 
 import itertools
 import logging

@@ -93,7 +93,7 @@ class EnginePool:
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
-        self._reports: dict[int, UpdateReport] = {}  # of the wanted version, by engine
+        self._reports: dict[int, UpdateReport] = {}  # engine → its update report
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
         self.disaggregated = None

@@ -82,7 +82,7 @@ class BenchRequest:
     seed: int
     options: Options
     document_tokens: int
-    overrides: dict[str, list[Any]]  # field → [the manifest's value, the measured value]
+    overrides: dict[str, list[Any]]  # field → [value in the manifest, value in the measurement]
 
     @property
     def num_devices(self) -> int:

@@ -30,7 +30,7 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy: `adamw` would increment them once for each bucket with a part of the weight.
+            # Copy the counts: `adamw` increments them in each bucket that has a part of the weight.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
