@@ -141,7 +141,7 @@ def test_log_probs_are_compared_on_the_engines_routes(start):
     [
         (
             lambda routes: routes[:, :1],
-            r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* wants uint8 "
+            r"batch 1, groups 4, 9: routed_experts is uint8 \[tokens, 1, 3\]; .* needs uint8 "
             r"\[tokens, 2, 3\]",
         ),
         (

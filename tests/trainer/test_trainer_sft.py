@@ -266,7 +266,7 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, {"role": "assistant", "value": "ba"}],
             {},
-            r"message 1 \(assistant\) has 'value', which is not read",
+            r"message 1 \(assistant\) has the field 'value', which is not read",
         ),
         (
             [USER, {"role": "assistant"}],
@@ -276,7 +276,7 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER | {"tool_calls": CALLS["tool_calls"]}, ANSWER],
             {},
-            r"message 0 \(user\) has 'tool_calls', which is not read",
+            r"message 0 \(user\) has the field 'tool_calls', which is not read",
         ),
         (
             [USER, CALLS, result("c2"), result("c1"), ANSWER],
@@ -292,7 +292,7 @@ def test_results_name_the_calls_that_they_answer(tmp_path):
         (
             [USER, {"role": "assistant", "tool_calls": [{"function": FUNCTION}]}],
             {},
-            "a call of message 1 has 'description', which is not",
+            "a call of message 1 has the field 'description', which is not",
         ),
         (
             [USER, ANSWER],
