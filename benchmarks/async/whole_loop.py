@@ -56,6 +56,11 @@ def timed_sha256(manifest: Manifest) -> str:
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
     timed["schema_version"] = 1  # costs no time; recorded digests have this one
+    # Older records lack these fields. They ran with 'auto', and count a shared device once a role.
+    if timed["trainer.attention"] == "auto":
+        del timed["trainer.attention"]
+    if timed.pop("hardware.shared_devices"):
+        timed["hardware.devices_per_node"] *= 2
     return hashlib.sha256(
         json.dumps(timed, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()

@@ -52,7 +52,7 @@ skeleton() { # FOLDER: the root of an image that holds no file of its own
   for folder in bin sbin lib lib64; do ln -s "usr/$folder" "$1/$folder"; done
   mkdir -p "$1/.singularity.d/env"
   cat >"$1/.singularity.d/env/90-environment.sh" <<'END'
-export PATH=/opt/torch/.venv/bin:/usr/local/bin:/usr/bin:/usr/sbin
+export PATH=/usr/local/bin:/usr/bin:/usr/sbin
 export LANG=C.UTF-8 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 export PYTHONPATH=/orrery/code:/site:/site/nvidia_cutlass_dsl/dsl_packages
 export LD_LIBRARY_PATH=/site/nvidia/nccl/lib
@@ -211,6 +211,8 @@ in_site() { # python3 with the site, where there is one, and Snakemake's package
 
 run() {
   local code=0
+  export APPTAINERENV_PREPEND_PATH # the image has no Python; the host's stands in a mounted folder
+  APPTAINERENV_PREPEND_PATH=$(dirname "$(command -v python3)")
   export PATH=$root/bin:$PATH ORRERY_SITE=$root/site.toml
   configure
   [ -z "${CONTAINERS:-}" ] || images
