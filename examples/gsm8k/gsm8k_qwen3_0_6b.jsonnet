@@ -1,12 +1,10 @@
-// GSM8K with Qwen3-0.6B on one GPU, CUDA_VISIBLE_DEVICES=0,0: with adapters for 24 GB, with all weights for 48 GB.
+// GSM8K with Qwen3-0.6B on one GPU: with adapters for 24 GB, with all weights for 48 GB.
 // First: orrery fetch model Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca
 // Then: cp examples/gsm8k/gsm8k_qwen3_0_6b.jsonnet jsonnet/runs/
 local run =
   (import 'examples/gsm8k/gsm8k.libsonnet') +
   (import 'models/qwen3_0_6b_pretrained.libsonnet') +
-  (import 'hardware/h200_pair.libsonnet') + {
-    hardware+: { devices_per_node: 2 },
-  };
+  (import 'hardware/one_h100.libsonnet');
 (import 'lib/named.libsonnet')({
   gsm8k_qwen3_0_6b: run { inference+: { kv_cache_bytes: 8589934592 } },
   gsm8k_qwen3_0_6b_lora: run {

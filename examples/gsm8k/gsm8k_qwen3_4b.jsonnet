@@ -1,12 +1,11 @@
-// GSM8K with Qwen3-4B on one GPU of 80 GB with adapters, CUDA_VISIBLE_DEVICES=0,0.
+// GSM8K with Qwen3-4B on one GPU of 80 GB with adapters.
 // First: orrery fetch model Qwen/Qwen3-4B
 // Then: cp examples/gsm8k/gsm8k_qwen3_4b.jsonnet jsonnet/runs/
 (import 'lib/named.libsonnet')({
   gsm8k_qwen3_4b:
     (import 'examples/gsm8k/gsm8k.libsonnet') +
     (import 'models/qwen3_4b_pretrained.libsonnet') +
-    (import 'hardware/h200_pair.libsonnet') + {
-      hardware+: { devices_per_node: 2 },
+    (import 'hardware/one_h100.libsonnet') + {
       // adapters: 16 bytes for each of 4 B parameters leave no room for the engine
       trainer+: {
         lora: { rank: 32, alpha: 64.0, targets: ['attention', 'feed_forward'], seed: 1 },
