@@ -55,6 +55,8 @@ def serve(*words, **env):
         text=True,
         cwd=REPOSITORY,
         env=os.environ | env,
+        # As in a terminal: a background job of a script begins with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
