@@ -30,7 +30,7 @@ import torch
 from shapes import WARM_STEPS, numbers, ran_with
 from shapes import run as load_run
 
-from orrery.manifest.identity import load
+from orrery.manifest.identity import id12, load
 from orrery.manifest.schema import Manifest, PretrainedInit
 from orrery.observe.report.data import RunData
 from orrery.runtime.run_directory import weights_path
@@ -88,6 +88,7 @@ def in_bf16(source: Path, folder: Path) -> Path:
 
 def dataset(manifest: Manifest, task: Task, renderer: Renderer, folder: Path) -> Any:
     """Return the prompts of every step in order. Raise SystemExit if TRL's tokens would differ."""
+    import pyarrow
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -107,7 +108,9 @@ def dataset(manifest: Manifest, task: Task, renderer: Renderer, folder: Path) ->
             raise SystemExit(
                 f"error: TRL would render other tokens than {manifest.name} of {prompt}"
             )
-    return Dataset.from_list([{"prompt": each, "index": i} for i, each in enumerate(prompts)])
+    rows = [{"prompt": each, "index": number} for number, each in enumerate(prompts)]
+    # a given fingerprint, because `datasets` cannot hash a table of pyarrow 26 on every Python 3.12
+    return Dataset(pyarrow.Table.from_pylist(rows), fingerprint=id12(manifest))
 
 
 def reward_of(task: Task, group_size: int, tally: Tally) -> Callable[..., Any]:
