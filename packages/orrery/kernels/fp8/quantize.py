@@ -1,0 +1,162 @@
+"""Quantize to float8_e4m3fn with one float32 scale a block of 128.
+
+M rows · K columns · N outputs · E groups. A block is 1 × 128 in rows of activations (`rows`),
+128 × 1 in their columns (`columns`, stored transposed), and 128 × 128 in weights.
+
+- Bytes are those of vLLM 0.32 with VLLM_USE_DEEP_GEMM_E8M0=0: of its `per_token_group_fp8_quant`
+  for rows, and of its `per_block_cast_to_fp8` for weights.
+- With groups (`RowGroups`) blocks of columns never cross a group, and padding counts as zero.
+- Backends: plain torch (CPU), Triton (GPU).
+"""
+
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+DTYPE = torch.float8_e4m3fn
+MAX = 448.0  # of e4m3
+MIN_AMAX_ROWS = 1e-10  # vLLM's eps of activations
+MIN_AMAX_WEIGHT = 1e-4  # vLLM's clamp of weights
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Quantized(NamedTuple):
+    """Values and scales. `value · scale` of its block is the number."""
+
+    value: Tensor  # float8_e4m3fn
+    scale: Tensor  # float32
+
+
+class RowGroups(NamedTuple):
+    """Row groups that begin at multiples of 128.
+
+    Group e has the rows `ends[e − 1]:ends[e]`. Its first `counts[e]` rows are real, the others are
+    padding.
+    """
+
+    ends_E: Tensor  # i32, rising, multiples of 128
+    counts_E: Tensor  # i32
+
+
+class Weight(NamedTuple):
+    """A weight [.., N, K] quantized once for all products of a step."""
+
+    forward: Quantized  # [.., N, K], scales [.., N/128, K/128]
+    backward: Quantized  # its transpose [.., K, N]
+
+
+def quantize(
+    x_MK: Tensor, groups: RowGroups | None = None, has_rows: bool = True, has_columns: bool = True
+) -> tuple[Quantized, Quantized]:
+    """Return x by rows and by columns, read once. Unwanted tensors are empty.
+
+    - Rows are values [M, K] and scales [M, K/128].
+    - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.
+      With groups the values are flat: [K, rows] of each group in turn.
+
+    Raise ValueError if 128 does not divide K.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] % BLOCK:
+        raise ValueError(f"x in FP8 is [M, K] with K a multiple of 128, not {_sides(x_MK)}")
+    if kernels := _triton(x_MK):
+        found = kernels.quantize(x_MK.contiguous(), groups, has_rows, has_columns)
+        return Quantized(*found[:2]), Quantized(*found[2:])
+    if groups is not None:
+        is_real_M = group_of_rows(groups, x_MK.shape[0]) >= 0
+        x_MK = torch.where(is_real_M[:, None], x_MK, 0)
+    rows, columns = _nothing(x_MK), _nothing(x_MK)
+    if has_rows:
+        rows = reference_quantize_rows(x_MK)
+    if has_columns:
+        columns = reference_quantize_columns(x_MK, groups)
+    return rows, columns
+
+
+def quantize_weight(weight_NK: Tensor) -> Weight:
+    """Quantize [.., N, K]. Raise ValueError if 128 does not divide N and K."""
+    if weight_NK.shape[-2] % BLOCK or weight_NK.shape[-1] % BLOCK:
+        raise ValueError(f"a weight in FP8 has sides of a multiple of 128, not {_sides(weight_NK)}")
+    if kernels := _triton(weight_NK):
+        value, scale, value_t, scale_t = kernels.quantize_weight(weight_NK.contiguous())
+        return Weight(Quantized(value, scale), Quantized(value_t, scale_t))
+    forward = reference_quantize_weight(weight_NK)
+    backward = (part.transpose(-1, -2).contiguous() for part in forward)
+    return Weight(forward, Quantized(*backward))
+
+
+def reference_quantize_rows(x_MK: Tensor) -> Quantized:
+    x_MGB = x_MK.float().unflatten(-1, (-1, BLOCK))
+    scale_MG = x_MGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) / MAX
+    value_MGB = (x_MGB / scale_MG[..., None]).clamp(-MAX, MAX).to(DTYPE)
+    return Quantized(value_MGB.flatten(-2), scale_MG)
+
+
+def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) -> Quantized:
+    """Return `quantize`'s columns of x, whose padding is zero."""
+    x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
+    value_KM, scale_KG = reference_quantize_rows(x_MK.T.contiguous())
+    if groups is not None:
+        ends = [0, *groups.ends_E.tolist(), x_MK.shape[0]]
+        sizes = [end - begin for begin, end in pairwise(ends)]
+        parts = value_KM.view(torch.uint8).split(sizes, dim=1)
+        value_KM = torch.cat([part.flatten() for part in parts]).view(DTYPE)
+    return Quantized(value_KM, scale_KG.T.contiguous())
+
+
+def reference_quantize_weight(weight_NK: Tensor) -> Quantized:
+    *_, n, k = weight_NK.shape
+    blocks = weight_NK.unflatten(-1, (k // BLOCK, BLOCK)).unflatten(-3, (n // BLOCK, BLOCK))
+    amax = blocks.abs().float().amax(dim=(-3, -1), keepdim=True).clamp(min=MIN_AMAX_WEIGHT)
+    scale = amax / MAX
+    value = (blocks * (1.0 / scale)).to(DTYPE)
+    return Quantized(value.flatten(-4, -3).flatten(-2), scale.squeeze(-1).squeeze(-2))
+
+
+def dequantize_rows(x: Quantized) -> Tensor:
+    """Return float32 [M, K] of `quantize_rows`."""
+    blocks = x.value.float().unflatten(-1, (-1, BLOCK)) * x.scale[..., None]
+    return blocks.flatten(-2)
+
+
+def dequantize_columns(x: Quantized) -> Tensor:
+    """Return float32 xᵀ [K, M'] of `quantize_columns` without groups."""
+    return dequantize_rows(Quantized(x.value, x.scale.T))
+
+
+def dequantize_weight(weight: Quantized) -> Tensor:
+    """Return float32 [.., N, K]."""
+    *_, n, k = weight.value.shape
+    scale = weight.scale.repeat_interleave(BLOCK, -1)[..., :k].repeat_interleave(BLOCK, -2)
+    return weight.value.float() * scale[..., :n, :]
+
+
+def group_of_rows(groups: RowGroups, num_rows: int) -> Tensor:
+    """Return i32 [M]: each row's group, or −1 for padding."""
+    row_M = torch.arange(num_rows, device=groups.ends_E.device, dtype=torch.int32)
+    group_M = torch.searchsorted(groups.ends_E, row_M, right=True)
+    last = groups.ends_E.shape[0] - 1
+    start_E = F.pad(groups.ends_E[:-1], (1, 0))
+    real_end_M = (start_E + groups.counts_E)[group_M.clamp(max=last)]
+    return torch.where((group_M <= last) & (row_M < real_end_M), group_M, -1).int()
+
+
+def _nothing(x: Tensor) -> Quantized:
+    return Quantized(x.new_empty(0, dtype=DTYPE), x.new_empty(0, dtype=torch.float32))
+
+
+def _sides(x: Tensor) -> str:
+    return " × ".join(map(str, x.shape))
+
+
+def _triton(x: Tensor) -> Any:
+    """Return the module of Triton kernels, or None on a CPU."""
+    if not (HAS_TRITON and x.is_cuda):
+        return None
+    from orrery.kernels.fp8 import quantize_triton
+
+    return quantize_triton

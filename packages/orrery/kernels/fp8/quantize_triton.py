@@ -1,0 +1,145 @@
+"""Triton kernels of FP8 quantization: one program a tile of 128 × 128, which it reads once.
+
+Divisions are as in vLLM: exact for activations (its CUDA kernel), and for weights products with
+approximate reciprocals (its code for `per_block_cast_to_fp8`, compiled by Inductor).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+DTYPE = torch.float8_e4m3fn
+
+
+def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
+    """Return values and scales of rows, then of columns. Unwanted tensors are empty."""
+    num_rows, width = x_MK.shape
+    num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
+    options = {"device": x_MK.device}
+    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM's tensor maps take 16 bytes
+    of_rows, of_columns = int(has_rows), int(has_columns)
+    value = torch.empty(of_rows * num_rows, width, dtype=DTYPE, **options)
+    scale = torch.empty(of_rows * num_blocks, rows_stride, dtype=torch.float32, **options)
+    shape = (width, num_tiles * BLOCK) if groups is None else (width * num_tiles * BLOCK,)
+    value_t = torch.empty(shape if has_columns else 0, dtype=DTYPE, **options)
+    scale_t = torch.empty(of_columns * num_tiles, width, dtype=torch.float32, **options)
+    tiles = None if groups is None else _tiles(groups, num_tiles)
+    if x_MK.numel():
+        _quantize[(num_tiles, num_blocks)](
+            x_MK,
+            value,
+            scale,
+            value_t,
+            scale_t,
+            tiles,
+            num_rows,
+            width,
+            rows_stride,
+            num_tiles * BLOCK,
+            IS_GROUPED=groups is not None,
+            HAS_ROWS=has_rows,
+            HAS_COLUMNS=has_columns,
+            num_warps=8,
+        )
+    return value, scale.T[:num_rows], value_t, scale_t
+
+
+def _tiles(groups, num_tiles: int) -> Tensor:
+    """Return i32 [tiles, 3]: real rows in the tile, its group's first row and number of rows.
+
+    Tiles beyond the last group have −1 real rows.
+    """
+    first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
+    group_T = torch.searchsorted(groups.ends_E, first_T, right=True)
+    last = groups.ends_E.shape[0] - 1
+    inside_T = group_T <= last
+    group_T = group_T.clamp(max=last)
+    start_T = F.pad(groups.ends_E[:-1], (1, 0))[group_T]
+    real_T = (start_T + groups.counts_E[group_T] - first_T).clamp(0, BLOCK)
+    real_T = torch.where(inside_T, real_T, -1)
+    return torch.stack((real_T, start_T, groups.ends_E[group_T] - start_T), 1).int().contiguous()
+
+
+@triton.jit
+def _quantize(
+    x,
+    value,
+    scale,
+    value_t,
+    scale_t,
+    tiles,
+    num_rows,
+    width,
+    rows_stride,
+    length,
+    IS_GROUPED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64)
+    here = tl.arange(0, 128)
+    row = tile * 128 + here
+    column = block * 128 + here
+    start = tile * 0
+    if IS_GROUPED:
+        num_real = tl.load(tiles + tile * 3)
+        start += tl.load(tiles + tile * 3 + 1)
+        length = tl.load(tiles + tile * 3 + 2)
+    else:
+        num_real = tl.minimum(num_rows - tile * 128, 128).to(tl.int32)
+    if num_real >= 0:
+        is_real = here < num_real
+        place = row[:, None] * width + column[None, :]
+        number = tl.load(x + place, mask=is_real[:, None], other=0.0).to(tl.float32)
+        size = tl.abs(number)
+        if HAS_ROWS:
+            top = tl.maximum(tl.max(size, axis=1), 1e-10)
+            unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
+            ratio = tl.div_rn(number, tl.broadcast_to(unit[:, None], (128, 128)))
+            ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
+            is_row = row < num_rows
+            tl.store(value + place, ratio.to(value.dtype.element_ty), mask=is_row[:, None])
+            tl.store(scale + block * rows_stride + row, unit, mask=is_row)
+        if HAS_COLUMNS:
+            top = tl.maximum(tl.max(size, axis=0), 1e-10)
+            unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
+            ratio = tl.div_rn(number, tl.broadcast_to(unit[None, :], (128, 128)))
+            ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
+            place_t = start * width + column[:, None] * length + (row - start)[None, :]
+            tl.store(value_t + place_t, tl.trans(ratio.to(value_t.dtype.element_ty)))
+            tl.store(scale_t + tile * width + column, unit)
+
+
+def quantize_weight(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *stack, n, k = weight_NK.shape
+    value = torch.empty_like(weight_NK, dtype=DTYPE)
+    scale = weight_NK.new_empty(*stack, n // BLOCK, k // BLOCK, dtype=torch.float32)
+    value_t = weight_NK.new_empty(*stack, k, n, dtype=DTYPE)
+    scale_t = weight_NK.new_empty(*stack, k // BLOCK, n // BLOCK, dtype=torch.float32)
+    grid = (n // BLOCK, k // BLOCK, weight_NK.numel() // (n * k))
+    if weight_NK.numel():
+        _quantize_weight[grid](weight_NK, value, scale, value_t, scale_t, n, k, num_warps=8)
+    return value, scale, value_t, scale_t
+
+
+@triton.jit
+def _quantize_weight(weight, value, scale, value_t, scale_t, n, k):
+    row_block, column_block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first = tl.program_id(2).to(tl.int64) * n * k
+    here = tl.arange(0, 128)
+    row, column = row_block * 128 + here, column_block * 128 + here
+    place = first + row[:, None] * k + column[None, :]
+    number = tl.load(weight + place).to(tl.float32)
+    top = tl.maximum(tl.max(tl.max(tl.abs(number), axis=1), axis=0), 1e-4)
+    unit = top * 0.002232142857142857
+    rounded = (number * (1.0 / unit)).to(value.dtype.element_ty)
+    tl.store(value + place, rounded)
+    tl.store(value_t + first + column[:, None] * n + row[None, :], tl.trans(rounded))
+    blocks = first // 16384
+    tl.store(scale + blocks + row_block * (k // 128) + column_block, unit)
+    tl.store(scale_t + blocks + column_block * (n // 128) + row_block, unit)

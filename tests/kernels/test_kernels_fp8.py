@@ -1,0 +1,249 @@
+"""Block-scaled FP8: bytes of vLLM, and products of dequantized operands with their gradients."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from orrery.kernels.fp8 import products
+from orrery.kernels.fp8.products import fp8_grouped_matmul, fp8_linear, weight_parts
+from orrery.kernels.fp8.quantize import (
+    BLOCK,
+    DTYPE,
+    HAS_TRITON,
+    MAX,
+    Quantized,
+    RowGroups,
+    dequantize_columns,
+    dequantize_rows,
+    dequantize_weight,
+    quantize,
+    quantize_weight,
+    reference_quantize_columns,
+    reference_quantize_rows,
+    reference_quantize_weight,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
+GROUPS = RowGroups(  # 3 groups in 4 blocks of rows: full, empty, with padding, and rows of no group
+    torch.tensor([128, 128, 384], dtype=torch.int32), torch.tensor([128, 0, 131], dtype=torch.int32)
+)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Return bfloat16 numbers whose blocks differ in size by powers of ten."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-3, 4, (*shape[:-1], shape[-1] // 64), generator=generator)
+    x = torch.randn(shape, generator=generator) * 10.0 ** sizes.repeat_interleave(64, -1)
+    return x.bfloat16().to(DEVICE)
+
+
+def same_bytes(found: Quantized, wanted: Quantized) -> bool:
+    values = (each.value.view(torch.uint8) for each in (found, wanted))
+    return torch.equal(*values) and torch.equal(found.scale, wanted.scale)
+
+
+def test_rows_have_the_bytes_of_vllm():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = draw(64, 512).cpu()
+    with set_current_vllm_config(VllmConfig()):
+        peer = QuantFP8(static=False, group_shape=GroupShape(1, BLOCK), use_ue8m0=False)
+        wanted = Quantized(*peer.forward_native(x))
+    assert wanted.scale.min() > 1 / 448 / 512  # below it vLLM's native form differs from its kernel
+    assert same_bytes(reference_quantize_rows(x), wanted)
+
+
+def test_weights_have_the_bytes_of_vllm():
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = draw(256, 512).cpu()
+    weight[:128, :128] = 0
+    with torch.compiler.set_stance("force_eager"):  # a compiled kernel would need a C++ compiler
+        wanted = Quantized(*per_block_cast_to_fp8(weight, [BLOCK, BLOCK], use_ue8m0=False))
+    assert same_bytes(reference_quantize_weight(weight), wanted)
+
+
+def test_a_stack_of_weights_is_quantized_one_by_one():
+    stack = draw(3, 256, 128)
+    whole = quantize_weight(stack)
+    for index, weight in enumerate(stack):
+        for part, alone in zip(whole, quantize_weight(weight), strict=True):
+            assert same_bytes(Quantized(part.value[index], part.scale[index]), alone)
+    forward, backward = (dequantize_weight(each) for each in whole)
+    assert torch.equal(backward, forward.mT)
+
+
+def test_no_number_moves_by_more_than_half_a_step_of_e4m3():
+    x = draw(200, 256)
+    rows, columns = quantize(x)
+    blocks = x.float().unflatten(1, (-1, BLOCK)).abs().amax(2).repeat_interleave(BLOCK, 1)
+    # 3 bits of mantissa, or 2^-10 of the scale below the smallest normal number. 1 % for division.
+    step = torch.maximum(x.float().abs() * 2**-4, blocks / 448 * 2**-10) * 1.01
+    assert ((dequantize_rows(rows) - x.float()).abs() <= step).all()
+    assert columns.value.shape == (256, 256) and columns.value.dtype == DTYPE
+    assert torch.equal(dequantize_columns(columns)[:, 200:], torch.zeros(256, 56, device=DEVICE))
+
+
+def test_a_group_has_the_bytes_of_its_rows_alone():
+    groups = RowGroups(*(each.to(DEVICE) for each in GROUPS))
+    x = draw(512, 256)
+    x[384:] = float("nan")
+    x[259:384] = float("nan")
+    rows, columns = quantize(x, groups)
+    for begin, count, padded in ((0, 128, 128), (128, 131, 256)):
+        alone = x[begin : begin + count]
+        wanted_rows, wanted = quantize(alone)
+        here = slice(begin, begin + count)
+        assert same_bytes(Quantized(rows.value[here], rows.scale[here]), wanted_rows)
+        flat = columns.value[begin * 256 : (begin + padded) * 256].view(256, padded)
+        blocks = slice(begin // BLOCK, (begin + padded) // BLOCK)
+        assert same_bytes(Quantized(flat, columns.scale[blocks]), wanted)
+    assert not rows.value[259:384].float().any()
+
+
+def plain_linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return y and both gradients by float32 products of dequantized operands."""
+    w = dequantize_weight(reference_quantize_weight(weight))
+    y = dequantize_rows(reference_quantize_rows(x)) @ w.T
+    grad_x = dequantize_rows(reference_quantize_rows(grad)) @ w
+    columns = (dequantize_columns(reference_quantize_columns(each)) for each in (grad, x))
+    grad_columns, x_columns = columns
+    return y, grad_x, grad_columns @ x_columns.T
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Float32 sums of equal products, in any order."""
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_layer_and_its_gradients_are_products_of_dequantized_operands(is_given):
+    x = draw(200, 256).float().cpu().requires_grad_()
+    weights = [draw(n, 256, seed=n).float().cpu().requires_grad_() for n in (128, 384)]
+    joined, grad = torch.cat(weights).detach(), draw(200, 512, seed=3).float().cpu()
+    outputs = fp8_linear(x, weights, weight_parts(joined) if is_given else None)
+    assert [each.shape for each in outputs] == [(200, 128), (200, 384)]
+    torch.cat(outputs, 1).backward(grad)
+    y, grad_x, grad_weight = plain_linear(x.detach(), joined, grad)
+    close(torch.cat(outputs, 1), y)
+    close(x.grad, grad_x)
+    close(torch.cat([weight.grad for weight in weights]), grad_weight)
+
+
+def test_groups_and_their_gradients_are_layers():
+    x, grad = (draw(512, k, seed=k).float().cpu() for k in (256, 128))
+    weight = draw(3, 128, 256, seed=1).float().cpu().requires_grad_()
+    x.requires_grad_()
+    y = fp8_grouped_matmul(x, weight, GROUPS, weight_parts(weight.detach()))
+    y.backward(grad)
+    for e, begin, count in ((0, 0, 128), (2, 128, 131)):
+        here = slice(begin, begin + count)
+        wanted = plain_linear(x.detach()[here], weight.detach()[e], grad[here])
+        for found, each in zip((y[here], x.grad[here], weight.grad[e]), wanted, strict=True):
+            close(found, each)
+    assert not weight.grad[1].any()
+
+
+def test_frozen_weights_get_no_gradient_and_keep_no_columns():
+    x, weight = draw(128, 128).cpu().requires_grad_(), draw(128, 128).cpu()
+    value_t = products._linear(x, weight, [], False)[1]
+    assert value_t.numel() == 0
+    fp8_linear(x, [weight])[0].float().sum().backward()
+    assert x.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("with_parts", [False, True])
+def test_the_operators_are_sound_for_compilers(with_parts):
+    x, weight = draw(256, 128).cpu().requires_grad_(), draw(2, 128, 128).cpu().requires_grad_()
+    groups = RowGroups(
+        *(torch.tensor(each, dtype=torch.int32) for each in ([128, 256], [100, 128]))
+    )
+    parts = weight_parts(weight.detach()) if with_parts else []
+    one = weight.detach()[0].requires_grad_()
+    dense = [part[0] for part in parts]
+    checks = ["test_autograd_registration", "test_faketensor"]
+    if not with_parts:  # torch's check of schemas multiplies all inputs, which FP8 cannot
+        checks.append("test_schema")
+    torch.library.opcheck(
+        torch.ops.orrery.fp8_linear.default, (x, one, dense, True), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.orrery.fp8_grouped.default, (x, weight, parts, *groups, True), test_utils=checks
+    )
+
+
+def test_a_compiled_layer_has_the_eager_bits():
+    weight, grad = draw(256, 128).cpu(), draw(256, 256, seed=5).cpu()
+    parts = weight_parts(weight)
+    results = []
+    for run in (fp8_linear, torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)):
+        x, w = draw(256, 128).cpu().requires_grad_(), weight.clone().requires_grad_()
+        y = run(x, [w], parts)[0]
+        y.backward(grad)
+        results.append((y.detach(), x.grad, w.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: quantize(torch.zeros(2, 100)), "K a multiple of 128, not 2 × 100"),
+        (lambda: quantize_weight(torch.zeros(2, 64, 128)), "multiple of 128, not 2 × 64 × 128"),
+        (lambda: fp8_linear(torch.zeros(2, 128), [torch.zeros(64, 128)]), "outputs, not 64"),
+        (
+            lambda: fp8_grouped_matmul(torch.zeros(130, 128), torch.zeros(3, 128, 128), GROUPS),
+            "multiple of 128, not 130",
+        ),
+    ],
+)
+def test_other_widths_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def exact(*shape: int) -> Tensor:
+    """Return numbers of e4m3 whose every block has the scale 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = 2.0 ** torch.randint(-3, 8, shape, generator=generator)
+    index = torch.arange(max(shape))
+    x[..., index[: shape[-2]], index[: shape[-2]] % BLOCK] = MAX
+    for column in range(BLOCK, shape[-1], BLOCK):
+        x[..., index[: shape[-2]], column + index[: shape[-2]] % BLOCK] = -MAX
+    return x.bfloat16().to(DEVICE)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs Triton and a GPU, or its interpreter")
+@pytest.mark.parametrize("groups", [None, GROUPS])
+def test_triton_places_values_and_scales_as_the_reference(groups):
+    """With exact numbers, because Triton's interpreter does not round to e4m3 correctly."""
+    from orrery.kernels.fp8 import quantize_triton
+
+    x, weight = exact(512, 256), exact(2, 256, 384)
+    on_device = None if groups is None else RowGroups(*(each.to(DEVICE) for each in groups))
+    found = quantize_triton.quantize(x, on_device, True, True)
+    clean, last = x.cpu().clone(), 512
+    if groups is not None:
+        last = 384
+        clean[259:] = 0
+    rows, columns = reference_quantize_rows(clean), reference_quantize_columns(clean, groups)
+    assert torch.equal(found[0][:last].cpu().float(), rows.value[:last].float())
+    assert torch.equal(found[1][:last].cpu(), rows.scale[:last])
+    values = found[2].cpu().float().view(columns.value.shape)
+    if groups is None:
+        assert torch.equal(values, columns.value.float())
+    else:
+        assert torch.equal(values[: 384 * 256], columns.value[: 384 * 256].float())
+    assert torch.equal(found[3][: last // BLOCK].cpu(), columns.scale[: last // BLOCK])
+    wanted = reference_quantize_weight(weight.cpu())
+    value, scale, value_t, scale_t = (
+        each.cpu() for each in quantize_triton.quantize_weight(weight)
+    )
+    assert torch.equal(value.float(), wanted.value.float())
+    assert torch.equal(value_t.float(), value.float().mT) and torch.equal(scale_t, scale.mT)
+    torch.testing.assert_close(scale, wanted.scale, rtol=2e-7, atol=0)  # a rounding of 1/448
