@@ -31,6 +31,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     moe: null,
     mla: null,
     hf_config: null,
+    fp8: null,
   },
 
   hardware: { accelerator: error 'hardware: no hardware axis; add (import "hardware/cpu.libsonnet")', shared_devices: false },
@@ -56,7 +57,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       warn_logprob_difference: 1.5,
       stop_logprob_difference: 3.0,
       canary_logprob_difference:
-        if run.inference.quantization != 'none' then 2.0
+        if run.inference.quantization != 'none' && run.model.fp8 == null then 2.0
         else if run.inference.dtype == 'float32' && run.trainer.compute_dtype == 'float32' then 1e-3
         else 1.0,
     },
@@ -76,7 +77,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     data_parallel: 1,
     tensor_parallel: run.layout.devices_per_engine / self.data_parallel,
     expert_parallel: run.model.moe != null && self.data_parallel * self.tensor_parallel > 1,
-    quantization: 'none',
+    quantization: if run.model.fp8 == null then 'none' else 'fp8',
     kv_transfer: { kind: if run.layout.prefill_engines == 0 then 'none' else 'nixl' },
     kv_offload: { kind: 'none' },
     max_restarts: 0,

@@ -29,7 +29,8 @@ def whole(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def quantised_arguments(manifest: Any, *where: Any) -> list[str]:
     """As a GPU's engine is told; a manifest for a CPU does not ask for it."""
-    fp8 = manifest.inference.model_copy(update={"quantization": "fp8"})
+    inference = manifest.inference.model_copy(update={"quantization": "fp8"})
+    fp8 = manifest.model_copy(update={"inference": inference})
     return [
         *server_arguments(manifest, *where),
         *(part for pair in assemble._spread(fp8).items() for part in pair),

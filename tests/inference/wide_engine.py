@@ -37,7 +37,7 @@ def wide_arguments(manifest: Any, weights: Path, *where: Any) -> list[str]:
     )
     arguments = server_arguments(narrow, weights, *where)
     arguments[arguments.index("--distributed-executor-backend") + 1] = "mp"
-    return [*arguments, *(part for pair in assemble._spread(inference).items() for part in pair)]
+    return [*arguments, *(part for pair in assemble._spread(manifest).items() for part in pair)]
 
 
 def correct_and_fork(manifest: Any) -> None:

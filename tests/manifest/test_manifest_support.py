@@ -593,3 +593,55 @@ def test_that_blocks_of_transformers_may_not_compile_is_told_where_a_run_is_plan
         == notes(changed("reverse_text"))
         == []
     )
+
+
+FP8 = {"model__fp8": ["attention", "experts"], "inference__quantization": "fp8"}
+
+
+def test_layers_in_fp8_on_both_sides_are_built():
+    check_supported(changed("qwen3_30b_a3b_16k", **FP8))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        (
+            "qwen3_30b_a3b_16k",
+            {"inference__quantization": "none"},
+            "with inference.quantization 'none': engines would sample from other products",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"model__num_kv_heads": 1, "model__head_dim": 64},
+            r"with model.num_kv_heads·head_dim 64: a layer in FP8 has widths of a multiple of 128",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"model__fp8": ["attention", "feed_forward"]},
+            r": family 'qwen3_moe' has no \['feed_forward'\] here; choose from",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"model__fp8": []},
+            r": name each part of \['attention', 'experts'\]",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"hardware__accelerator": "b200"},
+            "on b200: products of FP8 blocks need a Hopper GPU; set model.fp8 to null",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"trainer__lora": {"rank": 8, "alpha": 8.0, "targets": ["attention"], "seed": 1}},
+            "with trainer.lora: adapters need weights in bfloat16; set model.fp8 to null",
+        ),
+        (
+            "qwen3_30b_a3b_16k",
+            {"trainer__mesh__ep": 8},
+            "with trainer.mesh.ep 8: exchanged rows of experts are in no blocks yet",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_multiplied_in_fp8_are_refused(name, fields, sentence):
+    with pytest.raises(OrreryError, match=rf"model\.fp8 \[.*\] ?{sentence}"):
+        changed(name, **{**FP8, **fields})

@@ -48,6 +48,7 @@ def make_model():
                 "moe": moe,
                 "mla": None,
                 "hf_config": None,
+                "fp8": None,
                 "rotary_fraction": 0.5 if family == "glm4_moe" else 1.0,
                 "rope_scaling": None,
                 "attention_bias": family == "glm4_moe",

@@ -98,7 +98,10 @@ def server_arguments(
             )
         arguments["--distributed-executor-backend"] = UNIPROC
     else:
-        arguments |= _spread(inference)
+        arguments |= _spread(manifest)
+        if inference.dtype == "bfloat16":
+            # The trainer's logits are float32 products of bfloat16 numbers.
+            arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
         if inference.expert_parallel:
             flags.append("--enable-expert-parallel")
         if not inference.enforce_eager:
@@ -141,16 +144,26 @@ def graph_sizes(inference: Inference) -> list[int]:
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
-def _spread(inference: Inference) -> dict[str, str]:
+# Names in vLLM of the layers outside of `model.fp8`. Routers are never quantized, because rounding
+# would change the choice of experts.
+_NOT_FP8 = {
+    "attention": r"re:.*\.self_attn\..*",
+    "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
+    "experts": r"re:.*\.mlp\.experts(\..*)?$",
+}
+
+
+def _spread(manifest: Manifest) -> dict[str, str]:
+    inference, fp8 = manifest.inference, manifest.model.fp8
     arguments = {"--tensor-parallel-size": str(inference.tensor_parallel)}
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
         # DeepGEMM and the trainer also use one scale per 128 × 128 block.
-        # Routers are not quantized, because rounding would change the choice of experts.
+        others = [name for part, name in _NOT_FP8.items() if fp8 is not None and part not in fp8]
         arguments |= {
             "--quantization": "fp8_per_block",
-            "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$"]}),
+            "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),
         }
     return arguments
 
@@ -204,6 +217,8 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **registry.environment(manifest),
     }
+    if manifest.inference.quantization == "fp8":
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # or Hopper engines round weights twice
     if manifest.inference.enforce_eager:
         # vLLM would compile the ranks of log-probs, and need a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"

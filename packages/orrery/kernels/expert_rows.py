@@ -27,15 +27,17 @@ HAS_TRITON = find_spec("triton") is not None
 class RowOrder(NamedTuple):
     """Slot t·K + k is the k-th choice of token t. A row is a position in the order of experts."""
 
-    row_M: Tensor  # i64: the slot at each row
+    row_M: Tensor  # i64: the slot at each row, 0 in padding
     place_TK: Tensor  # i64: the row of each slot, the inverse of row_M
     ends_E: Tensor  # i32: the end of each expert's rows, rising
+    counts_E: Tensor  # i32: the number of each expert's slots
 
 
-def sort_by_expert(expert_TK: Tensor, num_experts: int) -> RowOrder:
+def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]. T may be 0.
 
-    The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`.
+    The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`. With `block` > 1
+    an expert's rows begin at a multiple of it, and padding follows them.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -46,7 +48,16 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int) -> RowOrder:
     place_M = torch.empty_like(row_M).scatter_(0, row_M, index_M)
     experts_E = torch.arange(num_experts, dtype=key_dtype, device=row_M.device)
     ends_E = torch.searchsorted(expert_M, experts_E, right=True, out_int32=True)
-    return RowOrder(row_M, place_M.view_as(expert_TK), ends_E)
+    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+    if block > 1:
+        dense_E = ends_E
+        ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
+        shift_E = F.pad(ends_E, (1, 0)) - F.pad(dense_E, (1, 0))  # of each start, and of the end
+        place_M = place_M + shift_E[expert_TK.flatten().long()]
+        num_rows = (row_M.shape[0] // block + num_experts + 1) * block
+        slot_M = torch.arange(row_M.shape[0], device=row_M.device)
+        row_M = row_M.new_zeros(num_rows).scatter_(0, place_M, slot_M)
+    return RowOrder(row_M, place_M.view_as(expert_TK), ends_E, counts_E)
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, backend: Backend | None = None) -> Tensor:

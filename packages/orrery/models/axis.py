@@ -126,6 +126,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         "moe": moe if family.endswith("moe") else None,
         "mla": None,
         "hf_config": None,
+        "fp8": None,
     }
 
 
@@ -157,6 +158,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": False,
         "moe": None,
         "mla": None,
+        "fp8": None,
         "hf_config": {key: one for key, one in content.items() if key not in LEFT_OUT},
     }
 

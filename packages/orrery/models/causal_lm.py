@@ -118,7 +118,7 @@ class CausalLm(nn.Module):
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return all logits [T, V] in float32."""
-        hidden_TD = self.forward(token_ids_T, positions_T, cu_seqlens)
+        hidden_TD = self(token_ids_T, positions_T, cu_seqlens)
         if self.lm_head is not None:
             return self.lm_head.logits(hidden_TD)
         return F.linear(hidden_TD.float(), self.lm_head_weight.float())
@@ -133,10 +133,12 @@ class TransformerBlock(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: FeedForward | MixtureOfExperts
+        fp8 = config.fp8 or ()
         if config.moe is not None and index >= config.moe.num_dense_layers:
-            self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
+            self.mlp = MixtureOfExperts(config.hidden_size, config.moe, fp8)
         else:
-            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+            sizes = config.hidden_size, config.intermediate_size
+            self.mlp = FeedForward(*sizes, "feed_forward" in fp8)
 
     def forward(
         self,

@@ -23,22 +23,39 @@ from orrery.kernels.expert_rows import (
     sort_by_expert,
     swiglu_rows,
 )
+from orrery.kernels.fp8.products import Parts, fp8_grouped_matmul, fp8_linear
+from orrery.kernels.fp8.quantize import BLOCK, RowGroups
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
+def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
+    """Return each layer's output. In FP8, `fp8` is a list of quantized weights, perhaps empty."""
+    if fp8 is None:
+        return [linear(x_TD) for linear in linears]
+    outputs = fp8_linear(x_TD, [linear.weight for linear in linears], fp8)
+    biases = [linear.bias for linear in linears]
+    return [y if bias is None else y + bias for y, bias in zip(outputs, biases, strict=True)]
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate x) · up x).
+
+    `gate_up_fp8` and `down_fp8`: None, or the quantized weights of a layer in FP8 (`fp8.py`).
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, is_fp8: bool = False) -> None:
         super().__init__()
+        self.gate_up_fp8: Parts | None = [] if is_fp8 else None
+        self.down_fp8: Parts | None = [] if is_fp8 else None
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate, up = project(x_TD, self.gate_up_fp8, self.gate_proj, self.up_proj)
+        return project(F.silu(gate) * up, self.down_fp8, self.down_proj)[0]
 
 
 class Adapter(nn.Module):
@@ -122,13 +139,18 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.core: nn.Module = LocalCore()
+        is_fp8 = "attention" in (config.fp8 or ())
+        self.qkv_fp8: Parts | None = [] if is_fp8 else None
+        self.o_fp8: Parts | None = [] if is_fp8 else None
 
     def forward(self, x_TD: Tensor, angles: Sequence[Tensor], documents: Documents) -> Tensor:
-        q_THK = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        k_TGK = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        v_TGK = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q, k, v = project(x_TD, self.qkv_fp8, self.q_proj, self.k_proj, self.v_proj)
+        q_THK = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
+        k_TGK = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
+        v_TGK = v.unflatten(-1, (-1, self.head_dim))
         q_THK, k_TGK = apply_rotary(q_THK, *angles), apply_rotary(k_TGK, *angles)
-        return self.o_proj(self.core(q_THK, k_TGK, v_TGK, documents).flatten(1))
+        out_TD = self.core(q_THK, k_TGK, v_TGK, documents).flatten(1)
+        return project(out_TD, self.o_fp8, self.o_proj)[0]
 
 
 class Router(nn.Module):
@@ -190,17 +212,35 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 
 
 class Experts(nn.Module):
-    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has an expert's gate rows first."""
+    """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has an expert's gate rows first.
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    In FP8 an expert's rows begin at multiples of 128, as `sort_by_expert` places them on request.
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, is_fp8: bool = False
+    ) -> None:
         super().__init__()
+        self.gate_up_fp8: Parts | None = [] if is_fp8 else None
+        self.down_fp8: Parts | None = [] if is_fp8 else None
         self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
         self.gate_up_lora: Adapter | None = None  # set by `lora.adapt`
         self.down_lora: Adapter | None = None
 
-    def forward(self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Apply expert e to rows `ends[e − 1]:ends[e]` of x, times their score. `ends` is i32."""
+    def forward(
+        self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor, counts_E: Tensor | None = None
+    ) -> Tensor:
+        """Apply expert e to rows `ends[e − 1]:ends[e]` of x, times their score.
+
+        `ends` and `counts`, the number of rows that are no padding, are i32. Only FP8 reads counts.
+        """
+        if self.gate_up_fp8 is not None and self.down_fp8 is not None:
+            assert counts_E is not None, "experts in FP8 need rows in blocks"
+            groups = RowGroups(ends_E, counts_E)
+            y = fp8_grouped_matmul(x_MD, self.gate_up_proj, groups, self.gate_up_fp8)
+            act_MI = swiglu_rows(y, score_M)
+            return fp8_grouped_matmul(act_MI, self.down_proj, groups, self.down_fp8)
         act_MI = swiglu_rows(_project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E), score_M)
         return _project(act_MI, self.down_proj, self.down_lora, ends_E)
 
@@ -217,22 +257,26 @@ class LocalExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        rows = sort_by_expert(expert_TK, experts.down_proj.shape[0])
-        out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E)
+        block = 1 if experts.gate_up_fp8 is None else BLOCK
+        rows = sort_by_expert(expert_TK, experts.down_proj.shape[0], block)
+        groups = rows.ends_E, rows.counts_E
+        out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), *groups)
         return combine_rows(out_MD, rows)
 
 
 class MixtureOfExperts(nn.Module):
     """Routed experts plus shared experts, fused into one feed-forward."""
 
-    def __init__(self, hidden_size: int, moe: MoE) -> None:
+    def __init__(self, hidden_size: int, moe: MoE, fp8: Sequence[str] = ()) -> None:
         super().__init__()
         sizes = (hidden_size, moe.num_experts, moe.num_experts_per_token)
         self.gate = Router(*sizes, moe.normalize_top_k, moe.score, moe.routed_scale)
-        self.experts = Experts(moe.num_experts, hidden_size, moe.expert_intermediate_size)
+        width = moe.expert_intermediate_size
+        self.experts = Experts(moe.num_experts, hidden_size, width, "experts" in fp8)
         self.exchange: nn.Module = LocalExchange()
-        shared = moe.num_shared_experts * moe.expert_intermediate_size
-        self.shared_experts = FeedForward(hidden_size, shared) if shared else None
+        self.shared_experts = None
+        if shared := moe.num_shared_experts * width:
+            self.shared_experts = FeedForward(hidden_size, shared, "feed_forward" in fp8)
 
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None

@@ -16,6 +16,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
+ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set: GPU engines with experts
 # The size of the store of routes, as a multiple of the device's blocks. Unset: no routes, no patch.
 KEPT = "ORRERY_ROUTES_KEPT"
 
@@ -82,6 +83,13 @@ PATCHES = (
         "a seeded request with chunked prefill ends the engine: CPU generators have no offset",
         "vLLM restores the generator's state",
         "test_inference_engine.py",
+    ),
+    Patch(
+        "vllm.route_in_float32",
+        "GateLinear.__init__",
+        "most models round router logits to bfloat16, which the trainer does not: other experts",
+        "an option sets the dtype of router logits for all models",
+        "test_inference_fp8.py",
     ),
     Patch(
         "vllm.keep_adapters",
@@ -206,10 +214,15 @@ PATCHES = (
 
 
 def environment(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that choose vLLM's model runner."""
-    if manifest.transport.routed_experts and manifest.hardware.accelerator != "cpu":
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # V1 has no routes
-    return {}
+    """Return the variables that choose vLLM's model runner and the patches of its processes."""
+    if manifest.hardware.accelerator == "cpu":
+        return {}
+    chosen = {}
+    if manifest.transport.routed_experts:
+        chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # V1 has no routes
+    if manifest.model.moe is not None:
+        chosen[ROUTE_IN_FLOAT32] = "1"
+    return chosen
 
 
 def import_vllm(enforce_eager: bool) -> None:
@@ -252,6 +265,8 @@ def correct_engine(shared_memory_name: str | None) -> None:
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")
+    if ROUTE_IN_FLOAT32 in os.environ:
+        _apply("vllm.route_in_float32")
     _apply("vllm_answers.hold_outputs")
     _apply("vllm_kv_transfer.pause_beside_unread_blocks")
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_connectors`

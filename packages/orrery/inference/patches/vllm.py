@@ -163,3 +163,17 @@ def keep_kernels_of_experts() -> None:
 
 
 def _nothing() -> None: ...
+
+
+def route_in_float32() -> None:
+    """Give routers without a dtype of their own float32 logits, from the same product."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    init = GateLinear.__init__
+
+    def init_wide(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        if self.out_dtype is None and self.is_unquantized:
+            self.set_out_dtype(torch.float32)
+
+    GateLinear.__init__ = init_wide

@@ -16,7 +16,7 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.model import MAX_COUNT, Model
+from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
 TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline
-FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
 SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
 KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's blocks of cache are a multiple of it
 
@@ -387,6 +386,12 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
     if inference.quantization != "fp8":
+        if model.fp8 is not None:
+            yield (
+                f"model.fp8 {list(model.fp8)} with inference.quantization "
+                f"{inference.quantization!r}: engines would sample from other products than the "
+                "trainer's; set inference.quantization to 'fp8', or model.fp8 to null"
+            )
         return
     if accelerator == "cpu" or inference.dtype != "bfloat16":
         yield (

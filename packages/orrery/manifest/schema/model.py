@@ -11,6 +11,7 @@ MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
 MAX_S = 365 * 86_400  # clocks and sockets overflow after some years
 MAX_SIZE = 2**24
+FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -119,6 +120,9 @@ class MLA(Record):
     indexer: Indexer
 
 
+Fp8Part = Literal["attention", "feed_forward", "experts"]
+
+
 class Model(Record):
     """Architecture in this project's names.
 
@@ -127,6 +131,8 @@ class Model(Record):
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5.
     - `hugging_face` is any causal language model of transformers, built from `hf_config`, the
       content of its `config.json`.
+    - `fp8` names the layers that trainer and engines multiply in block-scaled FP8. Shared experts
+      are feed-forwards. Routers, LM head, embedding and norms never are.
     """
 
     family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
@@ -150,6 +156,7 @@ class Model(Record):
     moe: MoE | None
     mla: MLA | None
     hf_config: dict[str, Any] | None
+    fp8: list[Fp8Part] | None
 
     @property
     def mixture(self) -> MoE:

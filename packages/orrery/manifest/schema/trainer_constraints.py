@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from orrery.manifest.devices import AMPERE, DEVICES, HOPPER
-from orrery.manifest.schema.model import MAX_COUNT, Model
+from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
 from orrery.manifest.schema.trainer import Lora, Mesh, Trainer
 
 
@@ -45,6 +45,64 @@ def trainer_misfits(
     yield from context_misfits(trainer.mesh, model, devices)
     yield from _spread_misfits(trainer, model, accelerator)
     yield from _attention_misfits(trainer, model, accelerator)
+    yield from _fp8_misfits(trainer, model, accelerator)
+
+
+def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
+    """Yield why the layers of `model.fp8` cannot be multiplied in FP8."""
+    if model.fp8 is None:
+        return
+    what, off = f"model.fp8 {list(model.fp8)}", "set model.fp8 to null"
+    has = block_parts(model)
+    if model.family == "hugging_face":
+        yield f"{what}: layers in FP8 need a network of this project's own; {off}"
+    elif not model.fp8 or len(set(model.fp8)) < len(model.fp8):
+        yield f"{what}: name each part of {has} once, or {off}"
+    elif lacking := [part for part in model.fp8 if part not in has]:
+        yield f"{what}: family {model.family!r} has no {lacking} here; choose from {has}"
+    if accelerator == "cpu" or DEVICES[accelerator].capability != HOPPER:
+        yield f"{what} on {accelerator}: products of FP8 blocks need a Hopper GPU; {off}"
+    elif trainer.compute_dtype != "bfloat16":
+        yield (
+            f"{what} with trainer.compute_dtype {trainer.compute_dtype!r}: FP8 blocks are made "
+            f"from bfloat16; set trainer.compute_dtype to 'bfloat16', or {off}"
+        )
+    if trainer.lora is not None:
+        yield f"{what} with trainer.lora: adapters need weights in bfloat16; {off}"
+    if trainer.mesh.ep > 1 and "experts" in model.fp8:
+        yield (
+            f"{what} with trainer.mesh.ep {trainer.mesh.ep}: exchanged rows of experts are in no "
+            "blocks yet; set trainer.mesh.ep to 1, or leave out 'experts'"
+        )
+    for field, size in _fp8_widths(model):
+        if size % FP8_BLOCK:
+            yield (
+                f"{what} with {field} {size}: a layer in FP8 has widths of a multiple of "
+                f"{FP8_BLOCK}; {off}"
+            )
+
+
+def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
+    parts, moe = model.fp8 or (), model.moe
+    yield "model.hidden_size", model.hidden_size
+    if "attention" in parts:
+        for heads in ("num_heads", "num_kv_heads"):
+            yield f"model.{heads}·head_dim", getattr(model, heads) * model.head_dim
+    if "feed_forward" in parts and (moe is None or moe.num_dense_layers):
+        yield "model.intermediate_size", model.intermediate_size
+    if moe is not None and set(parts) & {"feed_forward", "experts"}:
+        yield "model.moe.expert_intermediate_size", moe.expert_intermediate_size
+
+
+def block_parts(model: Model) -> list[str]:
+    """Return the parts of a block that the model has: of `trainer.lora.targets`, `model.fp8`."""
+    moe = model.moe
+    parts = {
+        "attention": True,
+        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
+        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
+    }
+    return [part for part, is_there in parts.items() if is_there]
 
 
 def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
@@ -56,13 +114,7 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
             "null, or choose another model.family"
         )
         return
-    moe = model.moe
-    parts = {
-        "attention": True,
-        "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
-        "experts": moe is not None and moe.num_dense_layers < model.num_layers,
-    }
-    has = [part for part, is_there in parts.items() if is_there]
+    has = block_parts(model)
     if lacking := [target for target in lora.targets if target not in has]:
         yield (
             f"trainer.lora.targets {lacking}: family {model.family!r} with these layers has none; "

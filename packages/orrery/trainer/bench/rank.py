@@ -64,7 +64,7 @@ _RULES = (
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
-    ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m"),
+    ("grouped products", r"gemm|mm|nvjet|cutlass|wgmma", r"grouped_m|fp8_grouped"),
     ("expert rows", r"spread_rows|sum_rows|swiglu_rows|expert_rows|sort|Sort|histogram", None),
     ("dense products", _PRODUCTS, None),
     ("sharding copies", r"split_with_sizes|chunk_cat", None),

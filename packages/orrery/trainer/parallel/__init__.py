@@ -12,7 +12,7 @@ import torch
 from orrery.kernels.attention import prefer
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
-from orrery.models import build, lora
+from orrery.models import build, fp8, lora
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.parallel import (
     activation_offload,
@@ -60,3 +60,5 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
+    if not fsdp.is_needed(trainer):  # else weights are gathered anew for each pass
+        policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -33,6 +33,7 @@ from orrery.kernels import (  # noqa: F401  (registers the operators named below
     grouped_matmul,
     wide_linear,
 )
+from orrery.kernels.fp8 import products  # noqa: F401
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Model, Trainer
 from orrery.trainer.policy import Policy
@@ -178,10 +179,11 @@ def _operations(name: str) -> list[Any]:
             ours = orrery.varlen_attention_forward
             return [ours.default, *(operation.default for operation in theirs)]
         case "projections":
-            products = (aten.mm, aten.addmm, aten.linear, orrery.wide_linear)
+            products = (aten.mm, aten.addmm, aten.linear, orrery.wide_linear, orrery.fp8_linear)
             return [product.default for product in products]
         case "experts":
-            return [orrery.grouped_matmul.default, orrery.adapted_grouped_matmul.default]
+            names = ("grouped_matmul", "adapted_grouped_matmul", "fp8_grouped")
+            return [getattr(orrery, name).default for name in names]
     raise AssertionError(f"blocks.py lacks the schema's option {name!r}")
 
 

@@ -209,7 +209,8 @@ class DeepEpExchange(nn.Module):
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
     """Sort rows by expert. A last row stands for all slots of other ranks' experts (−1)."""
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
-    return RowOrder(rows.row_M[: num_rows + 1], rows.place_TK.clamp(max=num_rows), rows.ends_E)
+    place_TK = rows.place_TK.clamp(max=num_rows)
+    return rows._replace(row_M=rows.row_M[: num_rows + 1], place_TK=place_TK)
 
 
 @cache

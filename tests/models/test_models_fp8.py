@@ -1,0 +1,109 @@
+"""Networks with layers in FP8: which layers, the numbers of a mixture, and cached weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from orrery.kernels.expert_rows import sort_by_expert
+from orrery.kernels.fp8.products import fp8_linear
+from orrery.models import build, weights
+from orrery.models.fp8 import WeightCache, products
+from orrery.models.layers import Experts, FeedForward, LocalExchange
+
+WIDTHS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+}
+ALL = ["attention", "feed_forward", "experts"]
+
+
+@pytest.fixture
+def make_network(make_model):
+    def make(family, fp8, **fields):
+        model = make_model(family, fp8=fp8, **WIDTHS, **fields)
+        if model.moe is not None:
+            moe = model.moe.model_copy(update={"expert_intermediate_size": 128})
+            model = model.model_copy(update={"moe": moe})
+        network = build(model)
+        weights.initialize(network, model)
+        return network
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("fp8", "count"), [(None, 0), (["attention"], 4), (["feed_forward"], 4), (ALL, 8)]
+)
+def test_the_manifest_names_the_layers(make_network, fp8, count):
+    assert len(list(products(make_network("qwen3", fp8)))) == count
+
+
+def test_shared_experts_are_feed_forwards(make_network):
+    network = make_network("glm4_moe", ["feed_forward"])
+    found = [module for module in network.modules() if isinstance(module, FeedForward)]
+    assert len(found) == 2 and all(each.down_fp8 == [] for each in found)
+    assert not any(each.down_fp8 == [] for each in network.modules() if isinstance(each, Experts))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
+def test_cached_weights_change_no_bit_and_follow_an_update(make_network, make_pack, family):
+    pack = make_pack([30, 7])
+    plain, cached = (make_network(family, ALL) for _ in range(2))
+    cached.register_forward_pre_hook(WeightCache(cached).refresh)
+    for _ in range(2):
+        results = []
+        for network in (plain, cached):
+            network.zero_grad()
+            network(*pack).square().sum().backward()
+            results.append([each.grad.clone() for each in network.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        with torch.no_grad():
+            for network in (plain, cached):
+                for parameter in network.parameters():
+                    parameter.mul_(1.25)
+    assert all(len(parts) == 4 for parts, _ in products(cached))
+    assert all(parts == [] for parts, _ in products(plain))
+
+
+def test_fp8_moves_the_output_by_its_rounding(make_network, make_pack):
+    """Every product of a layer rounds both sides to 3 bits, so a few percent, not none."""
+    pack = make_pack([40])
+    with torch.no_grad():
+        exact, rounded = (make_network("qwen3_moe", fp8)(*pack) for fp8 in (None, ALL))
+    error = (rounded - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.2
+
+
+def test_a_mixture_is_the_sum_of_its_experts_as_layers():
+    torch.manual_seed(0)
+    experts = Experts(3, 128, 128, is_fp8=True)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x, score = torch.randn(50, 128), torch.rand(50, 2)
+    expert = torch.tensor([[0, 2]]).expand(50, 2)  # one expert stays empty
+    found = LocalExchange()(x, score, expert, experts)
+    wanted = torch.zeros(50, 128)
+    for slot, e in enumerate((0, 2)):
+        gate, up = fp8_linear(x, [experts.gate_up_proj[e]])[0].chunk(2, dim=1)
+        act = nn.functional.silu(gate) * up * score[:, slot, None]
+        wanted += fp8_linear(act, [experts.down_proj[e]])[0]
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_rows_in_blocks_keep_their_order():
+    expert = torch.randint(0, 6, (90, 2), generator=torch.Generator().manual_seed(0))  # 5: none
+    dense, padded = sort_by_expert(expert, 5), sort_by_expert(expert, 5, block=16)
+    assert torch.equal(dense.counts_E, padded.counts_E)
+    assert (padded.ends_E % 16 == 0).all() and padded.row_M.shape[0] % 16 == 0
+    assert padded.place_TK.max() < padded.row_M.shape[0]
+    starts = [0, *padded.ends_E.tolist()]
+    begin = 0
+    for e, count in enumerate([*dense.counts_E.tolist(), (expert == 5).sum().item()]):
+        here = slice(starts[e], starts[e] + count)
+        assert torch.equal(padded.row_M[here], dense.row_M[begin : begin + count])
+        begin += count
+    flat = padded.place_TK.flatten()
+    assert torch.equal(padded.row_M[flat], torch.arange(180))
