@@ -1,0 +1,495 @@
+"""Layers in block-scaled FP8 on one Hopper GPU: bytes, bits, and speed beside bfloat16.
+
+- `bytes`: quantized activations and weights against vLLM's CUDA and compiled kernels. After a
+  difference, other orders of rounding are tried and counted.
+- `bits`: outputs of a layer and of experts against vLLM's calls of DeepGEMM. Gradients against
+  float32 products of dequantized blocks, and against a second run.
+- `speed`: each product alone and with its quantization, in TFLOP/s, beside bfloat16.
+- `dense`, `mixture`: trained tokens/s of Qwen3-8B with 12 layers, two documents of 8,192 tokens,
+  and of Qwen3-30B-A3B with 5 layers, 16,384 tokens, balanced routing. Both in bfloat16 and FP8.
+
+A part that fails is a row with its error, and the next part runs. A record is written only if all
+parts ran.
+
+    python benchmarks/trainer/fp8_layers.py                  # about 6 minutes
+    python benchmarks/trainer/fp8_layers.py --parts bytes bits speed
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from timing import copy_out, milliseconds, relative_error
+
+from orrery.kernels.fp8 import deep_gemm
+from orrery.kernels.fp8.products import (
+    _grouped_gradients,
+    _linear_gradients,
+    fp8_grouped_matmul,
+    fp8_linear,
+    weight_parts,
+)
+from orrery.kernels.fp8.quantize import (
+    BLOCK,
+    DTYPE,
+    MAX,
+    Quantized,
+    RowGroups,
+    dequantize_columns,
+    dequantize_rows,
+    dequantize_weight,
+    group_of_rows,
+    quantize,
+    quantize_weight,
+)
+from orrery.manifest.identity import load
+from orrery.manifest.schema import trainer_misfits
+from orrery.trainer.bench import Options, make_request
+from orrery.trainer.bench.__main__ import run_ranks
+from record import ROOT, record
+
+PARTS = ("bytes", "bits", "speed", "dense", "mixture")
+RECORD = Path(__file__).with_suffix(".json")
+LINEAR = ((16_384, 4096, 6144), (16_384, 4096, 24_576), (16_384, 12_288, 4096))  # M, K, N
+GROUPED = ((32, 1024, 6144, 4096), (128, 1024, 2048, 1536), (128, 1024, 768, 2048))  # E, rows, K, N
+TOLERANCE = 2e-2  # tensor cores keep 14 bits of FP8 products; results round to 8 bits
+SHAPES = {
+    "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], 1.3, "natural"),
+    "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], 1.24, "balanced"),
+}
+
+
+def normal(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device="cuda") * std).bfloat16()
+
+
+def differing(found: Tensor, wanted: Tensor) -> int:
+    both = (each.contiguous().view(torch.uint8) for each in (found, wanted))
+    return int(torch.ne(*both).sum())
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+def activations() -> dict[str, Tensor]:
+    tiny = normal(512, 1024, std=1e-11, seed=1)
+    tiny[:128] = 0
+    spread = normal(4096, 4096, seed=2) * torch.exp2(normal(4096, 4096, seed=3).float() * 4)
+    return {"normal": normal(4096, 4096), "wide": spread.bfloat16(), "tiny": tiny}
+
+
+def measure_bytes() -> list[dict[str, Any]]:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    rows = []
+    for name, x in activations().items():
+        options = {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": False}
+        value, scale = per_token_group_quant_fp8(x, BLOCK, **options)
+        found = quantize(x, has_columns=False)[0]
+        counts = differing(found.value, value), differing(found.scale, scale)
+        rows.append(compared(f"bytes of activations, {name}", counts, x, value, scale, False))
+        value, scale = per_block_cast_to_fp8(x, [BLOCK, BLOCK], use_ue8m0=False)
+        forward = quantize_weight(x).forward
+        counts = differing(forward.value, value), differing(forward.scale, scale)
+        rows.append(compared(f"bytes of weights, {name}", counts, x, value, scale, True))
+    return rows
+
+
+def compared(
+    name: str, counts: tuple[int, int], x: Tensor, value: Tensor, scale: Tensor, is_weight: bool
+) -> dict[str, Any]:
+    row = {"variant": name, "value": sum(counts), "unit": "bytes that differ", "goal": 0}
+    row |= {"of_values": counts[0], "of_scales": counts[1]}
+    if sum(counts):
+        row["other_orders"] = other_orders(x.float(), value, scale, is_weight)
+    return row
+
+
+def other_orders(x: Tensor, value: Tensor, scale: Tensor, is_weight: bool) -> dict[str, list[int]]:
+    """Return how many bytes of values and scales differ, by how scale and ratio are rounded."""
+    m, k = x.shape
+    high = BLOCK if is_weight else 1
+    blocks = x.view(m // high, high, k // BLOCK, BLOCK)
+    size = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4 if is_weight else 1e-10)
+    whole = torch.full_like(size, MAX)
+    scales = {"divide": size / whole, "multiply": size * (1 / MAX)}
+    found = {}
+    for how, unit in scales.items():
+        ratios = {"divide": blocks / unit, "multiply": blocks * (1.0 / unit)}
+        for then, ratio in ratios.items():
+            rounded = ratio.clamp(-MAX, MAX).to(DTYPE).view(m, k)
+            flat = unit.view(scale.shape)
+            found[f"{how}, {then}"] = [differing(rounded, value), differing(flat, scale)]
+    return found
+
+
+# Bits ---------------------------------------------------------------------------------------------
+
+
+def groups_of(num_groups: int, rows: int, is_even: bool) -> tuple[RowGroups, int]:
+    counts = torch.full((num_groups,), rows)
+    if not is_even:
+        counts = torch.randint(0, 2 * rows, (num_groups,), generator=torch.manual_seed(0))
+    ends = ((counts + BLOCK - 1) // BLOCK * BLOCK).cumsum(0)
+    total = int(ends[-1]) + BLOCK  # one block belongs to no group
+    return RowGroups(*(each.int().cuda() for each in (ends, counts))), total
+
+
+def measure_bits() -> list[dict[str, Any]]:
+    rows = [linear_bits(1000, 4096, 6144), linear_bits(16_384, 4096, 1024)]
+    rows += [grouped_bits(8, 300, 2048, 1536), grouped_bits(128, 100, 768, 2048)]
+    return [row for each in rows for row in each]
+
+
+def bits(name: str, found: Tensor, wanted: Tensor) -> dict[str, Any]:
+    row = {"variant": name, "value": differing(found, wanted), "unit": "bytes that differ"}
+    return {**row, "goal": 0, "error": relative_error(found, wanted)}
+
+
+def repeated(name: str, found: list[Tensor], again: list[Tensor]) -> list[dict[str, Any]]:
+    names = ("output", "gradient of x", "gradient of the weight")
+    pairs = zip(names, found, again, strict=True)
+    return [bits(f"{name}: {what} of two runs", *pair) for what, *pair in pairs]
+
+
+def closeness(name: str, found: Tensor, wanted: Tensor) -> dict[str, Any]:
+    error = relative_error(found, wanted)
+    row = {"variant": name, "value": error, "unit": "of its norm", "goal": TOLERANCE}
+    return {**row, "is_met": error <= TOLERANCE}
+
+
+def outcome(call: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> list[Tensor]:
+    *leaves, grad = inputs
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = call(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def linear_bits(m: int, k: int, n: int) -> list[dict[str, Any]]:
+    from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    x, weight, grad = normal(m, k), normal(n, k, std=0.02, seed=1), normal(m, n, seed=2)
+    parts = weight_parts(weight)
+    name = f"layer {m} × {k} → {n}"
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return fp8_linear(x, [weight], parts)[0]
+
+    found, again = (outcome(layer, x, weight, grad) for _ in range(2))
+    theirs = torch.empty_like(found[0])
+    quantized = tuple(quantize(x, has_columns=False)[0])
+    fp8_gemm_nt(quantized, tuple(parts[:2]), theirs, is_deep_gemm_e8m0_used=False)
+    rows = [bits(f"{name}: output and vLLM's", found[0], theirs)]
+    rows += repeated(name, found, again)
+    w = dequantize_weight(Quantized(*parts[:2]))
+    (x_rows, x_columns), (g_rows, g_columns) = quantize(x), quantize(grad)
+    wanted = (
+        dequantize_rows(x_rows) @ w.T,
+        dequantize_rows(g_rows) @ w,
+        dequantize_columns(g_columns) @ dequantize_columns(x_columns).T,
+    )
+    names = ("output", "gradient of x", "gradient of the weight")
+    return rows + [
+        closeness(f"{name}: {what} and dequantized products", *pair)
+        for what, pair in zip(names, zip(found, wanted, strict=True), strict=True)
+    ]
+
+
+def grouped_bits(num_groups: int, each: int, k: int, n: int) -> list[dict[str, Any]]:
+    from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous
+
+    groups, m = groups_of(num_groups, each, is_even=False)
+    x, grad = normal(m, k), normal(m, n, seed=2)
+    x[int(groups.ends_E[-1]) :] = float("nan")
+    weight = normal(num_groups, n, k, std=0.02, seed=1)
+    parts, is_real = weight_parts(weight), group_of_rows(groups, m) >= 0
+    name = f"{num_groups} experts × {each} rows, {k} → {n}"
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return fp8_grouped_matmul(x, weight, groups, parts)
+
+    def real(results: list[Tensor]) -> list[Tensor]:
+        return [results[0][is_real], results[1][is_real], results[2]]
+
+    found, again = (real(outcome(layer, x, weight, grad)) for _ in range(2))
+    theirs = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    quantized = tuple(quantize(x, groups, has_columns=False)[0])
+    rows_group = group_of_rows(groups, m)
+    m_grouped_fp8_gemm_nt_contiguous(quantized, tuple(parts[:2]), theirs, rows_group)
+    rows = [bits(f"{name}: output and vLLM's", found[0], theirs[is_real])]
+    rows += repeated(name, found, again)
+    w = dequantize_weight(Quantized(*parts[:2]))
+    wanted = [torch.zeros(m, n), torch.zeros(m, k), torch.zeros(num_groups, n, k)]
+    wanted = [each.cuda() for each in wanted]
+    begin = 0
+    for e, (end, count) in enumerate(zip(*(part.tolist() for part in groups), strict=True)):
+        here = slice(begin, begin + count)
+        if count:
+            (x_rows, x_columns), (g_rows, g_columns) = quantize(x[here]), quantize(grad[here])
+            wanted[0][here] = dequantize_rows(x_rows) @ w[e].T
+            wanted[1][here] = dequantize_rows(g_rows) @ w[e]
+            wanted[2][e] = dequantize_columns(g_columns) @ dequantize_columns(x_columns).T
+        begin = end
+    names = ("output", "gradient of x", "gradient of the weight")
+    return rows + [
+        closeness(f"{name}: {what} and dequantized products", *pair)
+        for what, pair in zip(names, zip(found, real(wanted), strict=True), strict=True)
+    ]
+
+
+# Speed --------------------------------------------------------------------------------------------
+
+
+def measure_speed() -> list[dict[str, Any]]:
+    library = deep_gemm.load()
+    if library is None:
+        raise RuntimeError("DeepGEMM is not installed here")
+    rows = []
+    for m, k, n in LINEAR:
+        rows += linear_speed(library, m, k, n)
+    for shape in GROUPED:
+        rows += grouped_speed(library, *shape)
+    return rows
+
+
+def timed(name: str, flops: float, calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return a row: TFLOP/s of "with quantization", and of all others as fields."""
+    rates = {what: flops / milliseconds(call) / 1e9 for what, call in calls.items()}
+    rounded = {what: round(rate, 1) for what, rate in rates.items()}
+    share = rates["with quantization"] / rates["product alone"]
+    row = {"variant": name, "value": rounded["with quantization"], "unit": "TFLOP/s"}
+    return {**row, "tflops": rounded, "share_of_product": round(share, 3), "goal_share": 0.9}
+
+
+def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
+    x, weight, grad = normal(m, k), normal(n, k, std=0.02, seed=1), normal(m, n, seed=2)
+    parts = weight_parts(weight)
+    forward, backward = Quantized(*parts[:2]), Quantized(*parts[2:])
+    (x_rows, x_columns), (g_rows, g_columns) = quantize(x), quantize(grad)
+    columns, flops, name = list(x_columns), 2.0 * m * k * n, f"layer {m} × {k} → {n}"
+    bf16 = torch.bfloat16
+    sides = (columns, parts[2:])
+    return [
+        timed(
+            f"{name}: forward",
+            flops,
+            {
+                "bf16": lambda: x @ weight.T,
+                "product alone": lambda: deep_gemm.product(library, x_rows, forward, bf16),
+                "with quantization": lambda: torch.ops.orrery.fp8_linear(x, weight, parts, True),
+            },
+        ),
+        timed(
+            f"{name}: gradient of x",
+            flops,
+            {
+                "bf16": lambda: grad @ weight,
+                "product alone": lambda: deep_gemm.product(library, g_rows, backward, bf16),
+                "with quantization": lambda: _linear_gradients(grad, *sides, True, False),
+            },
+        ),
+        timed(
+            f"{name}: gradient of the weight",
+            flops,
+            {
+                "bf16": lambda: grad.T @ x,
+                "product alone": lambda: deep_gemm.weight_gradient(library, g_columns, x_columns),
+                "with quantization": lambda: _linear_gradients(grad, *sides, False, True),
+            },
+        ),
+        timed(
+            f"{name}: both gradients",
+            2 * flops,
+            {
+                "bf16": lambda: (grad @ weight, grad.T @ x),
+                "product alone": lambda: (
+                    deep_gemm.product(library, g_rows, backward, bf16),
+                    deep_gemm.weight_gradient(library, g_columns, x_columns),
+                ),
+                "with quantization": lambda: _linear_gradients(grad, *sides, True, True),
+            },
+        ),
+        quantization_speed(f"quantization of {m} × {k}", x),
+    ]
+
+
+def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
+    """Return TB/s of one pass over x: 2 bytes read, and 1 or 2 written, a number."""
+    rates = {
+        "rows": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_columns=False)),
+        "columns": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_rows=False)),
+        "both": 4e-9 * x.numel() / milliseconds(lambda: quantize(x)),
+        "weight": 4e-9 * x.numel() / milliseconds(lambda: quantize_weight(x)),
+    }
+    rounded = {what: round(rate, 2) for what, rate in rates.items()}
+    return {"variant": name, "value": rounded["both"], "unit": "TB/s", "rates": rounded}
+
+
+def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> list[dict[str, Any]]:
+    groups, m = groups_of(num_groups, each, is_even=True)
+    x, grad = normal(m, k), normal(m, n, seed=2)
+    weight = normal(num_groups, n, k, std=0.02, seed=1)
+    parts = weight_parts(weight)
+    forward, backward = Quantized(*parts[:2]), Quantized(*parts[2:])
+    (x_rows, x_columns), (g_rows, g_columns) = quantize(x, groups), quantize(grad, groups)
+    sides, ends, bf16 = (list(x_columns), parts[2:]), groups.ends_E, torch.bfloat16
+    flops, name = 2.0 * num_groups * each * k * n, f"{num_groups} experts × {each} rows, {k} → {n}"
+    real = int(ends[-1])
+
+    def grouped_bf16(a: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(a, b, offs=ends)
+
+    return [
+        timed(
+            f"{name}: forward",
+            flops,
+            {
+                "bf16": lambda: grouped_bf16(x[:real], weight.mT),
+                "product alone": lambda: deep_gemm.grouped_product(
+                    library, x_rows, forward, groups, bf16
+                ),
+                "with quantization": lambda: torch.ops.orrery.fp8_grouped(
+                    x, weight, parts, *groups, True
+                ),
+            },
+        ),
+        timed(
+            f"{name}: gradient of x",
+            flops,
+            {
+                "bf16": lambda: grouped_bf16(grad[:real], weight),
+                "product alone": lambda: deep_gemm.grouped_product(
+                    library, g_rows, backward, groups, bf16
+                ),
+                "with quantization": lambda: _grouped_gradients(grad, *sides, *groups, True, False),
+            },
+        ),
+        timed(
+            f"{name}: gradient of the weight",
+            flops,
+            {
+                "bf16": lambda: grouped_bf16(grad[:real].T, x[:real]),
+                "product alone": lambda: deep_gemm.grouped_weight_gradient(
+                    library, g_columns, x_columns, groups, (n, k)
+                ),
+                "with quantization": lambda: _grouped_gradients(grad, *sides, *groups, False, True),
+            },
+        ),
+    ]
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def measure_training(name: str) -> list[dict[str, Any]]:
+    manifest, layers, fp8, goal, routing = SHAPES[name]
+    options = Options(
+        devices=1,
+        layers=layers,
+        loss="sft",
+        steps=6,
+        warmup=3,
+        routing=routing,  # type: ignore[arg-type]
+    )
+    request = make_request(load(ROOT / f"manifests/{manifest}.json"), options)
+    rows: list[dict[str, Any]] = []
+    for parts in (None, fp8):
+        model = request.model.model_copy(update={"fp8": parts})
+        if misfits := list(trainer_misfits(request.trainer, model, "h200", 1)):
+            raise RuntimeError("; ".join(misfits))
+        with tempfile.TemporaryDirectory() as folder:
+            answer = run_ranks(replace(request, model=model), Path(folder), 240)[0]
+        if "out_of_memory" in answer:
+            raise RuntimeError(answer["out_of_memory"])
+        times = sorted(sum(step["lengths"]) / step["step_s"] for step in answer["steps"])
+        row = {
+            "variant": f"{name}: {manifest}, {layers} layers, {'FP8' if parts else 'bfloat16'}",
+            "value": round(times[len(times) // 2]),
+            "unit": "tokens/s",
+            "loss": answer["steps"][-1]["metrics"]["loss"],
+            "peak_gib": round(answer["memory"]["peak_allocated_bytes"] / 2**30, 2),
+        }
+        if "phases" in answer:
+            phases = answer["phases"]
+            row["seconds_by_kind"] = {
+                kind: round(s, 4) for kind, s in phases["by_kind"].items() if s > 5e-4
+            }
+            row["longest_kernels"] = [
+                [kernel[:80], round(seconds, 4), count]
+                for kernel, _, seconds, count in phases["longest"][:14]
+            ]
+        rows.append(row)
+    ratio = rows[1]["value"] / rows[0]["value"]
+    rows.append({"variant": f"{name}: FP8 / bfloat16", "value": round(ratio, 3), "unit": "×"})
+    rows[-1]["goal"] = goal
+    return rows
+
+
+def main() -> None:
+    one = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    one.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    one.add_argument("--check", action="store_true", help="build the requests only; needs no GPU")
+    arguments = one.parse_args()
+    if arguments.check:
+        for manifest, layers, *_ in SHAPES.values():
+            options = Options(devices=1, layers=layers, loss="sft")
+            print(make_request(load(ROOT / f"manifests/{manifest}.json"), options).name)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("fp8_layers: there is no GPU here; run it on a host with one, or with --check")
+    os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # as engines have it
+    calls: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "bytes": measure_bytes,
+        "bits": measure_bits,
+        "speed": measure_speed,
+        "dense": lambda: measure_training("dense"),
+        "mixture": lambda: measure_training("mixture"),
+    }
+    rows, failed = [], []
+    for part in arguments.parts:
+        begin = time.monotonic()
+        try:
+            found = calls[part]()
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{part}: {type(error).__name__}: {error}")
+            found = []
+        torch.cuda.empty_cache()
+        for row in found:
+            print(json.dumps(row), flush=True)
+        print(f"=== {part}: {time.monotonic() - begin:.0f} s", flush=True)
+        rows += found
+    if failed or set(arguments.parts) != set(PARTS):
+        sys.exit("\n".join(["not recorded", *failed]))
+    values = {row["variant"]: row["value"] for row in rows}
+    record(
+        RECORD,
+        figure="trainer: FP8 against bfloat16, Qwen3-8B shape",
+        value=values["dense: FP8 / bfloat16"],
+        unit="×",
+        goal=SHAPES["dense"][3],
+        better="higher",
+        rows=rows,
+    )
+    copy_out(RECORD)
+
+
+if __name__ == "__main__":
+    main()
