@@ -1,5 +1,6 @@
 // The whole loop with random weights and answers of drawn lengths, on 1, 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
-// train, half serve. Each has a synchronous twin (bound 0). One more run has engines with FP8 weights.
+// train, half serve. Each has a synchronous twin (bound 0). One run has engines with FP8 weights,
+// and one layers in FP8 on both sides.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'algorithms/grpo.libsonnet') +
@@ -47,5 +48,8 @@ local synchronous = { orchestrator+: { max_off_policy_steps: 0, max_batches_ahea
 (import 'lib/named.libsonnet')(
   { ['asynchrony_' + shape]: shapes[shape] for shape in std.objectFields(shapes) } +
   { ['asynchrony_%s_synchronous' % shape]: shapes[shape] + synchronous for shape in std.objectFields(shapes) } +
-  { asynchrony_h200_2_fp8: shapes.h200_2 { inference+: { quantization: 'fp8' } } }
+  {
+    asynchrony_h200_2_fp8: shapes.h200_2 { inference+: { quantization: 'fp8' } },
+    asynchrony_h200_1_fp8: shapes.h200_1 { model+: { fp8: ['attention', 'feed_forward'] } },
+  }
 )
