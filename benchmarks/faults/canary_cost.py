@@ -27,8 +27,7 @@ import numpy as np
 
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
-from orrery.orchestrator.engines.client import EngineClient
-from orrery.orchestrator.engines.update import Canary, check_canary
+from orrery.orchestrator.engines.client import Canary, EngineClient, check_canary
 from orrery.runtime.metrics import read
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.usage import tree

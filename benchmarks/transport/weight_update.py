@@ -69,7 +69,7 @@ def trainer(
     from orrery.trainer.parallel.world import device_for, init_world
     from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
     from orrery.wire.weight_wire import WeightPublisher
-    from orrery.wire.weight_wire.sender import WeightSender
+    from orrery.wire.weight_wire.transfer import WeightSender
 
     manifest = load(run_dir / "manifest.json")
     device = device_for(manifest.hardware.accelerator, rank)
@@ -198,8 +198,7 @@ class Trainers:
 
 async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) -> dict:
     """One wire."""
-    from orrery.orchestrator.engines.client import EngineClient
-    from orrery.orchestrator.engines.update import update_engine
+    from orrery.orchestrator.engines.client import EngineClient, update_engine
     from orrery.wire.control_socket import ControlSocket
     from orrery.wire.weight_wire import ADAPTER, DIRECT_KINDS, WeightWatch
     from orrery.wire.weight_wire.leases import LeaseClient

@@ -14,12 +14,10 @@ import torch
 from orrery.models.weights import named_hf_slices
 from orrery.orchestrator.engines.messages import Generation
 from orrery.wire.weight_wire import Published
-from orrery.wire.weight_wire.buckets import HeldTensor
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
 from orrery.wire.weight_wire.leases import LeaseClient
-from orrery.wire.weight_wire.plan import Box, TensorInfo
-from orrery.wire.weight_wire.receiver import WeightReceiver
-from orrery.wire.weight_wire.sender import WeightSender, _SendLoop
+from orrery.wire.weight_wire.plan import Box, HeldTensor, TensorInfo
+from orrery.wire.weight_wire.transfer import WeightReceiver, WeightSender, _SendLoop
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 1 << 14  # so that there are many rounds

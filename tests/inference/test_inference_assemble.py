@@ -40,7 +40,7 @@ from orrery.manifest.identity import load
 from orrery.runtime import network
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire.engine_api import UPDATE_S, request_s
+from orrery.wire.rendezvous import UPDATE_S, request_s
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from msgspec import structs
 
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
-from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.client import Canary, EngineClient, update_engine
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
     EngineGone,
@@ -45,7 +45,6 @@ from orrery.orchestrator.engines.messages import (
     UpdateInterrupted,
     WeightsDiffer,
 )
-from orrery.orchestrator.engines.update import Canary, update_engine
 from orrery.runtime import scratch
 from orrery.wire.weight_wire import (
     DIRECT_KINDS,

@@ -12,11 +12,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from orrery.inference import loading
-from orrery.inference.loading import WORD, Loading, runs
-from orrery.inference.needs import Destination, Needs
+from orrery.inference.loading import WORD, Destination, Loading, Needs, runs
 from orrery.inference.patches.vllm import has_stale_head, say_nothing_of_unloaded
-from orrery.wire.weight_wire.buckets import in_bucket
-from orrery.wire.weight_wire.plan import Slice, TensorInfo, shape_of
+from orrery.wire.weight_wire.plan import Slice, TensorInfo, in_bucket, shape_of
 
 
 def experts(number, rows, columns):

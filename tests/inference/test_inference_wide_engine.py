@@ -25,8 +25,8 @@ from inference_servers import (
 )
 
 from orrery.manifest.identity import load
+from orrery.orchestrator.engines.client import update_engine
 from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
-from orrery.orchestrator.engines.update import update_engine
 from orrery.runtime import scratch
 from orrery.wire.weight_wire.coordinator import ARRIVAL_S
 

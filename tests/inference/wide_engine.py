@@ -18,7 +18,7 @@ from typing import Any
 from orrery.inference import __main__, assemble
 from orrery.inference.patches import registry
 from orrery.wire.weight_wire import WireFailed
-from orrery.wire.weight_wire.receiver import WeightReceiver
+from orrery.wire.weight_wire.transfer import WeightReceiver
 
 server_arguments, correct, take, receive = (
     __main__.server_arguments,

@@ -8,11 +8,11 @@ import pytest
 from orchestrator_engine_stand_in import HELD, StandIn, run
 
 from orrery.manifest.check import check
+from orrery.orchestrator.engines.client import Canary
 from orrery.orchestrator.engines.messages import START_VERSION, UpdateFailed, WeightsDiffer
 from orrery.orchestrator.engines.pool import EnginePool
-from orrery.orchestrator.engines.update import Canary
-from orrery.wire.engine_api import canary_tokens
 from orrery.wire.fingerprint import digest
+from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.weight_wire import Published, WeightPublisher, WeightWatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,14 +12,13 @@ import pytest
 from aiohttp import web
 from orchestrator_engine_stand_in import HELD, StandIn, answer, attested, run
 
-from orrery.orchestrator.engines.client import EngineClient
+from orrery.orchestrator.engines.client import EngineClient, update_engine
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
     EngineGone,
     GenerationFailed,
     UpdateFailed,
 )
-from orrery.orchestrator.engines.update import update_engine
 from orrery.wire.fingerprint import digest
 from orrery.wire.weight_wire import Published
 

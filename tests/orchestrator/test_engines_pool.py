@@ -12,6 +12,7 @@ from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.orchestrator.engines import client as client_module
 from orrery.orchestrator.engines import pool as pool_module
 from orrery.orchestrator.engines import recovery as recovery_module
+from orrery.orchestrator.engines.client import compare
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
     EngineGone,
@@ -23,7 +24,6 @@ from orrery.orchestrator.engines.messages import (
 )
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.orchestrator.engines.recovery import Phase
-from orrery.orchestrator.engines.update import compare
 from orrery.runtime import preemption
 from orrery.runtime.health import read_health
 from orrery.runtime.metrics import read

@@ -21,10 +21,9 @@ from orrery.manifest.schema import Evaluate
 from orrery.orchestrator import assemble, dispatch, evaluate, runner, snapshot
 from orrery.orchestrator import loop as loop_module
 from orrery.orchestrator.dispatch import GroupRequest, Request
-from orrery.orchestrator.loop import Loop
+from orrery.orchestrator.loop import Loop, update_engines
 from orrery.orchestrator.runner import Notifier
 from orrery.orchestrator.scheduler import Scheduler
-from orrery.orchestrator.updates import Updates
 from orrery.runtime.health import read_health
 from orrery.runtime.preemption import Preempted, request_path
 from orrery.tasks.task import Judgement, Message
@@ -935,14 +934,14 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
     watch = SimpleNamespace(
         latest=lambda: SimpleNamespace(version=3, digest="of before the resume")
     )
-    updates = Updates(
+    updated = update_engines(
         fakes.FakeContext(tmp_path, fakes.manifest()),
         scheduler,
         SimpleNamespace(cancel=none),
         gone_on,
         watch,
     )
-    assert not asyncio.run(updates.take_newest())
+    assert not asyncio.run(updated)
     assert (scheduler.digests, scheduler.updating) == (known, False)
 
 

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.wire.weight_wire.buckets import HeldTensor, in_bucket
 from orrery.wire.weight_wire.coordinator import PartTimer
 from orrery.wire.weight_wire.files import WeightWatch
 from orrery.wire.weight_wire.leases import LeaseClient
-from orrery.wire.weight_wire.plan import dtype_of, shape_of
-from orrery.wire.weight_wire.receiver import WeightReceiver
-from orrery.wire.weight_wire.sender import WeightSender
+from orrery.wire.weight_wire.plan import HeldTensor, dtype_of, in_bucket, shape_of
+from orrery.wire.weight_wire.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 512  # so that there are many rounds

@@ -22,8 +22,7 @@ from orrery.wire.weight_wire import (
 from orrery.wire.weight_wire.coordinator import Coordinator, PartTimer
 from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
 from orrery.wire.weight_wire.links import GroupLink
-from orrery.wire.weight_wire.receiver import WeightReceiver
-from orrery.wire.weight_wire.sender import _SendLoop
+from orrery.wire.weight_wire.transfer import WeightReceiver, _SendLoop
 
 without_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NOT TESTED: NIXL, which is not installed here"
@@ -439,7 +438,7 @@ def test_what_a_link_has_opened_is_closed_where_it_cannot_be_made_whole(monkeypa
     monkeypatch.setattr(links, "is_shared", lambda *_: False)
     monkeypatch.setattr(links, "RegisteredBuckets", lambda *_: Opened("buckets", closed))
     monkeypatch.setattr(links, "NixlReader", reader)
-    monkeypatch.setattr(links.nixl, "offer", offer)
+    monkeypatch.setattr(links, "offer_nixl", offer)
     parts = SimpleNamespace(address=SimpleNamespace(name="s")), 1, 0, plan, [], torch.device("cpu")
     with pytest.raises(WireFailed, match="trainer 1 is gone"):
         links.make_receiver_link("nixl", *parts)

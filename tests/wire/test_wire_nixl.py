@@ -12,7 +12,7 @@ pytest.importorskip(
 )
 
 from orrery.runtime import network
-from orrery.wire.weight_wire.nixl import RegisteredBuckets
+from orrery.wire.weight_wire.links import RegisteredBuckets
 
 IDLE_S = 0.5
 

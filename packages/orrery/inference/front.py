@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
 AUTHORIZED = "/authorized"  # 200 for the generate credential
 ROUTES = {

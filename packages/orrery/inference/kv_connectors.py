@@ -31,7 +31,7 @@ from orrery.runtime.network import LOOPBACK_INTERFACE, interface
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
-from orrery.wire.engine_api import request_s
+from orrery.wire.rendezvous import request_s
 
 LEASE_MARGIN_S = 300.0  # time added to a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"

@@ -33,9 +33,8 @@ def register() -> None:
     _registered = True
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "orrery.inference.receiver", "Receiver")
-    adapters = ("orrery.inference.adapters", "AdapterReceiver")
-    WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, *adapters)
+    for backend, name in ((BACKEND, "Receiver"), (ADAPTER_BACKEND, "AdapterReceiver")):
+        WeightTransferEngineFactory.register_engine(backend, "orrery.inference.receiver", name)
     registry.correct_engine(os.environ.get(SHARED))
     os.register_at_fork(after_in_child=die_with_parent)  # a fork does not load plugins again
     if multiprocessing.parent_process() is not None:  # a spawned child does

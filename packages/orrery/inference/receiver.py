@@ -1,7 +1,8 @@
 """Receive weights: load a published version into the running model and fingerprint its tensors.
 
 - In: the path of a published version on any wire. Out: `held`, name → (fingerprint, how).
-- The wire `files` brings whole tensors, a direct wire this rank's slices (`needs`, `loading`).
+- The wire `files` brings whole tensors, a direct wire this rank's slices (`loading`), and the wire
+  `adapters` the factors of low rank.
 - A tensor is fingerprinted as it arrives ("as_consumed"), and in the model ("resident") unless the
   engine repacks it.
 - An update must fill every tensor of the first load. Otherwise it fails, names the tensor, and
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,11 +37,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from orrery.inference.loading import Loading, Run, runs
-from orrery.inference.needs import Needs, learn, put_back
+from orrery.inference.loading import Loading, Needs, Run, learn, put_back, runs
 from orrery.inference.patches.vllm import (
     forget_moe_kernels,
     has_stale_head,
+    keep_adapters,
     repack_tied_heads,
     say_nothing_of_unloaded,
 )
@@ -50,7 +51,7 @@ from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
 from orrery.wire.weight_wire.leases import TransferFailed, WireFailed
 from orrery.wire.weight_wire.plan import Box, TensorInfo, dtype_of
-from orrery.wire.weight_wire.receiver import Round, WeightReceiver
+from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -318,6 +319,84 @@ class Receiver(Backend):
             whole = SliceSpec(0, shape, shape, (0,) * len(shape), tensor.element_size())
             self._fingerprints[key] = SliceFingerprints([whole], tensor.device)
         return self._fingerprints[key].of(tensor.contiguous().view(-1).view(torch.uint8))
+
+
+class AdapterReceiver(Backend):
+    """vLLM's weight-transfer backend `orrery_adapters`, for the engine's one adapter.
+
+    - An update overwrites its factors while the engine is paused. vLLM's `load_inplace` would read
+      old files again at each step of an old request.
+    - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
+    - Every projection must get its factors. An error names the damaged or missing tensor.
+    """
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.held = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        keep_adapters(self.model.lora_manager)
+
+    def _start(self) -> None:
+        self._tensors = {}
+
+    def _receive(self, update: UpdateInfo) -> None:
+        what = f"adapters version {update.version}"
+        try:
+            tensors = dict(read_weights(update.path))
+        except SafetensorError as error:
+            raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
+        places = self._buffers().keys()
+        for names, verb in (
+            (tensors.keys() - places, "has no place in this model"),
+            (places - tensors.keys(), "is missing"),
+        ):
+            if names:
+                raise ValueError(f"{what}: tensor {min(names)!r} {verb}")
+        self._tensors = tensors
+
+    def _finish(self, is_whole: bool) -> dict[str, tuple[int, str]]:
+        if not is_whole:
+            return {}
+        slots = enumerate(self.model.lora_manager.lora_index_to_id)
+        [slot] = [index for index, adapter in slots if adapter is not None]
+        for module, parts in self._adapted():
+            a, b = ([self._tensors[_names(part)[factor]] for part in parts] for factor in (0, 1))
+            module.set_lora(slot, *((a, b) if len(parts) > 1 else (a[0], b[0])))
+        buffers = self._buffers()
+        held = {
+            name: _attest(tensor, buffers[name][slot, 0]) for name, tensor in self._tensors.items()
+        }
+        self._tensors = {}
+        return held
+
+    def shutdown(self) -> None:
+        self.held = {}
+
+    def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
+        """Yield modules with their projections. A fused module has several."""
+        manager = self.model.lora_manager
+        for name, module in manager.modules.items():
+            yield module, manager.packed_modules.get(name) or [name]
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return vLLM's buffers by PEFT name: A [slots, 1, rank, in], B [slots, 1, out, rank]."""
+        found: dict[str, torch.Tensor] = {}
+        for module, parts in self._adapted():
+            pairs = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+            for part, pair in zip(parts, pairs, strict=True):
+                found.update(zip(_names(part), pair, strict=True))
+        return found
+
+
+def _names(module: str) -> tuple[str, str]:
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+def _attest(tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[int, str]:
+    """Return a factor's fingerprint, read from `buffer` [rows, columns] if that holds the whole."""
+    sizes = zip(tensor.shape, buffer.shape, strict=True)
+    if tensor.dtype != buffer.dtype or any(size > room for size, room in sizes):
+        return tensor_fingerprint(tensor), AS_CONSUMED
+    return tensor_fingerprint(buffer[: tensor.shape[0], : tensor.shape[1]].contiguous()), RESIDENT
 
 
 def damage(folder: Path) -> str | None:

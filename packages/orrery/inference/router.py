@@ -31,7 +31,7 @@ from orrery.runtime.role_context import RoleContext, log_level, role_process
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
-from orrery.wire.engine_api import request_s
+from orrery.wire.rendezvous import request_s
 
 ENGINES_DEADLINE_S = 600.0  # engines compile or load first
 CLIENT_FIRST_S = 60.0  # clients time out earlier, with a better error

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.token import Purpose, credential, run_token
-from orrery.wire.engine_api import ENGINE_HEADER
+from orrery.wire.rendezvous import ENGINE_HEADER
 
 OPEN = ("/health", "/metrics")  # for the router and monitors
 GENERATE = "/inference/v1/generate"

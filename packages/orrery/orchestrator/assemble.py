@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from orrery.manifest.plan import stage
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator import snapshot
+from orrery.orchestrator.engines.client import Canary
 from orrery.orchestrator.engines.pool import EnginePool
-from orrery.orchestrator.engines.update import Canary
 from orrery.orchestrator.loop import Loop, PreemptionWatch
 from orrery.orchestrator.rollout import WorkerThread
 from orrery.orchestrator.scheduler import Scheduler

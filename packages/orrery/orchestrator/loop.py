@@ -20,17 +20,18 @@ from orrery.manifest.errors import RunFailed
 from orrery.orchestrator import batching, snapshot
 from orrery.orchestrator.admission import ENGINE_POLL_S, EngineActivity, poll_engines
 from orrery.orchestrator.dispatch import Request, TimeoutClassifier
+from orrery.orchestrator.engines.recovery import RETURN_S
 from orrery.orchestrator.evaluation import EvaluationResult, record
 from orrery.orchestrator.rollout import Failed, Rollout
 from orrery.orchestrator.runner import Notifier, RolloutRunner
 from orrery.orchestrator.scheduler import Scheduler, TrainBatch
-from orrery.orchestrator.updates import Updates
 from orrery.runtime import preemption
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import rollouts_dir
 from orrery.runtime.timing import Pace, scaled
 from orrery.wire import checkpoints, column_files
+from orrery.wire.rendezvous import UPDATE_S
 from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5  # the precision of rollout timeouts
@@ -65,6 +66,64 @@ async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoRe
     raise Preempted(step)
 
 
+async def update_engines(
+    ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
+) -> bool:
+    """Load the newest version into all engines, unless an evaluation is active. Return success.
+
+    Rollouts are in flight meanwhile. A stale rollout leaves its engine before the pause, because a
+    paused engine cannot handle aborts.
+    """
+    if scheduler.evaluations.pinned is not None:
+        return False
+    published = watch.latest()
+    if published is None or not scheduler.may_update(published.version):
+        return False
+    version, digest = published.version, published.digest
+    scheduler.updating = True
+    was_known = version in scheduler.digests  # known from a checkpoint
+    # The version's first tokens may arrive before the update returns.
+    scheduler.digests[version] = digest
+    start_s = time.time()
+    await runner.cancel(scheduler.drain())
+    drained_s = time.time()
+    manifest = ctx.manifest
+    # If no engine is left, the update waits until an engine returns.
+    return_s = RETURN_S if manifest.inference.max_restarts else 0.0
+    with ctx.health.waiting(
+        f"engines to take version {version} (inference)",
+        deadline_s=manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S + return_s),
+    ):
+        report = await pool.update(published)
+    if report is None:  # the trainer has already published a newer version
+        scheduler.updating = False
+        if not was_known:
+            del scheduler.digests[version]
+        return False
+    scheduler.updated(version)
+    scheduler.updating = False
+    in_flight = scheduler.dispatch.num_in_flight
+    end_s = time.time()
+    ctx.metrics.add_span("update", start_s, end_s, version, num_in_flight=in_flight)
+    ctx.metrics.write(
+        version,
+        event="update",
+        version=version,
+        digest=digest,
+        drain_s=drained_s - start_s,
+        pause_s=report.paused_s,
+        update_s=report.update_s,
+        attest_s=report.attest_s,
+        num_in_flight=in_flight,
+        attested=report.attested,
+        canary_s=report.canary_s,
+        canary_difference=report.canary_difference,
+    )
+    text = "version %d (%s) in all engines: %d in flight, paused %.0f ms"
+    ctx.log.info(text, version, digest, in_flight, 1000 * report.paused_s)
+    return True
+
+
 class Loop:
     def __init__(
         self,
@@ -83,7 +142,7 @@ class Loop:
         callbacks = self._ended, self._may_be_last
         self.runner = RolloutRunner(self.manifest, tasks, renderer, pool, *callbacks)
         self.timeouts = TimeoutClassifier(self.manifest.orchestrator.rollout_timeout_s)
-        self.updates = Updates(ctx, scheduler, self.runner, pool, watch)
+        self.watch = watch
         self.activity = EngineActivity(ctx.metrics.add_span)
         self._pace = Pace(ENGINE_POLL_S, time.monotonic())
         self._evaluation: EvaluationResult | None = None  # evaluation of the last version
@@ -153,7 +212,8 @@ class Loop:
 
     async def follow(self) -> None:
         while not self.scheduler.done:
-            if await self.updates.take_newest():
+            updating = self.ctx, self.scheduler, self.runner, self.pool, self.watch
+            if await update_engines(*updating):
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()

@@ -23,7 +23,7 @@ from orrery.orchestrator.rollout import (
     RolloutFailed,
     run_episode,
 )
-from orrery.wire.engine_api import request_s
+from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import route_shape
 
 # Pause, so that rollouts of a dead engine do not fail in a tight loop.

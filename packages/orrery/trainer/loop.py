@@ -23,7 +23,7 @@ from orrery.trainer.learner import Learner, StepResult, learning_rate_factor
 from orrery.trainer.loss import COMPONENTS
 from orrery.trainer.parallel.world import World
 from orrery.trainer.publish import Publisher
-from orrery.wire.engine_api import canary_tokens
+from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
 SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs, in float32 on a CPU

@@ -4,7 +4,7 @@
 - The KL is over the whole batch, because few unlikely tokens change it much. The mean |difference|
   is over all engines, and over each with MIN_TOKENS tokens.
 - An engine names itself (`X-Orrery-Engine`), perhaps wrongly. The canary
-  (`orrery.orchestrator.engines.update`) asks each at its address.
+  (`orrery.orchestrator.engines.client`) asks each at its address.
 """
 
 import logging

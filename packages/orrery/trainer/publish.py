@@ -29,8 +29,8 @@ from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.policy import Policy
 from orrery.wire.checkpoints import PUBLISHED
 from orrery.wire.weight_wire import Published, WeightPublisher
-from orrery.wire.weight_wire.buckets import HeldTensor
-from orrery.wire.weight_wire.sender import SETTLE_S, WeightSender
+from orrery.wire.weight_wire.plan import HeldTensor
+from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:

@@ -1,4 +1,4 @@
-"""Rendezvous: the roles of a stage find one another's addresses.
+"""Rendezvous: the roles of a stage find one another's addresses, and call engines alike.
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
   for the file until a deadline, and report the wait in their health.
@@ -7,6 +7,7 @@
 """
 
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import msgspec
 from orrery.manifest.errors import RunFailed
 from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import endpoints_dir
+from orrery.runtime.timing import scaled
 from orrery.runtime.token import run_token
 from orrery.wire import nfs
 
 if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
     from orrery.runtime.role_context import RoleContext
 
 _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
@@ -114,3 +117,28 @@ def await_endpoints(
                 )
             # Look less often in a long wait, to spare the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))
+
+
+# The parts of an engine's HTTP interface that several roles share ---------------------------------
+
+ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
+SESSION_HEADER = "X-Session-ID"  # read by vllm-router's consistent_hash policy
+# Clients close idle connections before the server does (uvicorn: after 5 s).
+KEEPALIVE_S = 3.0
+UPDATE_S = 300.0  # longest update of the engines, scaled
+NUM_CANARY_TOKENS = 32
+
+
+def request_s(manifest: "Manifest") -> float:
+    """Return the timeout of a request, for the client and every proxy before the engine.
+
+    The orchestrator usually ends a slow rollout earlier, but its clock stops during an update.
+    """
+    return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
+
+
+def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
+    """Return the canary's token ids, equal in all processes. A short context gets fewer ids."""
+    length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
+    chosen = random.Random(manifest.seed)
+    return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

@@ -175,7 +175,7 @@ PATCHES = (
     Patch(
         "vllm_kv_transfer.nixl_that_waits",
         "nixl_utils._load_nixl_attr",
-        "NIXL's progress thread never sleeps (orrery.wire.weight_wire.nixl)",
+        "NIXL's progress thread never sleeps (orrery.wire.weight_wire.links)",
         "the correction in the weight wire goes",
         "test_inference_prefill_decode.py",
     ),

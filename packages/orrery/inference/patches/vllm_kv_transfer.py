@@ -5,7 +5,7 @@ import os
 from collections import defaultdict
 from typing import Any
 
-from orrery.wire.weight_wire.nixl import wait_for_progress
+from orrery.wire.weight_wire.links import wait_for_progress
 
 
 def pause_beside_unread_blocks() -> None:

@@ -1,9 +1,12 @@
-"""Client of one vLLM server, or of the router in front of several.
+"""Client of one vLLM server, or of the router in front of several. Updates of one server.
 
 - Every call has a deadline. No request is retried once it was sent.
 - Generation may go to a router. Control calls (pause, update, abort, fingerprints) go to each
   engine directly, because a router forwards them to one engine only.
 - `messages` has the errors and results.
+- `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
+  and continue with the new weights on their old KV cache. An engine stays paused after a failure,
+  so no token is sampled from unknown weights.
 """
 
 import asyncio
@@ -11,7 +14,8 @@ import errno
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
@@ -41,10 +45,16 @@ from orrery.orchestrator.engines.messages import (
 )
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire.engine_api import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
+from orrery.wire.rendezvous import (
+    ENGINE_HEADER,
+    KEEPALIVE_S,
+    SESSION_HEADER,
+    canary_tokens,
+)
 from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
 
 if TYPE_CHECKING:
+    from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
 CONNECT_TIMEOUT_S = 10.0
@@ -205,14 +215,18 @@ class EngineClient:
     async def resume(self) -> None:
         await self._control("/resume")
 
-    async def start_update(self) -> None:
-        await self._control("/start_weight_update", error=UpdateFailed)
-
-    async def load(self, published: "Published") -> None:
-        """Have all workers read the published weights. If one fails, all discard the update.
+    async def update_weights(self, published: "Published") -> None:
+        """Have all workers load the published weights. If one fails, all discard the update.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """
+        version = published.version
+        await self._control("/start_weight_update", error=UpdateFailed)
+        await self._load(published)
+        body = {"weight_version": str(version)}
+        await self._control("/finish_weight_update", body, error=UpdateFailed)
+
+    async def _load(self, published: "Published") -> None:
         version = published.version
         update: dict[str, Any] = {"path": published.path, "version": version, "engine": self.name}
         if published.transfer:
@@ -229,15 +243,6 @@ class EngineClient:
         if ELSEWHERE in reason:
             kind = VersionGone if GONE in reason else UpdateInterrupted
         raise kind(f"{self.name} did not take version {version}: {shortened(reason)}")
-
-    async def finish_update(self, version: int) -> None:
-        body = {"weight_version": str(version)}
-        await self._control("/finish_weight_update", body, error=UpdateFailed)
-
-    async def update_weights(self, published: "Published") -> None:
-        await self.start_update()
-        await self.load(published)
-        await self.finish_update(published.version)
 
     async def fingerprints(self) -> dict[str, TensorAttestation]:
         """Return fingerprints by HF name, empty before the first update.
@@ -405,3 +410,137 @@ class RouterClient(EngineClient):
     async def dismiss(self, url: str) -> None:
         """Remove an engine from the router. Its requests continue. Ignore an unknown url."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
+
+
+# Updates ------------------------------------------------------------------------------------------
+
+
+CANARY_S = 120.0  # longest answer to the canary, scaled
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A fixed prompt, and the bound on the mean |difference| of its log-probs to the trainer's
+    (`Published.canary`). It shows that the engine computes with these weights.
+
+    Its tokens are random, because log-probs of unlikely text change with any change of the weights.
+    The mean is bounded, because a single token differs much if a mixture chooses another expert.
+    """
+
+    token_ids: tuple[int, ...]
+    bound: float
+
+    @classmethod
+    def of(cls, manifest: "Manifest") -> "Canary | None":
+        bound = manifest.trainer.mismatch.canary_logprob_difference
+        return None if bound is None else cls(canary_tokens(manifest), bound)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    version: int
+    digest: str
+    pause_s: float
+    update_s: float  # start, load, finish
+    attest_s: float  # fetching and comparing fingerprints
+    paused_s: float  # from the pause request to the resume
+    attested: dict[str, int]  # tensors by kind, "resident" or "as_consumed"
+    canary_s: float = 0.0  # after the resume
+    canary_difference: float | None = None  # mean |difference|, None: not checked
+
+
+async def update_engine(
+    engine: EngineClient,
+    published: "Published",
+    canary: Canary | None = None,
+    proving: AbstractContextManager[object] | None = None,
+) -> UpdateReport:
+    """Update one engine to `published`, resume it, and check its `canary`, if any.
+
+    The resume and the canary run inside `proving`. Raises EngineGone, UpdateFailed, WeightsDiffer.
+    """
+    begin = time.perf_counter()
+    await engine.pause()
+    paused = time.perf_counter()
+    await engine.update_weights(published)
+    updated = time.perf_counter()
+    found = await engine.attested()
+    if found is None or found.digest != published.digest:
+        compare(published.version, published.fingerprints, await engine.fingerprints(), engine.name)
+        raise WeightsDiffer(
+            f"{engine.name}: its weights do not have the digest {published.digest} "
+            f"of version {published.version}"
+        )
+    attested = time.perf_counter()
+    difference, canary_s = None, 0.0
+    with nullcontext() if proving is None else proving:
+        await engine.resume()
+        resumed = time.perf_counter()
+        if canary is not None and published.canary:
+            difference = await check_canary(engine, canary, published.version, published.canary)
+            canary_s = time.perf_counter() - resumed
+    return UpdateReport(
+        version=published.version,
+        digest=published.digest,
+        pause_s=paused - begin,
+        update_s=updated - paused,
+        attest_s=attested - updated,
+        paused_s=resumed - begin,
+        attested=found.how,
+        canary_s=canary_s,
+        canary_difference=difference,
+    )
+
+
+async def check_canary(
+    engine: EngineClient, canary: Canary, version: int, known: Sequence[float]
+) -> float:
+    """Return the mean |difference| of a resumed engine's canary log-probs to `known`.
+
+    Beyond the bound, pause the engine and raise WeightsDiffer. Raises UpdateFailed, EngineGone.
+    """
+    try:
+        found = await engine.prompt_logprobs(
+            canary.token_ids, f"canary-{version}", scaled(CANARY_S)
+        )
+    except GenerationFailed as error:
+        raise UpdateFailed(
+            f"{engine.name} did not answer the canary of version {version}: {error}"
+        ) from error
+    if len(found) != len(known):
+        raise UpdateFailed(
+            f"{engine.name} gave {len(found)} log-probs of the canary of version {version}, "
+            f"instead of {len(known)}"
+        )
+    difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
+    if not difference <= canary.bound:  # also true for NaN
+        with suppress(OrreryError):  # the run ends anyway
+            await engine.pause()
+        raise WeightsDiffer(
+            f"{engine.name}: with version {version} its log-probs of the canary are "
+            f"{difference:.3g} from the trainer's on average, more than "
+            f"trainer.mismatch.canary_logprob_difference = {canary.bound:g}; "
+            "it computes another model than the trainer, so the run stops"
+        )
+    return difference
+
+
+def compare(
+    version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
+) -> None:
+    """Raise WeightsDiffer, with a tensor's name, unless the engine holds the published tensors."""
+    common = published.keys() & held.keys()
+    different = {name for name in common if held[name].fingerprint != published[name]}
+    for names, verb in (
+        (different, "differs from"),
+        (published.keys() - held.keys(), "is missing after"),
+        (held.keys() - published.keys(), "is not part of"),
+    ):
+        if names:
+            name = min(names)
+            how = f" (attested {held[name].how})" if name in held else ""
+            more = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
+            raise WeightsDiffer(
+                f"{engine}: tensor {name!r}{how} {verb} published version {version}{more}; "
+                "the run stops before it samples another token"
+            )

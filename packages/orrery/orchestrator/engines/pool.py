@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.orchestrator.engines.client import EngineClient, RouterClient
+from orrery.orchestrator.engines.client import (
+    Canary,
+    EngineClient,
+    RouterClient,
+    UpdateReport,
+    update_engine,
+)
 from orrery.orchestrator.engines.disaggregated import DisaggregatedEngines
 from orrery.orchestrator.engines.messages import (
     START_VERSION,
@@ -33,7 +39,6 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.recovery import EngineRecovery, EngineRegistry, Phase
-from orrery.orchestrator.engines.update import Canary, UpdateReport, update_engine
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 

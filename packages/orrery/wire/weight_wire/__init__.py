@@ -35,7 +35,7 @@ from orrery.wire.weight_wire.leases import (
 if TYPE_CHECKING:
     import torch
 
-    from orrery.wire.weight_wire.sender import WeightSender
+    from orrery.wire.weight_wire.transfer import WeightSender
 
 __all__ = [
     "ADAPTER",
@@ -95,12 +95,12 @@ def make_weight_sender(
 
     Raises OrreryError if the wire's library cannot be loaded.
     """
-    from orrery.wire.weight_wire import nixl
-    from orrery.wire.weight_wire.sender import WeightSender
+    from orrery.wire.weight_wire.links import load_nixl
+    from orrery.wire.weight_wire.transfer import WeightSender
 
     _check(kind, DIRECT_KINDS)
     if kind == "nixl":
-        nixl.load()
+        load_nixl()
     folder = weight_dir(run_dir, attempt, num_nodes)
     if rank == 0:
         own(folder)

@@ -30,7 +30,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.timing import scaled
 from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
-from orrery.wire.weight_wire.plan import Holding, TensorInfo
+from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"  # only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
@@ -181,6 +181,12 @@ class StoreConnection:
         return [
             self.get(f"holding/{rank}", Holding, f"trainer {rank}, what it holds")
             for rank in range(self.address.num_sources)
+        ]
+
+    def members(self, order: TransferOrder) -> list[Member]:
+        return [
+            self.get(f"member/{name}", Member, "an engine rank's list of needed slices")
+            for name in order.members
         ]
 
     def order(self, number: int) -> TransferOrder:

@@ -2,7 +2,8 @@
 
 - `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs, sources first, then
   targets). Between GPUs of one host the target reads the source's buckets by CUDA IPC instead.
-- `nixl`: the target reads the source's registered buckets (`nixl`).
+- `nixl`: the target reads the source's registered buckets, over NIXL and UCX, i.e. RDMA, shared
+  memory or TCP (https://github.com/ai-dynamo/nixl).
 
 nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. It
 creates them in the pair's first message, and waits there for the peer without a deadline. First
@@ -14,23 +15,23 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orrery.runtime.network import name_interface
+from orrery.manifest.errors import OrreryError
+from orrery.runtime.network import interface, name_interface, name_ucx_devices
 from orrery.runtime.timing import scaled
-from orrery.wire.weight_wire import nixl
 from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
-from orrery.wire.weight_wire.nixl import NixlReader, RegisteredBuckets
-from orrery.wire.weight_wire.plan import Location, SliceMessage, TransferPlan
+from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
 POLL_S = 0.0002
@@ -39,28 +40,11 @@ NEVER = timedelta(days=30)  # disables nccl's watchdog, which would end the proc
 T = TypeVar("T")
 
 
-class InFlight(Protocol):
-    def wait(self) -> None:
-        """Wait until the message has arrived. Raises WireFailed naming the peer.
+Wait = Callable[[], None]
+"""Wait until a message has arrived. Raises WireFailed naming the peer.
 
-        Until then the source must not overwrite the sent bytes, nor the target read its buffer.
-        """
-
-
-class SenderLink(Protocol):
-    """A source's end of a link. After `close` all waits at the other end fail."""
-
-    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
-        """Send these bytes of bucket `side` as the message of round `number`."""
-
-    def close(self) -> None: ...
-
-
-class ReceiverLink(Protocol):
-    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
-        """Receive into `into` (u8), once the device has finished its earlier work on `into`."""
-
-    def close(self) -> None: ...
+Until then the source must not overwrite the sent bytes, nor the target read its buffer.
+"""
 
 
 class GroupLink:
@@ -93,16 +77,16 @@ class GroupLink:
                     f"ranks ({_first_line(error)})"
                 ) from error
 
-    def send(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+    def send(self, message: Tensor, peer: int, number: int) -> Wait:
         return self._start(lambda: self._group.send([message], peer, number), peer, "take")
 
-    def receive(self, message: Tensor, peer: int, number: int) -> "GroupMessage":
+    def receive(self, message: Tensor, peer: int, number: int) -> Wait:
         return self._start(lambda: self._group.recv([message], peer, number), peer, "send")
 
-    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> "GroupMessage":
+    def _start(self, message: Callable[[], dist.Work], peer: int, verb: str) -> Wait:
         try:
             if self._device.type == "cpu" or peer in self._met:
-                return GroupMessage(self, message(), peer, verb)
+                return partial(self._wait, message(), peer, verb)
             stream = torch.cuda.current_stream(self._device)
 
             def on_our_stream() -> dist.Work:
@@ -111,11 +95,17 @@ class GroupLink:
 
             work = within(scaled(ROUND_S), on_our_stream)
             self._met.add(peer)
-            return GroupMessage(self, work, peer, verb)
+            return partial(self._wait, work, peer, verb)
         except RuntimeError as error:
-            raise self.failed(peer, verb, error) from error
+            raise self._failed(peer, verb, error) from error
 
-    def wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work, peer: int, verb: str) -> None:
+        try:
+            self._await(work)
+        except RuntimeError as error:
+            raise self._failed(peer, verb, error) from error
+
+    def _await(self, work: dist.Work) -> None:
         """Wait until `work` is done, on the device too. Raises RuntimeError after ROUND_S."""
         limit_s = scaled(ROUND_S)
         if self._device.type == "cpu":
@@ -128,7 +118,7 @@ class GroupLink:
             time.sleep(POLL_S)
         work.wait()
 
-    def failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
+    def _failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
         return WireFailed(
             f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}); "
             "see its log"
@@ -139,17 +129,6 @@ class GroupLink:
         if self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
-
-
-class GroupMessage:
-    def __init__(self, group: GroupLink, work: dist.Work, peer: int, verb: str) -> None:
-        self._group, self._work, self._peer, self._verb = group, work, peer, verb
-
-    def wait(self) -> None:
-        try:
-            self._group.wait(self._work)
-        except RuntimeError as error:
-            raise self._group.failed(self._peer, self._verb, error) from error
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
@@ -218,16 +197,16 @@ class PullSender:
         self._count: dict[int, int] = defaultdict(int)
         self._announced: set[str] = set()
 
-    def send(self, side: int, target: int, offset: int, num_bytes: int) -> "_AnnouncedMessage":
+    def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the bucket is full only then
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
         self._store.put(f"{key}/full", MessageReady(side, offset, num_bytes))
-        return _AnnouncedMessage(self, key, self._names[target])
+        return partial(self._await_read, key, self._names[target])
 
-    def await_read(self, key: str, target: str) -> None:
+    def _await_read(self, key: str, target: str) -> None:
         self._store.get(f"{key}/read", bool, f"{target}'s acknowledgement of its slices", ROUND_S)
         self._forget(key)
 
@@ -243,14 +222,6 @@ class PullSender:
         self._store.forget(f"{key}/full", f"{key}/read")
 
 
-class _AnnouncedMessage:
-    def __init__(self, sender: PullSender, key: str, target: str) -> None:
-        self._sender, self._key, self._target = sender, key, target
-
-    def wait(self) -> None:
-        self._sender.await_read(self._key, self._target)
-
-
 class PullReceiver:
     """A target's end, for the sources in `readers`."""
 
@@ -261,28 +232,20 @@ class PullReceiver:
         self._generation, self._target = generation, target
         self._count: dict[int, int] = defaultdict(int)
 
-    def receive(self, source: int, into: Tensor) -> "_AwaitedMessage":
+    def receive(self, source: int, into: Tensor) -> Wait:
         key = f"pull/{self._generation}/{source}.{self._target}/{self._count[source]}"
         self._count[source] += 1
-        return _AwaitedMessage(self._store, key, source, self._readers[source], into)
-
-
-class _AwaitedMessage:
-    def __init__(
-        self, store: StoreConnection, key: str, source: int, reader: Reader, into: Tensor
-    ) -> None:
-        self._store, self._key, self._source = store, key, source
-        self._reader, self._into = reader, into
-        self._free = None
+        free = None
         if into.is_cuda:  # the device may still use these bytes
-            self._free = torch.cuda.Event()
-            self._free.record()
+            free = torch.cuda.Event()
+            free.record()
+        return partial(self._read, key, source, into, free)
 
-    def wait(self) -> None:
-        what = f"trainer {self._source}'s announcement of its slices"
-        ready = self._store.get(f"{self._key}/full", MessageReady, what, ROUND_S)
-        self._reader.read(ready.side, ready.offset, self._into, self._free)
-        self._store.put(f"{self._key}/read", True)
+    def _read(self, key: str, source: int, into: Tensor, free: torch.cuda.Event | None) -> None:
+        what = f"trainer {source}'s announcement of its slices"
+        ready = self._store.get(f"{key}/full", MessageReady, what, ROUND_S)
+        self._readers[source].read(ready.side, ready.offset, into, free)
+        self._store.put(f"{key}/read", True)
 
 
 class IpcHandle(msgspec.Struct):
@@ -358,11 +321,148 @@ class IpcReader:
         self._buckets = []
 
 
+# NIXL ---------------------------------------------------------------------------------------------
+#
+# Both ends register their buckets once for each group of ranks. A source publishes its NIXL
+# metadata and its buckets' addresses in the wire's store.
+
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread, which traffic wakes
+MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+
+
+class NixlAgent(msgspec.Struct):
+    metadata: bytes
+    memory: str
+    device: int
+    addresses: tuple[int, ...]  # the buckets' memory addresses
+
+
+def load_nixl() -> Any:
+    """Return NIXL's Python API. Raises OrreryError if it cannot load."""
+    try:
+        import nixl._api
+    except ImportError as error:
+        raise OrreryError(
+            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); "
+            "install the nixl version of locks/, or set transport.weights to 'nccl'"
+        ) from error
+    return nixl._api
+
+
+def wait_for_progress() -> None:
+    """Patch NIXL so that the progress thread of a CPU process sleeps. Call before making an agent.
+
+    `nixl_agent` sets `pthrDelay` to 0, so the thread of every idle process polls on a whole core.
+    Seen with 1.5.1. Remove this when `nixl_agent_config` takes the delay. Raises ImportError
+    without NIXL.
+    """
+    import nixl._api
+
+    bindings: Any = nixl._api.nixlBind
+    config = bindings.nixlAgentConfig
+    if hasattr(config, "orrery"):
+        return
+
+    class WaitingConfig(config):  # type: ignore[misc, valid-type]
+        orrery = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = WaitingConfig
+
+
+class RegisteredBuckets:
+    def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
+        api = load_nixl()
+        if buckets[0].device.type == "cpu":
+            os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
+            wait_for_progress()
+        else:
+            name_ucx_devices()
+        self.buckets = list(buckets)
+        self.memory, self.device = MEMORY[buckets[0].device.type], buckets[0].device.index or 0
+        self.agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        regions = [(b.data_ptr(), b.nbytes, self.device, "") for b in buckets]
+        self._registration = self.agent.register_memory(regions, self.memory)
+
+    def described(self) -> NixlAgent:
+        addresses = tuple(bucket.data_ptr() for bucket in self.buckets)
+        return NixlAgent(self.agent.get_agent_metadata(), self.memory, self.device, addresses)
+
+    def close(self) -> None:
+        self.agent.deregister_memory(self._registration)
+
+
+def offer_nixl(
+    store: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
+) -> str:
+    """Publish this source's buckets. Return the key."""
+    key = f"nixl/{generation}/{source}"
+    store.put(key, registered.described())
+    return key
+
+
+class NixlReader:
+    def __init__(
+        self, store: StoreConnection, generation: int, source: int, own: RegisteredBuckets
+    ) -> None:
+        self._own, self._source = own, source
+        what = f"trainer {source}'s bucket addresses"
+        self._remote = store.get(f"nixl/{generation}/{source}", NixlAgent, what)
+        with self._reaching():
+            name = own.agent.add_remote_agent(self._remote.metadata)
+        self._name = name.decode() if isinstance(name, bytes) else name
+
+    def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
+        if free is not None:
+            free.synchronize()
+        with self._reaching():
+            self._read(side, offset, into)
+
+    def close(self) -> None:
+        self._own.agent.remove_remote_agent(self._name)
+
+    def _read(self, side: int, offset: int, into: Tensor) -> None:
+        agent, own, remote = self._own.agent, self._own, self._remote
+        here = (into.data_ptr(), into.nbytes, own.device)
+        there = (remote.addresses[side] + offset, into.nbytes, remote.device)
+        handle = agent.initialize_xfer(
+            "READ",
+            agent.get_xfer_descs([here], own.memory),
+            agent.get_xfer_descs([there], remote.memory),
+            self._name,
+        )
+        try:
+            state, end = agent.transfer(handle), time.monotonic() + scaled(ROUND_S)
+            while state == "PROC" and time.monotonic() <= end:
+                time.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"it ended in state {state}")
+        finally:
+            agent.release_xfer_handle(handle)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn NIXL's errors, which share only the class Exception, into WireFailed."""
+        try:
+            yield
+        except Exception as error:
+            raise WireFailed(
+                f"weight wire: slices of trainer {self._source} cannot be read over NIXL "
+                f"({error}); read logs/trainer.{self._source}.log"
+            ) from error
+
+
 # A source's and a target's whole link -------------------------------------------------------------
 
 
-class _SenderLink:
-    """Send over the pull link to targets in `pulling`, over the process group to others."""
+class SenderLink:
+    """A source's end. It sends over the pull link to targets in `pulling`, else over the group.
+
+    After `close` all waits at the other ends fail.
+    """
 
     def __init__(
         self,
@@ -377,7 +477,8 @@ class _SenderLink:
         self._buckets, self._num_sources = buckets, num_sources
         self.close = opened.close
 
-    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> InFlight:
+    def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> Wait:
+        """Send these bytes of bucket `side` as the message of round `number`."""
         if target in self._pulling:
             return self._pull.send(side, target, offset, num_bytes)
         assert self._group is not None
@@ -385,8 +486,8 @@ class _SenderLink:
         return self._group.send(message, self._num_sources + target, number)
 
 
-class _ReceiverLink:
-    """Receive over the pull link from sources in `pulled`, over the process group from others."""
+class ReceiverLink:
+    """A target's end. It receives over the pull link from `pulled` sources, else over the group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -394,7 +495,8 @@ class _ReceiverLink:
         self._pull, self._pulled, self._group = pull, pulled, group
         self.close = opened.close
 
-    def receive(self, number: int, source: int, message: SliceMessage, into: Tensor) -> InFlight:
+    def receive(self, number: int, source: int, into: Tensor) -> Wait:
+        """Receive into `into` (u8), once the device has finished its earlier work on `into`."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None
@@ -422,14 +524,14 @@ def make_sender_link(
             name = f"trainer-{rank}-{generation}-{store.address.name}"
             registered = RegisteredBuckets(name, buckets)
             opened.callback(registered.close)
-            offer = nixl.offer(store, generation, rank, registered)
+            offer = offer_nixl(store, generation, rank, registered)
         elif near:
             offer = offer_ipc(store, generation, rank, buckets)
         target_names = plan.ranks[len(plan.holdings) :]
         pull_sender = PullSender(store, generation, rank, target_names, device, offer)
         opened.callback(pull_sender.close)
         group = _group(opened, kind, store, generation, rank, plan, device)
-        return _SenderLink(
+        return SenderLink(
             opened.pop_all(), pull_sender, pulling, group, buckets, len(plan.holdings)
         )
 
@@ -462,7 +564,7 @@ def make_receiver_link(
         rank = len(plan.holdings) + target
         group = _group(opened, kind, store, generation, rank, plan, device)
         pull_receiver = PullReceiver(store, generation, target, readers)
-        return _ReceiverLink(opened.pop_all(), pull_receiver, set(readers), group)
+        return ReceiverLink(opened.pop_all(), pull_receiver, set(readers), group)
 
 
 def _group(
