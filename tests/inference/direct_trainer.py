@@ -5,18 +5,19 @@ carries; what the trainer computes."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
 
-from orrery.models.weights import named_hf_slices
 from orrery.orchestrator.engines.messages import Generation
+from orrery.trainer.publish import DirectPublisher
 from orrery.wire.weight_wire import Published
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
 from orrery.wire.weight_wire.leases import LeaseClient
-from orrery.wire.weight_wire.plan import Box, HeldTensor, TensorInfo
+from orrery.wire.weight_wire.plan import Box, TensorInfo
 from orrery.wire.weight_wire.transfer import WeightReceiver, WeightSender, _SendLoop
 
 CPU = torch.device("cpu")
@@ -31,13 +32,9 @@ class DirectTrainer:
         self.leases = LeaseClient(lambda request: self.leases.reported(source.apply(request)))
 
     def __call__(self, version: int, module: torch.nn.Module) -> Published:
-        def held() -> list[HeldTensor]:
-            return [
-                HeldTensor(hf.name, hf.shape, torch.float32, box, local)
-                for hf, box, local in named_hf_slices(module)
-            ]
-
-        published = self._source.publish(version, held, list(module.parameters()))
+        context: Any = Mock()
+        policy: Any = SimpleNamespace(network=module)
+        published = DirectPublisher(policy, self._source, torch.float32, context).publish(version)
         assert published is not None
         return published
 

@@ -6,9 +6,11 @@ from torch import nn
 
 from orrery.kernels.expert_rows import sort_by_expert
 from orrery.kernels.fp8.products import fp8_linear
+from orrery.kernels.fp8.quantize import quantize_weight
 from orrery.models import build, weights
-from orrery.models.fp8 import WeightCache, products
+from orrery.models.fp8 import SentWeights, WeightCache, products
 from orrery.models.layers import Experts, FeedForward, LocalExchange
+from orrery.wire.weight_wire.fp8_blocks import SCALE
 
 WIDTHS = {
     "hidden_size": 128,
@@ -107,3 +109,33 @@ def test_rows_in_blocks_keep_their_order():
         begin += count
     flat = padded.place_TK.flatten()
     assert torch.equal(padded.row_M[flat], torch.arange(180))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_engines_receive_the_bytes_that_the_trainer_multiplies(make_network, family):
+    network = make_network(family, ALL)
+    sent = SentWeights(network)
+    sent.refresh()
+    named = dict(sent.encoded(weights.named_hf_tensors(network)))
+    scales = {hf.name: (box, local) for hf, box, local in sent.scales()}
+    values = {
+        hf.name: local
+        for hf, _, local in weights.named_hf_slices(network, sent.values)
+        if sent.is_sent(hf)
+    }
+    count = {"qwen3": 2 * 7, "qwen3_moe": 2 * (4 + 6 * 3)}[family]
+    assert len(values) == len(scales) == count
+    for hf in weights.hf_tensors(network):
+        if not sent.is_sent(hf):
+            assert named[hf.name].dtype == torch.float32
+            continue
+        value, (box, scale) = values[hf.name], scales[hf.name + SCALE]
+        assert box == tuple((0, size // 128) for size in hf.shape)
+        assert torch.equal(named[hf.name].view(torch.uint8), value.view(torch.uint8))
+        assert torch.equal(named[hf.name + SCALE], scale)
+    # One step multiplies bfloat16 copies: their quantized parts are the sent ones.
+    q_proj = network.layers[0].self_attn.q_proj.weight.detach().bfloat16()
+    own = quantize_weight(q_proj).forward
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(own.value.view(torch.uint8), values[name].view(torch.uint8))
+    assert torch.equal(own.scale, scales[name + SCALE][1])

@@ -49,8 +49,9 @@ from orrery.wire.column_files import split_header
 from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
 from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer
+from orrery.wire.weight_wire.fp8_blocks import SliceDecoder, decoded, plain_tensors, with_scales
 from orrery.wire.weight_wire.leases import TransferFailed, WireFailed
-from orrery.wire.weight_wire.plan import Box, TensorInfo, dtype_of
+from orrery.wire.weight_wire.plan import Box, Slice, TensorInfo, dtype_of
 from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,15 @@ class Consumed(NamedTuple):
     fingerprint: int
     shape: torch.Size | None
     dtype: torch.dtype
+
+
+class RoundRuns(NamedTuple):
+    """A round's slices in FP8, and its copies: from decoded values, and from other slices."""
+
+    scales: list[Slice]
+    values: list[Slice]
+    wide: list[Run]
+    plain: list[Run]
 
 
 class Place(NamedTuple):
@@ -149,7 +159,7 @@ class Receiver(Backend):
 
     def _receive(self, update: UpdateInfo) -> None:
         if not update.transfer:
-            self.model.load_weights(self._fingerprinted(update))
+            self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
             # No `torch.device` context: under it dynamo recurses endlessly in vLLM's FP8 rounding.
@@ -204,8 +214,9 @@ class Receiver(Backend):
         with contextlib.closing(target.receive(update.transfer, self.parts)) as rounds:
             for one, bucket in rounds:
                 begin = time.perf_counter()
-                loading.load(self._runs_of(one), bucket)
+                self._load(loading, one, bucket)
                 self.parts.add("load_s", begin)
+        self._decoder.clear()
         try:
             loading.check()
         except ValueError:
@@ -225,9 +236,12 @@ class Receiver(Backend):
                 f"the trainer does not publish tensor {missing[0]!r} ({len(missing)} in all)"
             )
         put_back(self.model)
-        self._needs: Needs = learn(self.model, tensors)
+        plain = plain_tensors(tensors)
+        self._needs: Needs = learn(self.model, plain)
         initialize_layerwise_reload(self.model)
-        self._runs: dict[int, tuple[Round, list[Run]]] = {}
+        self._runs: dict[int, tuple[Round, RoundRuns]] = {}
+        self._plain = {tensor.name: tensor for tensor in plain}
+        self._decoder = SliceDecoder({tensor.name: tensor for tensor in tensors}, self.device)
         self._came_as: dict[str, tuple[torch.Size | None, torch.dtype]] = {}
         for tensor in tensors:
             whole = tuple((0, size) for size in tensor.shape)
@@ -235,18 +249,23 @@ class Receiver(Backend):
             is_whole = all(each.box == whole for each in destinations)
             shape = torch.Size(tensor.shape) if is_whole else None
             self._came_as[tensor.name] = (shape, dtype_of(tensor))
-        return {
+        boxes = {
             name: tuple(dict.fromkeys(each.box for each in found))
             for name, found in self._needs.destinations.items()
         }
+        return with_scales(boxes, tensors)
 
-    def _runs_of(self, one: Round) -> list[Run]:
-        assert self._target is not None
+    def _load(self, loading: Loading, one: Round, bucket: torch.Tensor) -> None:
         known = self._runs.get(one.number)
         if known is None or known[0] is not one:
-            copies = runs(one.slices, self._needs, self._target.tensors)
-            known = self._runs[one.number] = (one, copies)
-        return known[1]
+            scales, values, others = self._decoder.divide(one.slices)
+            wide = runs(self._decoder.widened(values), self._needs, self._plain)
+            plain = runs(others, self._needs, self._plain)
+            known = self._runs[one.number] = (one, RoundRuns(scales, values, wide, plain))
+        of = known[1]
+        loading.load(of.plain, bucket)
+        if of.scales or of.values:
+            loading.load(of.wide, self._decoder.decode(of.scales, of.values, bucket))
 
     def _fingerprinted(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         what = f"weights version {update.version}"

@@ -1,16 +1,31 @@
-"""Weights in FP8, quantized once for all passes of a step.
+"""Weights in FP8, quantized once for all passes of a step, and as engines receive them.
 
 A layer that `model.fp8` names has lists `<name>_fp8`: empty, or the weights as `kernels/fp8` takes
 them. While a list is empty, each pass quantizes the weight that it finds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from orrery.kernels.fp8.products import Parts, weight_parts
+from orrery.kernels.fp8.quantize import BLOCK, quantize_weight
+from orrery.manifest.errors import OrreryError
+from orrery.models.causal_lm import CausalLm
+from orrery.models.hf_folder import HfTensor
 from orrery.models.layers import Attention, Experts, FeedForward
+from orrery.models.placement import (
+    Box,
+    intersection,
+    local_box,
+    local_tensor,
+    relative,
+    slices,
+)
+from orrery.models.weights import hf_tensors
+from orrery.wire.weight_wire.fp8_blocks import SCALE, in_blocks
 
 
 def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
@@ -46,3 +61,65 @@ class WeightCache:
                 parts[:] = []  # free the old ones first
                 parts[:] = weight_parts(weights[0] if len(weights) == 1 else torch.cat(weights))
                 self._seen[index] = seen
+
+
+class SentWeights:
+    """This rank's weights in FP8, made from bfloat16 as in a step, at addresses that stay.
+
+    Raise OrreryError if a shard does not consist of whole blocks.
+    """
+
+    def __init__(self, network: CausalLm):
+        self._network = network
+        of = {id(weight) for _, weights in products(network) for weight in weights}
+        named = network.named_parameters()
+        self.names = {name for name, weight in named if id(weight) in of}
+        self.values: dict[str, Tensor] = {}
+        self._scales: dict[str, Tensor] = {}
+
+    def is_sent(self, tensor: HfTensor) -> bool:
+        return tensor.parameter_name in self.names
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        weights = dict(self._network.named_parameters())
+        for name in self.names:
+            box = local_box(weights[name])
+            if any(side % BLOCK for sides in box[-2:] for side in sides):
+                raise OrreryError(
+                    f"model.fp8: this rank holds {list(box)} of {name}, no whole blocks of {BLOCK} "
+                    f"× {BLOCK}; set trainer.mesh.dp_shard to less, or transport.weights to 'files'"
+                )
+            value, scale = quantize_weight(local_tensor(weights[name]).bfloat16()).forward
+            if name not in self.values:
+                self.values[name], self._scales[name] = value, scale
+            self.values[name].copy_(value)
+            self._scales[name].copy_(scale)
+
+    def scales(self) -> Iterator[tuple[HfTensor, Box, Tensor]]:
+        """Yield scales like `weights.named_hf_slices`."""
+        weights = dict(self._network.named_parameters())
+        for hf in filter(self.is_sent, hf_tensors(self._network)):
+            held = local_box(weights[hf.parameter_name])
+            if (common := intersection(held, hf.box)) is None:
+                continue
+            local = self._scales[hf.parameter_name][slices(in_blocks(relative(common, held)))]
+            box, of = in_blocks(relative(common, hf.box)), scale_tensor(hf)
+            yield (of, box, local) if hf.expert is None else (of, box[1:], local[0])
+
+    def encoded(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole named tensors, those in FP8 as scales and values."""
+        sent = {hf.name for hf in hf_tensors(self._network) if self.is_sent(hf)}
+        for name, tensor in tensors:
+            if name not in sent:
+                yield name, tensor
+                continue
+            value, scale = quantize_weight(tensor.bfloat16()).forward
+            yield name + SCALE, scale
+            yield name, value
+
+
+def scale_tensor(hf: HfTensor) -> HfTensor:
+    """Return the tensor of scales beside `hf`, with `hf`'s place in our parameter."""
+    shape = tuple(size // BLOCK for size in hf.shape)
+    return replace(hf, name=hf.name + SCALE, shape=shape, dtype=torch.float32)

@@ -2,7 +2,8 @@
 
 - On the wire `files` rank 0 writes tensors gathered one by one. On a direct wire every rank sends
   its shards on request.
-- Direct wires and `adapters` send the engines' dtype. Buffers keep theirs.
+- Direct wires and `adapters` send the engines' dtype. Buffers keep theirs. Layers of `model.fp8`
+  travel in FP8 on all wires.
 - Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from orrery.manifest.errors import RunFailed
+from orrery.models.fp8 import SentWeights, scale_tensor
 from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged_shard
 from orrery.models.placement import local_tensor
@@ -29,6 +31,7 @@ from orrery.trainer.checkpoint import REMEDY
 from orrery.trainer.policy import Policy
 from orrery.wire.checkpoints import PUBLISHED
 from orrery.wire.weight_wire import Published, WeightPublisher
+from orrery.wire.weight_wire.fp8_blocks import DTYPE
 from orrery.wire.weight_wire.plan import HeldTensor
 from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
@@ -40,7 +43,7 @@ class Publisher:
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
-        self._policy, self._wire = policy, wire
+        self._policy, self._wire, self._fp8 = policy, wire, SentWeights(policy.network)
         self.digests: dict[int, str] = {}  # by version, on rank 0
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
@@ -54,7 +57,7 @@ class Publisher:
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_hf_tensors(self._policy.network)
+        return self._fp8.encoded(named_hf_tensors(self._policy.network))
 
     def settle(self) -> float:
         """Finish sending, and return the seconds taken."""
@@ -114,6 +117,7 @@ class DirectPublisher(Publisher):
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
         network = self._policy.network
         self._merge()
+        self._fp8.refresh()
         standing = [local_tensor(tensor) for tensor in (*network.parameters(), *network.buffers())]
         published = self._source.publish(version, self._held, standing, self._sent, canary)
         if published is not None:
@@ -142,15 +146,21 @@ class DirectPublisher(Publisher):
     def _held(self) -> list[HeldTensor]:
         network = self._policy.network
         trained = {name for name, _ in network.named_parameters()}
-        here = {hf.name: (box, local) for hf, box, local in named_hf_slices(network, self._merged)}
+        shards = self._merged | self._fp8.values
+        slices = [*named_hf_slices(network, shards), *self._fp8.scales()]
+        here = {hf.name: (box, local) for hf, box, local in slices}
+        scales = [scale_tensor(hf) for hf in hf_tensors(network) if self._fp8.is_sent(hf)]
 
-        def held(hf: HfTensor) -> HeldTensor:
+        def held(hf: HfTensor, is_scale: bool = False) -> HeldTensor:
             dtype = self._dtype if hf.parameter_name in trained else hf.dtype
+            if self._fp8.is_sent(hf):
+                dtype = hf.dtype if is_scale else DTYPE
             nothing = tuple((0, 0) for _ in hf.shape), torch.empty(0, dtype=hf.dtype)
             box, local = here.get(hf.name, nothing)
             return HeldTensor(hf.name, hf.shape, dtype, box, local)
 
-        return [held(hf) for hf in hf_tensors(network)]
+        # Scales come first, because engines decode values as they arrive.
+        return [held(hf, True) for hf in scales] + [held(hf) for hf in hf_tensors(network)]
 
     def _sent(self, version: int, error: str, parts: dict[str, float]) -> None:
         if self._source.rank == 0:
