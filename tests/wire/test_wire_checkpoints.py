@@ -198,7 +198,7 @@ def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"step_{step}.attempt_1" for step in (2, 3, 4)
     ]
-    with pytest.raises(OrreryError, match="keep at least 1"):
+    with pytest.raises(OrreryError, match="Keep at least 1"):
         checkpoints.prune(tmp_path, keep=0, attempt=1)
 
 
@@ -394,8 +394,8 @@ def test_an_earlier_attempts_endpoint_is_not_seen(tmp_path):
     rendezvous.publish(process(tmp_path, "router", attempt=1), "http://old")
     with pytest.raises(
         RunFailed,
-        match=r"orchestrator 0 waited 0\.1 s for router 0 to publish its address; "
-        r"read logs/router\.0\.log",
+        match=r"orchestrator 0 waited 0\.1 s for router 0 to publish its address\. "
+        r"Read logs/router\.0\.log",
     ):
         rendezvous.await_endpoints(
             process(tmp_path, "orchestrator", attempt=2), "router", 1, deadline_s=0.1

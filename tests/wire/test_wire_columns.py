@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_documents import documents, same
 
-from orrery.wire.column_bytes import chunks, columns_from, layout_of, segments
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, chunks, columns_from, layout_of, segments
 
 lengths_of = st.lists(st.integers(0, 12), max_size=8)
 

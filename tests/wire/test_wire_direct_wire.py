@@ -403,7 +403,7 @@ def test_a_pair_that_never_connects_ends_at_the_deadline_by_the_peers_name(monke
     )
     with pytest.raises(
         WireFailed,
-        match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\); see its log",
+        match=r"engine 0 \(rank 0\) did not take its slices \(0\.06 s are over\)\. See its log",
     ):
         peers.send(torch.zeros(1), 1, 0)
     with pytest.raises(WireFailed, match="trainer 0 did not send its slices"):

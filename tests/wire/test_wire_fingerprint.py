@@ -136,7 +136,7 @@ def test_a_slice_outside_its_tensor_is_refused():
 
 
 def test_complex_tensors_are_refused_with_a_remedy():
-    with pytest.raises(ValueError, match="view them as a smaller dtype"):
+    with pytest.raises(ValueError, match="View them as a smaller dtype"):
         tensor_fingerprint(torch.zeros(1, dtype=torch.complex64))
 
 

@@ -436,7 +436,7 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             stranger = wire.receiver()
             with pytest.raises(
                 RunFailed,
-                match=r"the orchestrator has the token of another attempt; restart the stage",
+                match=r"the orchestrator has the token of another attempt\. Restart the stage",
             ):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
@@ -503,7 +503,7 @@ with role_process("orchestrator") as ctx:
 
 def test_an_unknown_kind_is_named():
     with pytest.raises(
-        OrreryError, match="'carrier_pigeon' is not a rollout wire; choose from zmq, files"
+        OrreryError, match=r"'carrier_pigeon' is not a rollout wire\. Choose from zmq, files"
     ):
         make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
 

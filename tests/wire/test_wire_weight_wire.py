@@ -400,8 +400,8 @@ def test_a_wire_without_its_package_is_refused_as_either_end_starts(tmp_path, mo
         monkeypatch.setitem(sys.modules, module, None)  # an import of it is an ImportError
     with pytest.raises(
         OrreryError,
-        match=r"^transport\.weights 'nixl': .*; "
-        r"install the nixl version of locks/, or set transport\.weights to 'nccl'$",
+        match=r"^transport\.weights 'nixl': .*\. "
+        r"Install the nixl version of locks/, or set transport\.weights to 'nccl'$",
     ):
         if end == "trainer":
             make_weight_sender("nixl", tmp_path, 1, 1, "127.0.0.1", 0, 1, torch.device("cpu"))

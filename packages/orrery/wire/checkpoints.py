@@ -169,7 +169,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
     """
     if keep < 1:
         raise OrreryError(
-            f"trainer.checkpoint.keep: {keep} would remove every checkpoint; keep at least 1"
+            f"trainer.checkpoint.keep: {keep} would remove every checkpoint. Keep at least 1"
         )
     removed = []
     for one in whole_checkpoints(run_dir, stage)[:-keep]:
@@ -219,8 +219,8 @@ def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
                 discard(run_dir, folder)
             except OSError as error:
                 raise OrreryError(
-                    f"{folder}: was never completed and cannot be moved aside ({error}); "
-                    "remove it and run again"
+                    f"{folder}: was never completed and cannot be moved aside ({error}). "
+                    "Remove it and run again"
                 ) from error
             removed.append(one.step)
     for left in (f"{DISCARDED}.*", f".{LATER}.*.tmp"):
@@ -244,14 +244,14 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
     if not nfs.appears(path):
         raise RunFailed(
             f"{path}: missing; every rank that writes files of a checkpoint writes their sha256 "
-            "there; read the role's logs"
+            "there. Read the role's logs"
         )
     try:
         noted = msgspec.json.decode(path.read_bytes(), type=dict[str, _Noted])
     except (OSError, msgspec.MsgspecError) as error:
         raise RunFailed(
-            f"{path}: not a note of sizes and sha256 ({error}); "
-            "run again to go on from the checkpoint before it"
+            f"{path}: not a note of sizes and sha256 ({error}). "
+            "Run again to go on from the checkpoint before it"
         ) from error
     for name, entry in noted.items():
         file = path.with_name(name)
@@ -259,8 +259,8 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
         if num_bytes != entry.bytes:
             has = "is missing" if num_bytes is None else f"has {num_bytes} bytes"
             raise RunFailed(
-                f"{file}: {has}, but {path.name} says {entry.bytes} bytes; "
-                "run again to go on from the checkpoint before it"
+                f"{file}: {has}, but {path.name} says {entry.bytes} bytes. "
+                "Run again to go on from the checkpoint before it"
             )
     return {
         path.with_name(name).relative_to(folder).as_posix(): entry.sha256

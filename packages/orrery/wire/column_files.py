@@ -17,15 +17,15 @@ import numpy as np
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_file
 from orrery.runtime.run_directory import rollouts_dir
-from orrery.wire.column_bytes import (
+from orrery.wire.columns import (
     ColumnLayout,
+    Columns,
     MicroBatch,
     Slot,
     columns_from,
     layout_of,
     segments,
 )
-from orrery.wire.columns import Columns
 
 _SAFETENSORS = {
     "|b1": "BOOL", "|u1": "U8", "|i1": "I8", "<u2": "U16", "<i2": "I16", "<f2": "F16",

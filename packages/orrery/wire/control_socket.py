@@ -41,8 +41,8 @@ def authenticate(socket: Any, is_sender: bool) -> None:
     """Restrict `socket` to the run's token. Raises OrreryError if pyzmq lacks CURVE."""
     if not zmq.has("curve"):
         raise OrreryError(
-            "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers; "
-            "install the wheel of pyzmq from PyPI"
+            "pyzmq: it was built without CURVE, with which the rollout wire authenticates peers. "
+            "Install the wheel of pyzmq from PyPI"
         )
     secret_keys = {
         role: z85.encode(derived_key(f"rollout wire {PROTOCOL}, {role}"))
@@ -86,7 +86,7 @@ class ControlSocket:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OrreryError(
-                f"rollout wire: cannot listen on {host}:{port} ({error}); choose a free port"
+                f"rollout wire: cannot listen on {host}:{port} ({error}). Choose a free port"
             ) from error
         except BaseException:
             self._context.destroy(linger=0)

@@ -106,8 +106,8 @@ def slice_share(
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.element_size() not in integers or tensor.is_complex():
         raise ValueError(
-            f"fingerprint: {tensor.dtype} elements have no integer view; "
-            "view them as a smaller dtype first"
+            f"fingerprint: {tensor.dtype} elements have no integer view. "
+            "View them as a smaller dtype first"
         )
     bits = tensor.contiguous().view(integers[tensor.element_size()]).reshape(-1)
     if is_run:

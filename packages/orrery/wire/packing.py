@@ -18,8 +18,7 @@ import numpy as np
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest, Model
-from orrery.wire.column_bytes import MicroBatch
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, MicroBatch
 
 Plan = list[list[np.ndarray]]
 
@@ -61,8 +60,8 @@ def pack(
     if longest > max_tokens:
         raise OrreryError(
             f"packing: sample {int(lengths.argmax())} has {longest} tokens, more than the "
-            f"{max_tokens} of one micro-batch; "
-            f"raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
+            f"{max_tokens} of one micro-batch. "
+            f"Raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
         )
     costs = lengths + quadratic * lengths.astype(np.float64) ** 2
     order = np.argsort(-lengths, kind="stable")

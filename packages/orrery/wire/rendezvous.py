@@ -79,7 +79,7 @@ def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
             file = msgspec.json.decode(content, type=_File)
         except msgspec.DecodeError as error:
             raise RunFailed(
-                f"{path}: not an endpoint file ({error}); remove it and run again"
+                f"{path}: not an endpoint file ({error}). Remove it and run again"
             ) from error
         if file.attempt == ctx.attempt and file.role == role:
             found.append(
@@ -112,8 +112,8 @@ def await_endpoints(
             if waited_s >= deadline_s:
                 raise RunFailed(
                     f"{ctx.role} {ctx.index} waited {deadline_s:g} s for {role} "
-                    f"{', '.join(map(str, missing))} to publish its address; "
-                    f"read logs/{role}.{missing[0]}.log"
+                    f"{', '.join(map(str, missing))} to publish its address. "
+                    f"Read logs/{role}.{missing[0]}.log"
                 )
             # Look less often in a long wait, to spare the shared file system.
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))

@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiv
 def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., RolloutReceiver]]:
     if kind not in KINDS:
         raise OrreryError(
-            f"transport.rollouts: {kind!r} is not a rollout wire; choose from {', '.join(KINDS)}"
+            f"transport.rollouts: {kind!r} is not a rollout wire. Choose from {', '.join(KINDS)}"
         )
     return KINDS[kind]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from orrery.wire.column_bytes import ColumnLayout, MicroBatch, chunks, segments
+from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire.column_bytes import MicroBatch
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, MicroBatch
 from orrery.wire.control_socket import ControlSocket
 
 
@@ -96,6 +95,6 @@ def not_drained(deadline_s: float | None, missing: Mapping[int, set[int]]) -> Ru
         for step, ranks in missing.items()
     )
     return RunFailed(
-        f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}; "
-        "read logs/trainer.*.log"
+        f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}. "
+        "Read logs/trainer.*.log"
     )

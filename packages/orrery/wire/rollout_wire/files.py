@@ -207,8 +207,8 @@ class FilesReceiver:
             if time.monotonic() >= end:
                 raise RunFailed(
                     f"trainer rank {self.rank} asked the orchestrator at {self.url} for batch "
-                    f"{step}, but nothing came within {deadline_s:g} s; "
-                    "read logs/orchestrator.0.log"
+                    f"{step}, but nothing came within {deadline_s:g} s. "
+                    "Read logs/orchestrator.0.log"
                 )
             time.sleep(POLL_S)
         try:
@@ -286,7 +286,7 @@ class FilesReceiver:
             raise RunFailed(f"{asked}: {path} does not decode ({error})") from error
         if not hmac.compare_digest(wire.token_sha256, self._token_sha256):
             raise RunFailed(
-                f"{asked}: the orchestrator has the token of another attempt; restart the stage"
+                f"{asked}: the orchestrator has the token of another attempt. Restart the stage"
             )
         last = wire.last_step
         is_announced = last is not None and step <= last

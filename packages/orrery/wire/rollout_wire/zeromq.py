@@ -20,8 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire.column_bytes import ColumnLayout, columns_from, layout_of
-from orrery.wire.columns import Columns
+from orrery.wire.columns import ColumnLayout, Columns, columns_from, layout_of
 from orrery.wire.control_socket import (
     HANDSHAKE_FAILED,
     NOT_OF_THE_PROTOCOL,
@@ -84,8 +83,8 @@ _to_receiver = msgspec.msgpack.Decoder(Answer)
 
 
 _TURNED_AWAY = (
-    "and was refused: the orchestrator has the token of another attempt; restart the stage; "
-    "if that does not help, another program listens there"
+    "and was refused: the orchestrator has the token of another attempt. Restart the stage. "
+    "If that does not help, another program listens there"
 )
 
 
@@ -273,8 +272,8 @@ class ZmqReceiver:
             head = self._await(ask, MicroBatchHead, deadline_s)
             if head.micro_step != micro_step:
                 raise RunFailed(
-                    f"{self._asked(ask)} got micro-batch {head.micro_step} instead; "
-                    "check that trainer and orchestrator run the same code"
+                    f"{self._asked(ask)} got micro-batch {head.micro_step} instead. "
+                    "Check that trainer and orchestrator run the same code"
                 )
             is_last = micro_step + 1 == num_micro_batches
             following = None if is_last else self._ask(step, micro_step + 1)
@@ -313,8 +312,8 @@ class ZmqReceiver:
                 last_asked = time.monotonic()
                 if last_asked >= start + deadline_s:
                     raise RunFailed(
-                        f"{self._asked(ask)}, but nothing came within {deadline_s:g} s; "
-                        "read logs/orchestrator.0.log"
+                        f"{self._asked(ask)}, but nothing came within {deadline_s:g} s. "
+                        "Read logs/orchestrator.0.log"
                     )
                 self._send(ask, self._asked(ask))
                 continue
@@ -322,8 +321,8 @@ class ZmqReceiver:
                 message = _to_receiver.decode(frame.buffer)
             except NOT_OF_THE_PROTOCOL as error:
                 raise RunFailed(
-                    f"{self._asked(ask)}, but got bytes that are no answer ({error}); "
-                    "check that trainer and orchestrator run the same code"
+                    f"{self._asked(ask)}, but got bytes that are no answer ({error}). "
+                    "Check that trainer and orchestrator run the same code"
                 ) from error
             if message.number not in (ask.number, 0):
                 continue
@@ -352,7 +351,7 @@ class ZmqReceiver:
             if now >= moved + deadline_s:
                 raise RunFailed(
                     f"{self._asked(ask)}, but after {filled} of {len(buffer)} bytes nothing came "
-                    f"for {deadline_s:g} s; read logs/orchestrator.0.log"
+                    f"for {deadline_s:g} s. Read logs/orchestrator.0.log"
                 )
             time.sleep(FETCH_AGAIN_S)
             # The ask needs a new number, because the sender answers each number once.

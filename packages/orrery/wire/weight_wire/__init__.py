@@ -114,8 +114,8 @@ def check_library(kind: str) -> None:
     """
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(
-            "transport.weights 'nixl': NIXL is not installed here; "
-            "install the nixl version of locks/, or set transport.weights to 'nccl'"
+            "transport.weights 'nixl': NIXL is not installed here. "
+            "Install the nixl version of locks/, or set transport.weights to 'nccl'"
         )
 
 
@@ -128,5 +128,5 @@ def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> Weight
 def _check(kind: str, kinds: tuple[str, ...]) -> None:
     if kind not in kinds:
         raise OrreryError(
-            f"transport.weights: {kind!r} is not a weight wire here; choose from {', '.join(kinds)}"
+            f"transport.weights: {kind!r} is not a weight wire here. Choose from {', '.join(kinds)}"
         )

@@ -144,8 +144,8 @@ class StoreConnection:
         if not hmac.compare_digest(mac, self._mac(key, content)):
             raise WireFailed(
                 f"weight wire: the value of {key!r} ({what}) was not written by a role of this "
-                f"run; another program reaches port {self.address.port} of {self.address.host}; "
-                "close that port to other programs, then run again"
+                f"run; another program reaches port {self.address.port} of {self.address.host}. "
+                "Close that port to other programs, then run again"
             )
         return content
 
@@ -164,14 +164,14 @@ class StoreConnection:
                         ) from None
                     if time.monotonic() >= end:
                         raise WireFailed(
-                            f"weight wire: {what} did not arrive within {limit_s:g} s; "
-                            "read logs/trainer.0.log"
+                            f"weight wire: {what} did not arrive within {limit_s:g} s. "
+                            "Read logs/trainer.0.log"
                         ) from None
                     time.sleep(POLL_S)
         except (dist.DistNetworkError, RuntimeError) as error:
             raise WireFailed(
-                f"weight wire: {what} did not arrive, since trainer 0 has ended; "
-                "read logs/trainer.0.log"
+                f"weight wire: {what} did not arrive, since trainer 0 has ended. "
+                "Read logs/trainer.0.log"
             ) from error
 
     def tensors(self) -> list[TensorInfo]:
@@ -230,8 +230,8 @@ def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
             raise WireFailed(
-                f"{folder / ADDRESS}: trainer 0 did not write it within {scaled(within_s):g} s; "
-                "read logs/trainer.0.log"
+                f"{folder / ADDRESS}: trainer 0 did not write it within {scaled(within_s):g} s. "
+                "Read logs/trainer.0.log"
             )
         time.sleep(POLL_S)
     return msgspec.json.decode(content, type=WireAddress)
@@ -246,7 +246,7 @@ def connect(address: WireAddress) -> StoreConnection:
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WireFailed(
             f"weight wire: no process answers at {address.host}:{address.port}, "
-            "so trainer 0 has ended; read logs/trainer.0.log"
+            "so trainer 0 has ended. Read logs/trainer.0.log"
         ) from error
     return StoreConnection(store, address)
 

@@ -53,8 +53,8 @@ def own(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
-            f"{folder}: is a link or another user's folder, so weights cannot be written there; "
-            "remove it, or ask its owner to, and run again"
+            f"{folder}: is a link or another user's folder, so weights cannot be written there. "
+            "Remove it, or ask its owner to, and run again"
         )
     folder.chmod(0o700)  # an existing folder may be open to others
 
@@ -71,8 +71,8 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
     if needed > free:
         raise OrreryError(
             f"transport.weights: 'files' holds {keep + 1} versions of {version_bytes / 1e9:.2f} GB "
-            f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free; "
-            f"set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
+            f"in {where} at a time, {needed / 1e9:.2f} GB, of which {free / 1e9:.2f} GB are free. "
+            f"Set it to 'nccl', lower orchestrator.max_batches_ahead, or {enlarge}"
         )
 
 
@@ -183,7 +183,7 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
     if not fingerprints:
-        raise OrreryError(f"{folder}: no weights there; run the stage that writes them first")
+        raise OrreryError(f"{folder}: no weights there. Run the stage that writes them first")
     return fingerprints
 
 

@@ -173,7 +173,7 @@ class LeaseTable:
                 if time.perf_counter() > end:
                     raise WireFailed(
                         f"weight wire: version {version} was leased and is not released after "
-                        f"{limit_s:g} s; read logs/orchestrator.0.log"
+                        f"{limit_s:g} s. Read logs/orchestrator.0.log"
                     )
                 self.changed.wait(STOP_S)
             self._open = None
@@ -269,7 +269,7 @@ class LeaseClient:
         except TimeoutError as error:
             raise WireFailed(
                 f"weight wire: trainer 0 did not answer the lease of version {published.version} "
-                f"within {scaled(LEASE_S):g} s; read logs/trainer.0.log"
+                f"within {scaled(LEASE_S):g} s. Read logs/trainer.0.log"
             ) from error
         if not self._report.transfer:
             return None

@@ -120,8 +120,8 @@ class GroupLink:
 
     def _failed(self, peer: int, verb: str, error: Exception) -> WireFailed:
         return WireFailed(
-            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}); "
-            "see its log"
+            f"weight wire: {self._names[peer]} did not {verb} its slices ({_first_line(error)}). "
+            "See its log"
         )
 
     def close(self) -> None:
@@ -343,8 +343,8 @@ def load_nixl() -> Any:
         import nixl._api
     except ImportError as error:
         raise OrreryError(
-            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}); "
-            "install the nixl version of locks/, or set transport.weights to 'nccl'"
+            f"transport.weights 'nixl': NIXL cannot be loaded here ({error}). "
+            "Install the nixl version of locks/, or set transport.weights to 'nccl'"
         ) from error
     return nixl._api
 
@@ -451,7 +451,7 @@ class NixlReader:
         except Exception as error:
             raise WireFailed(
                 f"weight wire: slices of trainer {self._source} cannot be read over NIXL "
-                f"({error}); read logs/trainer.{self._source}.log"
+                f"({error}). Read logs/trainer.{self._source}.log"
             ) from error
 
 

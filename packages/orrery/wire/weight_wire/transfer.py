@@ -216,8 +216,8 @@ class WeightSender:
         boxes = {name: one.box for name, one in own.items()}
         if self._held and boxes != {name: one.box for name, one in self._held.items()}:
             raise WireFailed(
-                f"weight wire: trainer {self.rank} holds other slices of the weights than before; "
-                "restart the stage"
+                f"weight wire: trainer {self.rank} holds other slices of the weights than before. "
+                "Restart the stage"
             )
         first, self._held, self._pointers = not self._held, own, pointers
         if first:
