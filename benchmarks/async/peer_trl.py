@@ -13,6 +13,7 @@
 """
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -36,7 +37,7 @@ from orrery.observe.report.data import RunData
 from orrery.runtime.run_directory import weights_path
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
-from orrery.tasks.task import Message, Task
+from orrery.tasks.task import Judgement, Message, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import ROOT, device, record
@@ -116,6 +117,12 @@ def dataset(manifest: Manifest, task: Task, renderer: Renderer, folder: Path) ->
 def reward_of(task: Task, group_size: int, tally: Tally) -> Callable[..., Any]:
     """Return TRL's reward function. It counts tokens, rewards and groups with signal."""
 
+    async def judged(number: int, reply: list[Any]) -> Judgement:
+        problem = task.problem(number)
+        chat = [*problem.messages, Message("assistant", reply[-1]["content"])]
+        judgement = task.judge(problem, chat)
+        return judgement if isinstance(judgement, Judgement) else await judgement
+
     async def verdict(
         prompts: list[Any],
         completions: list[Any],
@@ -124,12 +131,7 @@ def reward_of(task: Task, group_size: int, tally: Tally) -> Callable[..., Any]:
         **_: Any,
     ) -> list[float]:
         begin_s = time.perf_counter()
-        rewards = []
-        for number, reply in zip(index, completions, strict=True):
-            problem = task.problem(number)
-            chat = [*problem.messages, Message("assistant", reply[-1]["content"])]
-            judgement = task.judge(problem, chat)
-            rewards.append(judgement if not hasattr(judgement, "__await__") else await judgement)
+        rewards = await asyncio.gather(*map(judged, index, completions))
         values = [each.reward for each in rewards]
         lengths = [len(each) for each in completion_ids]
         groups = range(0, len(values), group_size)

@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 host=${ORRERY_HOST_FOLDER:-/tmp/orrery-host} checkout=$PWD node=gpu1
 root=${ORRERY_SLURM_FOLDER:-/srv/orrery-slurm}
-export SLURM_CONF=$root/etc/slurm.conf
+export SLURM_CONF=$root/etc/slurm.conf PATH=$PATH:/usr/sbin
 
 programs=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 squashfuse fuse2fs squashfs-tools)
 libraries=(libhwloc15 liblua5.1-0 libjson-c5 libyaml-0-2 libdbus-1-3 liblz4-1 libreadline8 libnuma1 libgcrypt20 libgpg-error0 libpam0g
@@ -65,6 +65,7 @@ install() {
   tar xJ -C "$work" -f "${1:-$host/parts/slurm.tar.xz}"
   for file in "$work"/programs/*.deb; do dpkg-deb -x "$file" "$work/new"; done
   tar c -C "$work/new" . | tar x -C / --keep-directory-symlink --skip-old-files # every file of the host stays
+  for file in /usr/sbin/slurm{ctld,d,stepd}-wlm; do ln -sfn "$(basename "$file")" "${file%-wlm}"; done # Debian makes them by update-alternatives
   for file in "$work"/libraries/*.deb; do dpkg-deb -x "$file" "$work/tree"; done
   for program in /usr/sbin/{slurmctld,slurmd,slurmstepd,munged} /usr/bin/{srun,scontrol,squashfuse,fuse2fs,mksquashfs,apptainer} \
     /usr/lib/x86_64-linux-gnu/slurm-wlm/*.so; do

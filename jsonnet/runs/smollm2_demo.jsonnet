@@ -21,6 +21,7 @@
         admission: { kind: 'fixed', max_in_flight: 512 },
         evaluation+: { interval_steps: 5, num_problems: 128, rollouts_per_problem: 1 },
       },
+      transport+: { weights: 'nccl' },
       stages+: { sft: null, rl+: { num_steps: 25 }, evaluate+: { num_problems: 512 } },
     },
 })

@@ -19,6 +19,7 @@ local gpu = run + (import 'hardware/one_h100.libsonnet') + {
     admission: { kind: 'fixed', max_in_flight: 512 },
     evaluation+: { interval_steps: 10, num_problems: 128, rollouts_per_problem: 1 },
   },
+  transport+: { weights: 'nccl' },
   stages+: { sft+: { num_steps: 50, examples_per_batch: 64, schedule: { kind: 'constant', warmup_steps: 5 } }, rl+: { num_steps: 80 }, evaluate+: { num_problems: 447 } },
 };
 local smoke = run + (import 'hardware/cpu.libsonnet') + {
