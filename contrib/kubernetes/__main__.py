@@ -69,7 +69,7 @@ def main() -> int:
 def write(given: argparse.Namespace) -> None:
     for option, value in (("--image", given.image), ("--claim", given.claim)):
         if not value.strip():
-            raise OrreryError(f"{option} is empty; name what the cluster calls it")
+            raise OrreryError(f"{option} is empty. Name what the cluster calls it")
     manifest = manifest_of(given.run)
     documents = KINDS[given.kind](manifest, Place(given.image, given.claim, given.proxy_image))
     folder = given.to or Path(f"{manifest.name}-{given.kind}")
@@ -81,7 +81,7 @@ def write(given: argparse.Namespace) -> None:
             print(folder / name)
     except OSError as error:
         raise OrreryError(
-            f"--to {folder}: {error.strerror}; name a folder that can be written"
+            f"--to {folder}: {error.strerror}. Name a folder that can be written"
         ) from None
 
 

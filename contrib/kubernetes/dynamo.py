@@ -43,7 +43,7 @@ def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
     if len(made) + 1 > MOST_COMPONENTS:
         raise OrreryError(
             f"inference.num_replicas {len(made)}: a DynamoGraphDeployment has at most "
-            f"{MOST_COMPONENTS} components, one of them the frontend; set it to at most "
+            f"{MOST_COMPONENTS} components, one of them the frontend. Set it to at most "
             f"{MOST_COMPONENTS - 1}"
         )
     graph = {

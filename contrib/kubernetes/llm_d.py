@@ -32,7 +32,7 @@ def render(manifest: Manifest, place: Place) -> dict[str, list[dict[str, Any]]]:
     if manifest.inference.prefill_replicas and not place.proxy_image:
         raise OrreryError(
             f"inference.prefill_replicas {manifest.inference.prefill_replicas}: decoding pods have "
-            "llm-d's routing proxy before their engine; name its image with --proxy-image"
+            "llm-d's routing proxy before their engine. Name its image with --proxy-image"
         )
     return {
         "engines.yaml": [

@@ -52,8 +52,8 @@ def name_of(manifest: Manifest) -> str:
     name = manifest.name.replace("_", "-").strip("-")
     if len(name) > 40:
         raise OrreryError(
-            f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours; "
-            "shorten the run's name"
+            f"name {manifest.name!r}: Kubernetes has room for 40 characters beside ours. "
+            "Shorten the run's name"
         )
     return name
 
@@ -68,12 +68,12 @@ def check_servable(manifest: Manifest) -> None:
     if manifest.inference.kv_offload.kind == "mooncake":
         raise OrreryError(
             "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher "
-            "starts, and nobody does here; set it to 'tiers' or 'none'"
+            "starts, and nobody does here. Set it to 'tiers' or 'none'"
         )
     if manifest.transport.weights == "adapters":
         raise OrreryError(
             "transport.weights 'adapters': engines that wait for an adapter begin with one of the "
-            "run's own making; set it to 'files', and serve the merged weights"
+            "run's own making. Set it to 'files', and serve the merged weights"
         )
     check_supported(manifest)
 

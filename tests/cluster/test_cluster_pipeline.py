@@ -345,7 +345,7 @@ def test_a_job_outlives_its_snakemake_stops_with_a_checkpoint_and_gives_way_to_a
     )
     assert "--checkpoint is for" in run.user(
         "orrery", "stop", run.name, "--checkpoint"
-    ) or "is not running; type" in run.user("orrery", "stop", run.name)
+    ) or "is not running. Type" in run.user("orrery", "stop", run.name)
 
     spot = cluster.home / "spot.toml"
     spot.write_text(

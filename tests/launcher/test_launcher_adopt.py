@@ -193,7 +193,7 @@ def test_a_run_that_would_learn_something_else_adopts_nothing(checkout, other, f
         OrreryError,
         match=(
             rf"would learn something else than {other.path.name}: "
-            rf"{field.replace('__', '.')}: .* → {value};"
+            rf"{field.replace('__', '.')}: .* → {value}\."
         ),
     ):
         adopt(run, other)
@@ -207,7 +207,7 @@ def test_a_run_that_has_begun_and_one_that_stands_nowhere_are_refused(checkout, 
     with pytest.raises(
         OrreryError,
         match=(
-            rf"{two.path.name}: none of its stages is done, so it has no state to adopt; start "
+            rf"{two.path.name}: none of its stages is done, so it has no state to adopt. Start "
             rf"elsewhere without it"
         ),
     ):

@@ -151,19 +151,19 @@ def test_a_run_folder_of_an_older_layout_is_refused_with_how_to_begin_anew_and_h
         (("run", "reverse_tex", "rl"), "did you mean 'reverse_text'?"),
         (
             ("run", "reverse_text", "rll"),
-            "reverse_text has no such stage; choose from init, sft, rl, evaluate, report",
+            "reverse_text has no such stage. Choose from init, sft, rl, evaluate, report",
         ),
         (("run", "reverse_text", "rl"), "rl: sft is not done"),
         (("status",), "no run has started here"),
         (("status", "reverse_tex"), "did you mean 'reverse_text'?"),
-        (("stop", "reverse_text"), "is not running; type"),
-        (("logs", "reverse_text", "trainer"), "the processes with a log are none yet"),
+        (("stop", "reverse_text"), "is not running. Type"),
+        (("logs", "reverse_text", "trainer"), "The processes with a log are none yet"),
         (("report", "reverse_text"), "not started"),
         (("report", "--summary", "reverse_text"), "it has no report yet"),
         (("export", "reverse_text"), "not started"),
         (("serve", "reverse_text"), "it has no weights of RL yet; type `snakemake"),
         (("serve", "reverse_tex"), "did you mean 'reverse_text'?"),
-        (("bench",), "say what"),
+        (("bench",), "no figure is named"),
         (("bench", "a/b"), "is not a known figure"),
     ],
 )
@@ -279,7 +279,7 @@ def test_an_export_that_stayed_on_its_node_is_told(tmp_path):
     assert export._check_arrived(3, tmp_path / "there") == 3, "the job has said why"
     for there in ("there", "no/folder"):
         with pytest.raises(
-            OrreryError, match=rf"^--to {tmp_path}/{there}: .*choose a folder that all nodes share$"
+            OrreryError, match=rf"^--to {tmp_path}/{there}: .*Choose a folder that all nodes share$"
         ):
             export._check_arrived(0, tmp_path / there)
 
@@ -360,7 +360,7 @@ def test_a_plan_is_written_into_a_new_folder_alone_and_without_slurm_has_the_sta
 ):
     Path("here").mkdir()
     assert orrery(capsys, "plan", "reverse_text", "--write", "here")[::2] == (
-        2, "error: here: exists already; remove it, or name a new folder\n"
+        2, "error: here: exists already. Remove it, or name a new folder\n"
     )  # fmt: skip
     assert not list(Path("here").iterdir())
     assert orrery(capsys, "plan", "reverse_text", "rl", "--write", "there/plan")[0] == 0
@@ -565,7 +565,7 @@ def test_bench_runs_the_figures_script(checkout, capsys):
     code, out, _ = orrery(capsys, "bench", "area/of_two")
     assert (code, out.strip()) == (10, f"+ {command}")
     (checkout / "benchmarks/area/of_two.json").write_text("{}")
-    assert "no command" in orrery(capsys, "bench", "area/of_two")[2]
+    assert "names no benchmark command" in orrery(capsys, "bench", "area/of_two")[2]
     assert "did you mean 'area/of_two'?" in orrery(capsys, "bench", "area/of_to")[2]
 
 
@@ -595,7 +595,7 @@ def test_a_run_that_cannot_start_is_refused_before_its_processes(checkout):
     manifest = json.loads(path.read_text())
     manifest["inference"]["tensor_parallel"] = 2
     path.write_text(json.dumps(manifest))
-    with pytest.raises(OrreryError, match=r"an engine on cpu is one process.*; set both to 1"):
+    with pytest.raises(OrreryError, match=r"an engine on cpu is one process.* Set both to 1"):
         job("reverse_text", "sft")
     assert not (checkout / "runs").exists()
 
@@ -612,7 +612,7 @@ def test_no_stage_of_a_run_starts_with_another_lock_than_its_manifests(checkout,
     content = path.read_bytes()
     path.write_bytes(content + b"# newer\n")
     with pytest.raises(
-        OrreryError, match=rf"{file} is not the lock .* type `orrery render {name}`"
+        OrreryError, match=rf"{file} is not the lock .* Type `orrery render {name}`"
     ):
         job(name, "init")
     path.write_bytes(content + b"# newer\n")
@@ -720,4 +720,4 @@ def test_hints_name_the_command_that_a_person_typed_and_one_that_goes_on_with_th
         in orrery(capsys, "status", made.run_dir.name)[1]
     )
     monkeypatch.setenv("ORRERY_RESUME", "make demo")
-    assert "type `make demo`" in orrery(capsys, "report", "--summary", "reverse_text")[2]
+    assert "Type `make demo`" in orrery(capsys, "report", "--summary", "reverse_text")[2]

@@ -162,7 +162,7 @@ def test_a_gated_model_names_the_page_and_the_variable(place, own):
     place.hub.add(NAME, own)
     place.hub.gated.add(f"models/{NAME}")
     error = place.refuse("model", NAME)
-    assert "is gated; open http://127.0.0.1" in error
+    assert "is gated. Open http://127.0.0.1" in error
     assert "set HF_TOKEN" in error
     assert place.orrery("fetch", "model", NAME, HF_TOKEN=TOKEN)[0] == 0
     cdn = [headers for _, path, headers in place.hub.requests if path.startswith("/cdn/")]
@@ -184,7 +184,7 @@ def test_missing_names_and_revisions_are_refused(place, own):
     place.hub.add(NAME, own)
     assert "has no model of this name" in place.refuse("model", "tiny-labs/Other")
     assert "has no revision 'v9'" in place.refuse("model", f"{NAME}@v9")
-    assert "is no repository; write OWNER/NAME" in place.refuse("model", "Tiny-0.1B")
+    assert "is no repository. Write OWNER/NAME" in place.refuse("model", "Tiny-0.1B")
     assert "HF_HUB_OFFLINE is set" in place.refuse("model", NAME, HF_HUB_OFFLINE="1")
 
 
@@ -337,9 +337,9 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_p
 def test_datasets_that_cannot_be_read_are_refused(place, problems, tmp_path):
     place.hub.add("tiny-labs/problems", problems, "datasets")
     name = "tiny-labs/problems"
-    assert "add --config with one of main, socratic" in place.refuse("dataset", name)
+    assert "Add --config with one of main, socratic" in place.refuse("dataset", name)
     error = place.refuse("dataset", name, "--config", "hard")
-    assert "has no such config; choose from main, socratic" in error
+    assert "has no such config. Choose from main, socratic" in error
     place.hub.wrong = {"main/gsm_test.jsonl"}
     assert "gsm_test.jsonl has the digest" in place.refuse("dataset", name, "--config", "main")
     (tmp_path / "text").mkdir()
@@ -352,5 +352,5 @@ def test_a_full_disk_is_refused_before_the_download(place, problems):
     place.hub.add("tiny-labs/problems", problems, "datasets")
     place.hub.sizes["main/gsm_test.jsonl"] = 10**18
     error = place.refuse("dataset", "tiny-labs/problems", "--config", "main")
-    assert "tiny-labs/problems needs 1000000000.0 GB; free some, or set HF_HOME" in error
+    assert "tiny-labs/problems needs 1000000000.0 GB. Free some, or set HF_HOME" in error
     assert not [path for path in place.paths("GET") if path.endswith("gsm_test.jsonl")]

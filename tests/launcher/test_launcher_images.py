@@ -160,7 +160,7 @@ def test_a_damaged_file_is_found_when_asked(checkout, built):
 
 
 def test_a_role_without_an_image_is_named(checkout):
-    with pytest.raises(OrreryError, match="no image is for the role 'referee'"):
+    with pytest.raises(OrreryError, match="the role 'referee' has no image"):
         containers.recipe(checkout, "referee", "cpu")
 
 

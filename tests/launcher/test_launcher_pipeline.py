@@ -89,7 +89,7 @@ def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_t
     )
     assert "note: no submission is shown: site.toml: does not exist" in said
     assert (
-        "type `cp docs/site.example.toml site.toml`" in said
+        "Type `cp docs/site.example.toml site.toml`" in said
         and (ROOT / "docs/site.example.toml").is_file()
     )
     assert not (checkout / "runs").exists()
@@ -130,8 +130,8 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert lines == [
         f"error: manifests/reverse_text.json: differs from its rendered spec "
-        f"({spec.relative_to(checkout)}); "
-        "type `orrery render reverse_text` and review the change"
+        f"({spec.relative_to(checkout)}). "
+        "Type `orrery render reverse_text` and review the change"
     ]
     assert "Traceback" not in result.stderr
     path.unlink()
@@ -197,7 +197,7 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         ),
         (
             ["./runs/FOLDER/stages/rk/DONE"],
-            "this run has no stage 'rk'; choose from init, sft, rl, evaluate, report",
+            "this run has no stage 'rk'. Choose from init, sft, rl, evaluate, report",
         ),
     ],
 )

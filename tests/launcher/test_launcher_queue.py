@@ -174,7 +174,7 @@ def two_checkouts(tmp_path, monkeypatch):
 
 def test_the_same_run_in_another_checkout_keeps_its_jobs(two_checkouts):
     here, there, asked = two_checkouts
-    with pytest.raises(OrreryError, match="is not running; type"):
+    with pytest.raises(OrreryError, match=r"is not running. Type"):
         stop_run(here, on_cluster=True)
     assert "scancel" not in {command[0] for command in asked}
     assert stop_run(there, on_cluster=True) == "run-0123456789ab: cancelled job 12 (rl, running)"

@@ -57,7 +57,7 @@ def test_a_folder_is_served_wherever_it_is(tmp_path, monkeypatch):
     assert serve.check_folder(serve.folder_of(str(made), None)) == made
     monkeypatch.chdir(tmp_path)
     assert serve.folder_of("elsewhere", None) == made
-    with pytest.raises(OrreryError, match=r"^a/b: there is no such folder; name a run"):
+    with pytest.raises(OrreryError, match=r"^a/b: there is no such folder. Name a run"):
         serve.folder_of("a/b", None)
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_model_is_refused_before_vllm_is_loaded(tmp_path, parts, conf
 def test_a_port_in_use_names_a_free_one():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OrreryError, match=rf"^--port {port}: .*in use.*type `--port \d+`"):
+        with pytest.raises(OrreryError, match=rf"^--port {port}: .*in use.*Type `--port \d+`"):
             serve.check_port(port)
     serve.check_port(port)
 
@@ -95,7 +95,7 @@ def test_the_token_is_new_at_each_start_or_that_of_a_file(tmp_path, monkeypatch)
         file.write_text(content)
         monkeypatch.setenv("ORRERY_TOKEN_FILE", str(file))
         if at_most == 1:
-            with pytest.raises(OrreryError, match=f"{file} is empty; write a token into it"):
+            with pytest.raises(OrreryError, match=f"{file} is empty. Write a token into it"):
                 serve._token()
         else:
             assert serve._token() == (f"$(cat {file})", "kept")

@@ -111,7 +111,7 @@ def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
             'images = "images"\nscratch = "tmp x"',
             "containers.scratch: 'tmp x' is not what can stand there",
         ),
-        ('partition = "gpu"', "partition = gpu", "texts need quotes"),
+        ('partition = "gpu"', "partition = gpu", "Texts need quotes"),
         ('"/scratch"', '"scratch"', "'scratch' is not 'SRC'"),
         ('"ib0"', '"ib 0"', "network.interface: "),
         ("deadline_scale = 2.0", "deadline_scale = 0.0", "roles.deadline_scale: "),

@@ -1009,7 +1009,7 @@ ARGS = {
         *few_shot("reasoning_gim", GYM),
         "args.kind: there is no 'reasoning_gim'; did you mean 'reasoning_gym'?",
     ),
-    "problems without end": ("reasoning_gym", LONG, "take more than 3 s; make them smaller"),
+    "problems without end": ("reasoning_gym", LONG, "take more than 3 s. Make them smaller"),
 }
 
 
@@ -1055,8 +1055,7 @@ def test_a_spec_that_is_no_object_is_one_sentence(text, kind, checkout, capsys):
     out, err = capsys.readouterr()
     assert not out and err == (
         f"error: jsonnet/runs/odd.jsonnet: holds {kind}, "
-        "and a run file is an object of runs by name; "
-        "jsonnet/runs/reverse_text.jsonnet is an example\n"
+        "and a run file is an object of runs by name, as in jsonnet/runs/reverse_text.jsonnet\n"
     )
 
 
@@ -1091,7 +1090,7 @@ def test_a_manifest_of_another_version_of_the_schema_is_one_sentence_that_says_w
         with pytest.raises(OrreryError) as error:
             check({**GOOD, "schema_version": version}, "here")
         assert str(error.value) == (
-            f"here: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery "
+            f"here: schema_version {version}: this Orrery reads {SCHEMA_VERSION}. Type `orrery "
             "render` and begin a new run, or finish this one with the Orrery that began it"
         )
 

@@ -96,7 +96,7 @@ def test_what_is_not_a_receipt_is_one_sentence(tmp_path, text):
 
 def test_a_receipt_of_another_format_is_refused(tmp_path):
     (tmp_path / "receipt.json").write_text(json.dumps(receipt(schema=2)))
-    with pytest.raises(OrreryError, match="a receipt of format 2, but 1 is read here"):
+    with pytest.raises(OrreryError, match="format is 2, and this Orrery reads 1"):
         read_receipt(tmp_path / "receipt.json")
 
 

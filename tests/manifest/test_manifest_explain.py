@@ -207,5 +207,5 @@ def test_without_a_warm_start_rl_follows_init_and_without_a_router_there_is_none
     assert [s.name for s in plan(bare)] == ["init", "rl", "evaluate", "report"]
     assert stage(bare, "rl").after == ("init",)
     assert "router" not in [p.role for p in stage(bare, "rl").processes]
-    with pytest.raises(OrreryError, match="has no such stage; choose from init, rl"):
+    with pytest.raises(OrreryError, match=r"has no such stage. Choose from init, rl"):
         stage(bare, "sft")

@@ -70,10 +70,10 @@ def test_devices_that_no_run_can_use_are_one_sentence(driver, monkeypatch, tmp_p
     with pytest.raises(OrreryError, match=r"1 × NVIDIA H200 and 2 × .* CUDA_VISIBLE_DEVICES=1,2`"):
         this_machine()
     driver("Tesla V100")
-    with pytest.raises(OrreryError, match=r"'Tesla V100': .* has no such device; add a row"):
+    with pytest.raises(OrreryError, match=r"'Tesla V100': .* has no such device. Add a row"):
         this_machine()
     driver(script="echo no devices were found; exit 6")
-    with pytest.raises(OrreryError, match=r"code 6 .no devices were found.; type `orrery doctor`"):
+    with pytest.raises(OrreryError, match=r"code 6 .no devices were found.. Type `orrery doctor`"):
         this_machine()
 
 
@@ -171,7 +171,7 @@ def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
         refuse_other_device(adapted.manifest, H100)
     assert str(caught.value) == (
         "hardware.accelerator 'h200': asynchrony_h200_1 is for NVIDIA H200 and this machine has "
-        "NVIDIA H100 80GB HBM3; type `orrery render asynchrony_h200_1 --on-this-machine` and start "
+        "NVIDIA H100 80GB HBM3. Type `orrery render asynchrony_h200_1 --on-this-machine` and start "
         "the run that it writes"
     )
 

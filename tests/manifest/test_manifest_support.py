@@ -44,19 +44,19 @@ STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
         changed("glm5_run"),
-        "model.family 'glm5': this network is not built yet; choose from qwen3, qwen3_moe, "
+        "model.family 'glm5': this network is not built yet. Choose from qwen3, qwen3_moe, "
         "llama, glm4_moe, hugging_face",
     ),
     (
         changed("reverse_text", inference__tensor_parallel=2),
-        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, for vLLM "
-        "exchanges tokens between experts on GPUs alone; set both to 1, and "
+        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, as vLLM "
+        "exchanges tokens between experts only on GPUs. Set both to 1, and "
         "inference.num_replicas to 2 for as many engines",
     ),
     (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),
         "inference.kv_offload.kind 'tiers': engines that hand caches over keep none elsewhere "
-        "yet; set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0",
+        "yet. Set inference.kv_offload.kind to 'none', or inference.prefill_replicas to 0",
     ),
     (
         changed("reverse_text_moe", transport__routed_experts=True, inference__kv_offload=STORE),
@@ -72,13 +72,13 @@ REFUSED = [
             **APART,
         ),
         "inference.data_parallel 2: engines that hand caches over are of one data-parallel rank "
-        "each so far; set inference.data_parallel to 1, or inference.prefill_replicas to 0",
+        "each so far. Set inference.data_parallel to 1, or inference.prefill_replicas to 0",
     ),
     (
         changed("qwen3_30b_a3b_lora_16k", transport__weights="adapters"),
         "transport.weights 'adapters' with trainer.lora.targets ['attention', 'experts']: "
         "engines take no adapters of experts (vLLM computes these on GPUs only, where they have "
-        "not run yet); leave experts out, or set transport.weights to 'nccl' or 'files', which "
+        "not run yet). Leave experts out, or set transport.weights to 'nccl' or 'files', which "
         "merge adapters",
     ),
     (
@@ -87,8 +87,8 @@ REFUSED = [
             trainer__lora=ATTENTION | {"rank": 1024},
             transport__weights="adapters",
         ),
-        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512; "
-        "set it to that, or transport.weights to 'nccl' or 'files', which merge adapters",
+        "transport.weights 'adapters' with trainer.lora.rank 1024: engines take ranks up to 512. "
+        "Set it to that, or transport.weights to 'nccl' or 'files', which merge adapters",
     ),
     (
         changed(
@@ -98,7 +98,7 @@ REFUSED = [
             inference__quantization="fp8",
         ),
         "transport.weights 'adapters' with inference.quantization 'fp8': adapters beside "
-        "quantised weights have not run yet; set inference.quantization to 'none', or "
+        "quantised weights have not run yet. Set inference.quantization to 'none', or "
         "transport.weights to 'nccl' or 'files', which merge adapters",
     ),
 ]
@@ -263,7 +263,7 @@ def test_a_kernel_of_attention_is_chosen_by_capability(accelerator):
 
 
 def test_an_unknown_device_is_refused_with_those_of_the_table():
-    with pytest.raises(OrreryError, match=r"accelerator.*'v100' is unknown; choose from cpu, h100"):
+    with pytest.raises(OrreryError, match=r"accelerator.*'v100' is unknown. Choose from cpu, h100"):
         changed("reverse_text", hardware=H200 | {"accelerator": "v100"})
 
 

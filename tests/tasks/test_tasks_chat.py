@@ -184,7 +184,7 @@ def test_transformers_reads_the_folder_as_we_do(tmp_path):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (character_model("abca"), "model.tokenizer.alphabet: 'a' stands in it twice"),
+        (character_model("abca"), "model.tokenizer.alphabet: it contains 'a' twice"),
         (
             character_model("abc", vocab_size=10),
             r"model.vocab_size: 10 does not fit the tokenizer; 8 specials \+ 3 characters = 11",
@@ -215,7 +215,7 @@ def test_a_text_with_a_token_beyond_the_models_vocabulary_is_refused_and_others_
         with pytest.raises(
             OrreryError,
             match=r"model\.vocab_size: 10, and the tokenizer makes 'c' the token 10, "
-            "which is no row of the model",
+            "which is not a row of the model",
         ):
             refused()
     with pytest.raises(OrreryError, match=r"^line 3: model\.vocab_size: 10"):
@@ -238,7 +238,7 @@ def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path)
         source
     ).prompt([Message("user", "hello")])
     with pytest.raises(
-        OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}; write that"
+        OrreryError, match=rf"model.tokenizer.sha256 0{{64}}: .* of .* have {digest}. Write that"
     ):
         write_tokenizer(
             character_model(
@@ -266,7 +266,7 @@ def test_another_template_or_stop_token_is_another_tokenizer(name, tmp_path):
     file.write_text(file.read_text() + "\n")
     with pytest.raises(
         OrreryError,
-        match=rf"model\.tokenizer\.sha256 .*{name}.* have {sha256_of(list(source.iterdir()))}; ",
+        match=rf"sha256 .*{name}.* have {sha256_of(list(source.iterdir()))}. Write",
     ):
         write_tokenizer(model, tmp_path / "copy")
 

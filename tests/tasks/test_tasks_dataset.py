@@ -91,7 +91,7 @@ def test_a_folders_splits_are_read_by_name(tmp_path):
     train = open_rows(tmp_path, "train")
     assert [train[i] for i in range(len(train))] == ROWS[:30]
     assert len(open_rows(tmp_path, "test")) == 10
-    with pytest.raises(OrreryError, match=r"has no 'dev'; choose from test, train"):
+    with pytest.raises(OrreryError, match=r"has no 'dev'. Choose from test, train"):
         open_rows(tmp_path, "dev")
 
 
@@ -115,7 +115,7 @@ def test_null_fields_of_arrow_rows_are_left_out(tmp_path):
     [
         ("rows.txt", b"", "does not end in one of .jsonl"),
         ("rows.json", b"{", "cannot be read"),
-        ("rows.json", b'{"a": 1}', "it holds no list of rows"),
+        ("rows.json", b'{"a": 1}', "it has no list of rows"),
         ("rows.parquet", b"PAR1", "cannot read"),
         ("rows.csv", b"a\n\xff\n", "cannot be read"),
     ],
@@ -128,7 +128,7 @@ def test_an_unreadable_file_is_one_sentence(tmp_path, name, content, says):
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):
-    with pytest.raises(OrreryError, match=r"path: .*none.jsonl: No such file or directory; name a"):
+    with pytest.raises(OrreryError, match=r"path: .*none.jsonl: No such file or directory. Name a"):
         open_rows(tmp_path / "none.jsonl")
 
 
@@ -235,7 +235,7 @@ def test_wrong_args_are_one_sentence(path, changes, says):
 def test_a_changed_file_is_refused(path):
     given = args(path)
     path.write_text(path.read_text().replace("3", "4"))
-    with pytest.raises(OrreryError, match=r"the manifest says .*; write the new one"):
+    with pytest.raises(OrreryError, match=r"the manifest says .*. Write the new one"):
         task(**given)
 
 
@@ -393,7 +393,7 @@ def test_a_reward_function_of_the_user_sees_reply_answer_and_row(tmp_path):
 
 def test_formulas_without_their_library_are_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(OrreryError, match=r"math needs math-verify, which .* not hold yet; type"):
+    with pytest.raises(OrreryError, match=r"math needs math-verify, which .* not hold yet. Type"):
         score("7", "7", kind="math", boxed=False)
 
 

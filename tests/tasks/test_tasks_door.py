@@ -50,7 +50,7 @@ MANIFEST = Path(__file__).parents[2] / "manifests" / "reverse_text.json"
         ),
         (
             task_use("reverse_text", alphabet="aba"),
-            "task 'it': args: alphabet 'aba' must hold each character once, and no blank",
+            "task 'it': args: alphabet 'aba' must contain each character once, and no blank",
         ),
         (
             task_use("calculator", operators="/"),
@@ -206,6 +206,6 @@ def test_the_check_refuses_evaluation_on_problems_that_are_trained_sft_included(
         with pytest.raises(OrreryError) as error:
             check(manifest.model_copy(update={"tasks": tasks}))
         assert (
-            str(error.value) == f"tasks.evaluation[1]: has the same problems as {path}; "
-            "give it another seed or split"
+            str(error.value) == f"tasks.evaluation[1]: has the same problems as {path}. "
+            "Give it another seed or split"
         )

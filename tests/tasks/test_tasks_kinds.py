@@ -59,8 +59,8 @@ def test_a_family_of_one_problem_has_it_on_one_side_alone():
     assert split_of(train.problem(0).messages[0].content) == "train"
     with pytest.raises(
         OrreryError,
-        match=r"no held_out question of family prime_factorization in 1000 draws; "
-        "config .* allows too few",
+        match=r"no held_out question of family prime_factorization in 1000 draws. "
+        "Config .* allows too few",
     ):
         held_out.problem(0)
 

@@ -253,7 +253,7 @@ async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
         broken.syspath_prepend(tmp_path)
         with pytest.raises(
             JudgeBroken,
-            match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0; rewards since",
+            match=r"gave 1\.0 to a known answer to 'spiral_matrix' that is worth 0. Rewards since",
         ):
             await said(task, "RIGHT")
     assert (await said(task, "RIGHT")).reward == 1.0
@@ -348,7 +348,7 @@ except OrreryError as error:
     ).stdout
     expected = {
         "0": "1.0\n",
-        "1": "family polynomial_multiplication: another process makes another problem of seed ",
+        "1": "family polynomial_multiplication: two processes make different problems of seed ",
     }
     assert said.startswith(expected[seed])
 

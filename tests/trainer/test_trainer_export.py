@@ -117,7 +117,7 @@ def test_steps_are_chosen_and_mistakes_are_sentences(tmp_path, capsys):
         (
             (run_dir, "--step", 1),
             2,
-            "exists already; remove it, or name another folder with --to",
+            "exists already. Remove it, or name another folder with --to",
         ),
         (
             (run_dir,),

@@ -374,25 +374,25 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
         ),
         (
             {"split": "test"},
-            r"data\.split: .*reversed_words has no 'test'; choose from train, validation",
+            r"data\.split: .*reversed_words has no 'test'. Choose from train, validation",
         ),
         (
             {"split": None},
-            r"data\.split: .*reversed_words has no None; choose from train, validation",
+            r"data\.split: .*reversed_words has no None. Choose from train, validation",
         ),
         (
             {"path": str(WORDS / "train")},
-            r"data\.split: .*train is not a dataset of several splits.* no 'train'; set it to null",
+            r"data\.split: .*train is not a dataset of several splits.* no 'train'. Set it to null",
         ),
         (
             {"column": "chat"},
-            r"data\.column: .*data-00000-of-00002.arrow has no 'chat'; choose from length, "
+            r"data\.column: .*data-00000-of-00002.arrow has no 'chat'. Choose from length, "
             r"messages",
         ),
         ({"column": "length"}, r"reversed_words/train: row 0: not a chat of the form"),
         (
             {"path": str(WORDS / "elsewhere"), "split": None},
-            r"data\.path: .*name a folder that `Dataset.save_to_disk` wrote",
+            r"data\.path: .*Name a folder that `Dataset.save_to_disk` wrote",
         ),
     ],
 )
@@ -474,7 +474,7 @@ def test_a_torn_file_and_a_missing_reader_are_one_sentence(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         OrreryError,
-        match=r"data\.kind: datasets are read with pyarrow, which is not installed here; type "
+        match=r"data\.kind: datasets are read with pyarrow, which is not installed here. Type "
         r"`make setup`",
     ):
         opened(**dataset())

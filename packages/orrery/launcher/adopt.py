@@ -38,31 +38,31 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# These are not copied: they describe the other run, or the run makes them again.
+# Not copied: these files describe the other run, or the new run writes them again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Make the folder of `run` with the state of `other`. Return its description.
+    """Create the folder of `run` from the state of `other`. Return a sentence for the user.
 
     Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(
-            f"{run.path.name}: has already begun, and only a new run can adopt another; "
-            f"remove runs/{run.path.name} to begin anew"
+            f"{run.path.name}: has already begun, and only a new run can adopt another. "
+            f"Remove runs/{run.path.name} to begin anew"
         )
     if not other.finished():
         raise OrreryError(
-            f"{other.path.name}: none of its stages is done, so it has no state to adopt; "
-            f"start {run.manifest.name} without it"
+            f"{other.path.name}: none of its stages is done, so it has no state to adopt. "
+            f"Start {run.manifest.name} without it"
         )
     if changed := [one for one in diff(other.manifest, run.manifest) if not _is_free(one.field)]:
         more = f" and {len(changed) - 1} fields more" if changed[1:] else ""
         raise OrreryError(
             f"{run.path.name} would learn something else than {other.path.name}: "
-            f"{changed[0]}{more}; "
-            f"only {', '.join(FREE)} may differ (without {', '.join(BOUND)}): "
+            f"{changed[0]}{more}. "
+            f"Only {', '.join(FREE)} may differ (without {', '.join(BOUND)}): "
             f"type `orrery diff {other.path.name} {run.manifest.name}` for all of them"
         )
     made = run.path.with_name(f".{run.path.name}.partial")

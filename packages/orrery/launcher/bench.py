@@ -40,15 +40,15 @@ class Figure:
 
 
 def figures(root: Path) -> list[Figure]:
-    """Return every recorded figure. Raise OrreryError for a file of another form."""
+    """Return all recorded figures. Raise OrreryError if a file is not a record."""
     found = []
     for path in sorted(root.glob("**/*.json")):
         try:
             found += _figures(json.loads(path.read_text()), path.relative_to(root).with_suffix(""))
         except (ValueError, KeyError, AttributeError) as error:
             raise OrreryError(
-                f"{path}: not a benchmark's record ({error!r}); "
-                f"run its script again: `orrery bench {path.stem}`"
+                f"{path}: not a benchmark's record ({error!r}). "
+                f"Run its script again: `orrery bench {path.stem}`"
             ) from None
     return found
 
@@ -61,7 +61,7 @@ def _figures(record: dict, name: Path) -> list[Figure]:
     found = []
     for row in rows:
         if row.get("unit", record["unit"]) != record["unit"]:
-            row = {"goal": None, **row}  # the record's goal is in the record's unit
+            row = {"goal": None, **row}
         row = {**record, **row}
         if row["value"] is None:
             continue
@@ -103,7 +103,7 @@ def run(root: Path, figure: str) -> int:
             words = _without_folders(shlex.split(json.loads(record.read_text())["command"])[1:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OrreryError(
-                f"{record}: has no command of a benchmark ({error!r}); run the script beside it"
+                f"{record}: names no benchmark command ({error!r}). Run the script beside it"
             ) from None
     elif script.is_file():
         words = [str(script.relative_to(root.parent))]

@@ -15,7 +15,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # Slurm ends this process when it requeues the job
+REQUEUED_S = 600  # Slurm ends this process within this time when it requeues the job
 
 app = typer.Typer(
     name="orrery",
@@ -146,7 +146,7 @@ def status(
     if shown is None:
         profile = "slurm" if on_cluster else "local"
         raise OrreryError(
-            f"no run has started here; type `snakemake --profile {profile} reverse_text` "
+            f"no run has started here. Type `snakemake --profile {profile} reverse_text` "
             "(`orrery check` lists the runs)"
         )
 
@@ -233,7 +233,7 @@ def report(
             text = report_page(run.path).with_name("summary.txt")
             if not text.exists():
                 command = resume_command(run, "report")
-                raise OrreryError(f"{run.path.name}: it has no report yet; type `{command}`")
+                raise OrreryError(f"{run.path.name}: it has no report yet. Type `{command}`")
             print(read_regular(text).decode(errors="replace").strip())
             name = run.manifest.name
             is_newest = len(runs) > 1 or word == name
@@ -242,7 +242,7 @@ def report(
     found = find(word)
     last = statuses.read(found.path)
     if last is None:
-        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+        raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
     argv = [sys.executable, "-m", "orrery.observe.report", "--run-dir", str(found.path)]
     argv += ["--stage", "report", "--attempt", str(last.attempt)]
     code = subprocess.run(argv).returncode
@@ -273,7 +273,7 @@ def export(
     workspace = find_workspace()
     found = find(word, workspace)
     if not (found.path / MANIFEST).exists():
-        raise OrreryError(f"{found.path.name}: not started; type `{resume_command(found, 'init')}`")
+        raise OrreryError(f"{found.path.name}: not started. Type `{resume_command(found, 'init')}`")
     raise typer.Exit(exports.run(found, stage, step, to, workspace, load_site(workspace)))
 
 
@@ -288,16 +288,16 @@ def serve(
 ) -> None:
     """Serve a run's weights by vLLM on this machine, until Ctrl-C.
 
-    A run serves weights/rl, else the newest step that `orrery export` wrote.
+    For a run, the weights are weights/rl, or the newest step that `orrery export` wrote.
 
-    When the server is healthy, it prints its address, its token and a curl command. It speaks
+    The command prints the server's address, its token and a curl command. The server speaks
     OpenAI's HTTP interface. The model's name is the folder's name.
 
-    Every request but /health and /metrics needs the header `Authorization: Bearer TOKEN`. The token
-    is new at each start. ORRERY_TOKEN_FILE names a file with a token to keep (mode 0600).
+    Every request except /health and /metrics needs the header `Authorization: Bearer TOKEN`. The
+    token is new at each start, or is read from the file ORRERY_TOKEN_FILE (mode 0600).
 
-    It listens on loopback. ORRERY_INTERFACE names another network interface. CUDA_VISIBLE_DEVICES
-    names the GPU. On a cluster, type it in a job.
+    The server listens on loopback, or on the network interface ORRERY_INTERFACE.
+    CUDA_VISIBLE_DEVICES names the GPU. On a cluster, run the command inside a job.
     """
     from orrery.launcher.serve import serve
     from orrery.manifest.identity import find_workspace
@@ -332,14 +332,14 @@ def bench(
         return
     if context.args:
         raise OrreryError(
-            f"bench: there is no option {context.args[0]!r}; type `orrery bench --help`"
+            f"bench: there is no option {context.args[0]!r}. Type `orrery bench --help`"
         )
     root = find_workspace().root / "benchmarks"
     if figure is not None:
         raise typer.Exit(benchmarks.run(root, figure))
     if not table:
         raise OrreryError(
-            "bench: say what; type `orrery bench --table`, `orrery bench AREA/FIGURE`, "
+            "bench: no figure is named. Type `orrery bench --table`, `orrery bench AREA/FIGURE`, "
             "or `orrery bench trainer RUN`"
         )
     benchmarks.print_table(root)
@@ -364,8 +364,8 @@ app.add_typer(fetch, name="fetch")
 def fetch_model(repository: Repository) -> None:
     """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
 
-    Fetched are safetensors, configs, tokenizer.json and the chat template. Code of a repository is
-    never fetched or run. The network is built without storage to check names and shapes.
+    It fetches safetensors, configs, tokenizer.json and the chat template. It never fetches or runs
+    code of the repository. It checks names and shapes of the weights against the network.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -383,8 +383,8 @@ def fetch_dataset(
 ) -> None:
     """Write datasets/NAME or datasets/NAME-CONFIG, and print splits, columns and lines for a spec.
 
-    Fetched are the hub's JSONL, JSON, CSV, Parquet and Arrow files. Code of a repository is never
-    fetched or run.
+    It fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of the
+    repository.
     """
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
@@ -421,7 +421,7 @@ def main() -> None:
     except OrreryError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of our stdout has ended (`orrery logs … | head`)
+    except BrokenPipeError:  # the reader of stdout has ended (`orrery logs … | head`)
         raise SystemExit(141) from None
     except OSError as error:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)

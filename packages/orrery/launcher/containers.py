@@ -1,7 +1,7 @@
 """The image of a role, and the container that its command runs in.
 
-- An image holds packages, never our code. For each image `containers/images.lock` has the recipe (a
-  digest of the files that determine its content) and the sha256 of the SIF file.
+- An image holds packages, not the code of Orrery. For each image `containers/images.lock` has the
+  recipe (a digest of the files that determine its content) and the sha256 of the SIF file.
 - The code is a read-only snapshot in the run's folder.
 - A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp.
   `--contain` is not used, because ranks, engines and NCCL share /dev/shm and InfiniBand.
@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return a file name with the digest, because Snakemake compares images by name."""
+    """Return the image's file name. It contains the digest, as Snakemake compares names only."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -90,10 +90,10 @@ def locked(workspace: Workspace) -> dict[str, Built]:
 def find_image(
     workspace: Workspace, images_dir: Path, role: str, hardware: Hardware, *, verify: bool = False
 ) -> Path:
-    """Return the file in `images_dir` of a role's image, or of an image by its name.
+    """Return the image file of `role` (a role's or an image's name) in `images_dir`.
 
-    Raise OrreryError if the recipe differs from the lock, or the file is missing. With `verify`,
-    also if the file is damaged.
+    Raise OrreryError if the recipe differs from the lock, the file is missing or, with `verify`,
+    the file's sha256 differs.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -121,7 +121,7 @@ def find_image(
 
 
 def record_path(workspace: Workspace, images_dir: Path, image: Image, hardware: Hardware) -> Path:
-    """Return the record of the existing image file. Remove a record without such a file."""
+    """Return the path of a built image's record. Remove the record if its image is missing."""
     name = f"{image}-{hardware}-{recipe(workspace, image, hardware)[:16]}.json"
     path = images_dir / "built" / name
     if path.exists():
@@ -139,7 +139,7 @@ def _image(role: str) -> Image:
     known: dict[str, Image] = {image: image for image in IMAGES} | IMAGE_OF
     if role not in known:
         names = ", ".join(known)
-        raise OrreryError(f"image: no image is for the role {role!r}; choose from {names}")
+        raise OrreryError(f"image: the role {role!r} has no image; choose from {names}")
     return known[role]
 
 
@@ -148,7 +148,7 @@ def _image(role: str) -> Image:
 
 CODE = "/orrery/code"  # place of the snapshot in a container, on its PYTHONPATH
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # the user's own options of Apptainer
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # removed: the user's own options
 )
 CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",
@@ -179,7 +179,7 @@ def enter_image(gpus: bool) -> list[str]:
 
 
 def with_modules(site: Containers | None, argv: list[str]) -> list[str]:
-    """Return a command that runs `argv` in a login shell after it loads the site's modules."""
+    """Return a command that loads the site's modules in a login shell and then runs `argv`."""
     if site is None or not site.modules:
         return argv
     return ["bash", "-lc", f'module load {shlex.join(site.modules)} && exec "$@"', "bash", *argv]
@@ -212,9 +212,9 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
-    """Copy the rooms' source and entry points into `<run_dir>/code/<digest>/`.
+    """Copy the packages' source and entry points into `<run_dir>/code/<digest>/`.
 
-    Replace a copy whose content does not match its name.
+    Replace an existing copy if its content does not match its digest.
     """
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)

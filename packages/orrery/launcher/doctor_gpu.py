@@ -1,7 +1,7 @@
 """Check the NVIDIA GPUs of this machine, as torch sees them.
 
-`PROBE` runs in a process of its own, so that the doctor holds no memory of a device. The pure
-function `judge_gpus` returns findings with remedies.
+`PROBE` runs in a separate process, so that the doctor allocates no device memory. The pure function
+`judge_gpus` returns findings with remedies.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 from orrery.launcher.doctor_judge import GIB, Answer, Finding
 from orrery.launcher.process import installed_hardware
 
-NEEDS_DRIVER = "580.65.06"  # CUDA 13.0's, for Linux
-NEEDS_CAPABILITY = (8, 0)  # for bfloat16
+NEEDS_DRIVER = "580.65.06"  # CUDA 13.0's minimum on Linux
+NEEDS_CAPABILITY = (8, 0)  # bfloat16
 PROBE_S = 120
-FREE = 0.9  # share of a device's memory; a context and a desktop take less than the rest
+FREE = 0.9  # share of memory to be free. A CUDA context and a desktop take less than the rest.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}
@@ -34,7 +34,7 @@ print(json.dumps(found))
 
 
 def examine_gpus(ask: Callable[..., Answer]) -> list[Finding]:
-    """Return the findings of a machine whose .venv is for GPUs, or that has a driver."""
+    """Return findings if the .venv is for GPUs or the machine has a driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = ask(*query)
     if installed_hardware() == "cuda":

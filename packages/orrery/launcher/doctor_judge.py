@@ -1,6 +1,6 @@
-"""Judge the answers of Slurm and of the probing job (`doctor_probe.py`).
+"""Turn the answers of Slurm and of the probe's job (`doctor_probe.py`) into findings.
 
-The pure functions `judge_…` return findings with remedies.
+The functions `judge_…` are pure.
 """
 
 import json
@@ -14,11 +14,11 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # of the probing job
-WAIT_S = 20  # to see a renamed file, and for the nodes to meet
-SLOW_S = 2.0  # slower renames delay every rendezvous
-SKEW_S = 1.0  # clocks further apart make live roles look hung
-RUNS_GIB, SCRATCH_GIB = 20, 2  # checkpoints and images, temporary files
+START_S = 60  # longest wait for the probe's job to start
+WAIT_S = 20  # longest wait for another node's file
+SLOW_S = 2.0  # a rename that becomes visible later delays every rendezvous
+SKEW_S = 1.0  # a larger difference between clocks makes live roles look hung
+RUNS_GIB, SCRATCH_GIB = 20, 2  # for checkpoints and images, and for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
 Probe = dict[str, Any]
@@ -26,7 +26,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy`: "" if all is well. `is_required`: no run works without it."""
+    """One checked fact. `remedy` is "" if all is well. No run works if `is_required` fails."""
 
     what: str
     found: str
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus`: by type, "" for an untyped GPU."""
+    """A node in sinfo. `gpus` counts GPUs by type. An untyped GPU has the type ""."""
 
     name: str
     state: str
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's answer. `code`: None if it is not installed or timed out."""
+    """A command's exit code and output. `code` is None if it is not installed or timed out."""
 
     code: int | None
     out: str
@@ -147,7 +147,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check the limit. Slurm accepts longer jobs, but never starts them."""
+    """Check the site's time limit. Slurm accepts jobs above its limit, but never starts them."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (
@@ -200,7 +200,7 @@ def judge_no_probe(answer: Answer) -> Finding:
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """Parse the nodes' lines `rank/place/count text`, by rank."""
+    """Join the tasks' lines `rank/place/count text`. Return one probe a task, by rank."""
     pieces: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for line in text.splitlines():
@@ -217,7 +217,7 @@ def parse_probes(text: str) -> list[Probe]:
 def judge_probe(
     probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site
 ) -> list[Finding]:
-    """Return findings on the nodes `asked`, each with `gpus`."""
+    """Return findings on the nodes `asked`, each of which should have `gpus` GPUs."""
     name = {one["rank"]: one["node"] for one in probes}
     lost = {node: "said nothing" for node in asked if node not in name.values()}
     lost |= {one["node"]: "ran out of time" for one in probes if one["ended"] != "in time"}
@@ -393,7 +393,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
 
 
 def _chosen(wanted: str, devices: Iterable[str]) -> list[str]:
-    """Return NCCL's devices, chosen by prefix. `=` matches exactly, `^` inverts."""
+    """Return the devices that NCCL_IB_HCA = `wanted` selects: prefixes, `=` exact, `^` excluded."""
     exact, others = "=" in wanted[:2], wanted.startswith("^")
     names = [word.partition(":")[0] for word in wanted.lstrip("^=").split(",")]
 

@@ -1,10 +1,10 @@
-"""Print one node's view as JSON in short lines. `orrery doctor` runs a task per node.
+"""Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
 
 - It needs only `python3` (3.6 or newer).
-- Tasks publish addresses by renames in a shared folder. Each asks all others over TCP for their
-  time, and measures how late it sees a renamed file.
-- Rank 0 holds a file's lock while all others try to.
-- Every question has a time limit. A task out of time prints its results so far.
+- A task publishes its address in a shared folder by a rename. It asks all other tasks over TCP for
+  their time, and measures the delay until it sees their renamed files.
+- Rank 0 locks a file while all other tasks try to lock it.
+- Every check has a time limit. A task out of time prints its results so far.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # a lock service that does not answer blocks the caller
+LOCK_S = 10  # time limit of flock, which blocks if the lock service does not answer
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform
@@ -48,7 +48,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # missing in roles
+        del os.environ[name]  # roles do not have it either
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -74,7 +74,7 @@ def main():
 
 
 def say(found):
-    """Print short lines with rank and place: srun splits lines of more than 1024 bytes."""
+    """Print `found` in lines with rank and place, as srun splits lines above 1024 bytes."""
     text = json.dumps(found)
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [
@@ -86,7 +86,7 @@ def say(found):
 
 
 def ask(argv, within_s=20):
-    """Return [exit code, output]. The code is None for a missing or silent program."""
+    """Return [exit code, output]. The code is None if the program is missing or timed out."""
     try:
         done = subprocess.run(
             argv,
@@ -146,8 +146,10 @@ def free(path):
 
 
 def meet(found, options, rank, size):
-    """Fill in `unseen` (ranks without a file), `lock` (`take_turns`), and by rank `tcp` (None or
-    the error), `skew_s`, `rename_s` (None: never seen).
+    """Compare this node with all others, and write the results into `found`.
+
+    `unseen` lists ranks whose file did not appear. `lock` is from `take_turns`. Each rank has its
+    `tcp` (None or the error), `skew_s` and `rename_s` (None: never seen).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -168,7 +170,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # As in roles: a network file system then caches its absence.
+            # Look for the file before it exists, as roles do. NFS then caches its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -183,7 +185,7 @@ def meet(found, options, rank, size):
         thread.join()
     held = take_turns(found, folder, rank, wait_s) if rank == 0 or 0 in where else None
     publish(folder, f"done.{rank}", "")
-    limit_s = time.monotonic() + wait_s  # others may still ask this task, or try for its lock
+    limit_s = time.monotonic() + wait_s  # other tasks may still connect or try the lock
     done = [os.path.join(folder, f"done.{one}") for one in where]
     while time.monotonic() < limit_s and not all(map(os.path.exists, done)):
         time.sleep(POLL_S)
@@ -192,7 +194,10 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Fill in `lock`: the holder or the error. Return the lock of rank 0."""
+    """Set `found["lock"]` to `try_lock`'s result: rank 0 first, then the others.
+
+    Return the open lock in rank 0, else None.
+    """
     if rank == 0:
         held, found["lock"] = try_lock(os.path.join(folder, "lock"))
         publish(folder, "locked", found["lock"])
@@ -209,7 +214,9 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return (lock or None, MINE or THEIRS or the error), from a thread that may block."""
+    """Return the lock's descriptor or None, and MINE, THEIRS or the error. Use a thread, as flock
+    may block.
+    """
     answers = []
 
     def attempt():

@@ -1,7 +1,7 @@
 """Export a run's checkpoint as a Hugging Face folder.
 
-With Slurm a small job does it, because a login node has no torch and little memory. Complete
-checkpoints do not change, so no lock is needed.
+With Slurm a small job exports, because a login node has no torch and little memory. A complete
+checkpoint never changes, so no lock is needed.
 """
 
 import os
@@ -18,7 +18,7 @@ from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 
-# The container's /tmp is the job's own folder, since torch leaves caches there.
+# Torch leaves caches in /tmp, so the container's /tmp is a folder that the job removes.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
 CPUS, MEMORY_MB = 2, 16_000  # fits one file of at most 5 GB and its converted tensors
 
@@ -62,12 +62,12 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    """Raise OrreryError if this node does not see the folder that the job wrote."""
-    # List the parent: a network file system may cache that a name is missing.
+    """Return `code`. Raise OrreryError if this node does not see the folder that the job wrote."""
+    # List the parent, because a network file system may cache that a name is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
-            f"--to {to}: the job wrote it on its node, but this node does not see it; "
-            "choose a folder that all nodes share"
+            f"--to {to}: the job wrote it on its node, but this node does not see it. "
+            "Choose a folder that all nodes share"
         )
     return code
 

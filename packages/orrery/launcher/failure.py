@@ -1,6 +1,6 @@
 """Find the process that failed first, and write the stage's last message.
 
-If its error names another process that fails too, the other process is blamed.
+If its error names another process that also fails, the message blames the other process.
 """
 
 import re
@@ -17,11 +17,11 @@ from orrery.runtime.health import FAILED, listed
 from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # wait for the failure of a process that an error names
-SETTLE_S = 0.3  # wait after the first failure for failures at the same time
-EVIDENCE_S = 2.0  # wait until stacks and flight recorders are in the logs
-RECORDED_S = 10.0  # longest wait for a rank's flight recorder on a busy host
-SLURM_SAYS_S = 2.0  # wait for Slurm to report whether it sent a role's SIGTERM
+BLAME_S = 5.0  # longest wait for the failure of a process that an error names
+SETTLE_S = 0.3  # wait for further failures after the first
+EVIDENCE_S = 2.0  # wait until processes have written their stacks
+RECORDED_S = 10.0  # longest wait for a rank's flight recorder
+SLURM_SAYS_S = 2.0  # wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
@@ -68,7 +68,7 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
 
 
 def lost_nodes(stage: RunningStage, ended: Sequence[Process | SlurmTask] = ()) -> list[str]:
-    """Return the job's lost nodes, only among the nodes of `ended` if given."""
+    """Return the names of the job's lost nodes. Probe the nodes of `ended` first."""
     if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
         return []
     tasks = [one for one in stage.processes if isinstance(one, SlurmTask)]
@@ -102,12 +102,12 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make every process write its stacks, and trainer ranks write torch's flight recorder.
+    """Make all processes write their stacks, and trainer ranks torch's flight recorder.
 
     Return a text with the paths of both.
     """
     for process in stage.processes:
-        if process.name in stage.health:  # it wrote health, so it handles the signal
+        if process.name in stage.health:  # a process with a health file handles the signal
             process.signal(signal.SIGUSR1)
             process.signal(signal.SIGCONT)
     time.sleep(EVIDENCE_S)
@@ -159,7 +159,10 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm ends the job. A role may get its signal before the launcher."""
+    """Return the outcome if Slurm is ending the job, else None.
+
+    A role may get Slurm's signal before the launcher does.
+    """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None

@@ -1,11 +1,10 @@
 """Fetch a model or a dataset by name: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- Only weights in safetensors, configs, the tokenizer and its chat template are fetched. Code in a
-  repository is neither fetched nor run.
+- Only weights in safetensors, configs, the tokenizer and its chat template are fetched, never code.
 - A model is examined before its weights are downloaded, and again with them.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, with the hub's files. A file's
-  name gets its split in front if it does not begin with it, as `tasks/rows.py` reads splits.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
+  its split, because `tasks/rows.py` reads the split from the name.
 """
 
 import json
@@ -34,7 +33,7 @@ SETTINGS = (
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-CARD = "README.md"  # its YAML header says configs and splits
+CARD = "README.md"  # its YAML header lists configs and splits
 NO_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 Splits = dict[str, list[str]]  # files by split
@@ -45,7 +44,7 @@ LOST = (
 
 
 def fetch_model(word: str, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION], write its axis, and return what to print."""
+    """Fetch OWNER/NAME[@REVISION] and write its axis. Return the lines to print."""
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
     target = workspace.root / path
@@ -57,7 +56,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
         with hub.finished_folder(source, target) as folder:
             hub.download(source, settings, folder)
             tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(folder))
-            _examine(folder, path, source, tokenizer)  # before the weights, which take long
+            _examine(folder, path, source, tokenizer)  # before the long download of the weights
             hub.download(source, weights, folder)
             found = _examine(folder, path, source, tokenizer)
     else:
@@ -80,30 +79,30 @@ def _model_files(source: HubRepository) -> tuple[list[str], list[str]]:
     if not weights:
         pickles = any(name.endswith((".bin", ".pt", ".pth")) for name in source.files)
         why = "its weights are pickles, which can run code" if pickles else "it has no weights"
-        raise OrreryError(f"{source.repository}: {why}; choose a repository with {WEIGHTS}")
+        raise OrreryError(f"{source.repository}: {why}. Choose a repository with {WEIGHTS}")
     for name in NEEDED:
         if name not in settings:
             raise OrreryError(
-                f"{source.repository}: has no {name}; choose a repository with {', '.join(NEEDED)}"
+                f"{source.repository}: has no {name}. Choose a repository with {', '.join(NEEDED)}"
             )
     return settings, weights
 
 
 def _check_axis(axis: Path, source: HubRepository) -> None:
-    """Raise OrreryError if the axis's file is not one of this repository."""
+    """Raise OrreryError if the file `axis` exists and describes another model."""
     if not axis.exists():
         return
     first = axis.read_text(errors="replace").partition("\n")[0]
     if not first.startswith(f"// model {source.repository} at "):
         raise OrreryError(
-            f"{axis}: exists and is not the axis of {source.repository}; rename that file"
+            f"{axis}: exists and is not the axis of {source.repository}. Rename that file"
         )
 
 
 def _examine(
     folder: Path, path: str, source: HubRepository, tokenizer: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the axis and the notes of a folder, with or without weights."""
+    """Return the axis and notes on a model's folder. The weights may be missing."""
     words = ["--path", path, "--title", source.title]
     words += ["--revision", f"{source.repository}@{source.revision.resolved}"]
     found = _ask("orrery.models.axis", str(folder), *words, "--tokenizer", tokenizer["sha256"])
@@ -111,7 +110,7 @@ def _examine(
     if tokenizer["num_words"] > rows:
         raise OrreryError(
             f"{source.repository}: its tokenizer has {tokenizer['num_words']} tokens, and the "
-            f"embedding has {rows} rows (vocab_size in config.json); choose a repository whose "
+            f"embedding has {rows} rows (vocab_size in config.json). Choose a repository whose "
             "tokenizer fits its model"
         )
     if beyond := [word for word, number in tokenizer["added"].items() if number >= rows]:
@@ -125,7 +124,7 @@ def _examine(
 
 
 def _ask(module: str, *words: str) -> dict[str, Any]:
-    """Return the JSON that a module of another room prints. Raise its OrreryError."""
+    """Run `python -m module`. Return the JSON that it prints, or raise its OrreryError."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment
@@ -133,17 +132,17 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode == 0:
         return json.loads(done.stdout.strip().rpartition("\n")[2])
-    last = re.sub(r"[^ ]*/\.([^/ ]+)\.\d+\.tmp", r"\1", last)  # the folder's final name
+    last = re.sub(r"[^ ]*/\.([^/ ]+)\.\d+\.tmp", r"\1", last)  # show the folder's final name
     if last.startswith("error: "):
         raise OrreryError(last.removeprefix("error: "))
     raise OrreryError(
-        f"python -m {module} ended with code {done.returncode} ({last}); if a package is missing, "
+        f"python -m {module} ended with code {done.returncode} ({last}). If a package is missing, "
         "type `make setup`"
     )
 
 
 def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION] or a config of it, and return what to print."""
+    """Fetch OWNER/NAME[@REVISION], or one of its configs. Return the lines to print."""
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path
@@ -167,7 +166,7 @@ def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[s
 
 
 def _spec(path: str, found: dict[str, Any]) -> list[str]:
-    """Return the lines of a spec's task of kind dataset."""
+    """Return the lines of a task of kind `dataset`, to be copied into a spec."""
 
     def side(split: str) -> str:
         return (
@@ -194,12 +193,12 @@ def _header(card: Path | None) -> dict[str, Any]:
 
     try:
         return (metadata_load(card) if card else None) or {}
-    except Exception:  # of the YAML parser: a card is written by hand
+    except Exception:  # a card is written by hand, and the YAML parser raises many types
         return {}
 
 
 def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]:
-    """Return the files of each config by split, as the card says, or by their paths."""
+    """Return the files of each config by split, from the card or else from the files' paths."""
     from huggingface_hub.utils import filter_repo_objects
 
     data = [
@@ -233,20 +232,20 @@ def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]
 
 
 def _chosen(source: HubRepository, config: str | None, configs: dict[str, Splits]) -> Splits:
-    """Return the files of the asked config, or of the only one."""
+    """Return the files of `config`, or of the only config if it is None."""
     choices = ", ".join(sorted(configs))
     if not any(names for splits in configs.values() for names in splits.values()):
         raise OrreryError(
-            f"{source.repository}: has no file that ends in {', '.join(DATA_SUFFIXES)}; try "
+            f"{source.repository}: has no file that ends in {', '.join(DATA_SUFFIXES)}. Try "
             f"{source.repository}@refs/convert/parquet, the hub's own conversion"
         )
     if config is None and len(configs) > 1:
         raise OrreryError(
-            f"{source.repository}: has several configs; add --config with one of {choices}"
+            f"{source.repository}: has several configs. Add --config with one of {choices}"
         )
     if config is not None and config not in configs:
         raise OrreryError(
-            f"--config {config}: {source.repository} has no such config; choose from {choices}"
+            f"--config {config}: {source.repository} has no such config. Choose from {choices}"
         )
     chosen = configs[config] if config is not None else next(iter(configs.values()))
     return {split: names for split, names in chosen.items() if names}

@@ -1,11 +1,11 @@
 """Download files of a Hugging Face repository at one commit, and verify each.
 
-- `huggingface_hub` reads `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`,
-  `HF_HUB_ETAG_TIMEOUT` and its other variables, and continues a broken download by range.
-- It checks sizes only, so digests are checked here: sha256 of large files, git's sha1 of others.
-  A wrong file leaves the cache.
-- Finished files stay in its cache, so the same command goes on after a failure.
-- `SHA256SUMS` in the finished folder names repository, commit and digests, for `sha256sum -c`.
+- `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
+  `HF_HUB_OFFLINE`) and resumes broken downloads.
+- It checks sizes only. This module checks digests (sha256 of large files, git's sha1 of others),
+  and removes a wrong file from the cache.
+- Finished files stay in the cache, so the same command can resume after a failure.
+- `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from orrery.manifest.publish import publish_folder, sha256
 
 T = TypeVar("T")
 SUMS = "SHA256SUMS"
-WAITS_S = (1.0, 2.0, 4.0)  # before the second, third and fourth try
+WAITS_S = (1.0, 2.0, 4.0)  # before each further try
 LINKED_BYTES = 1 << 20  # smaller files are copied, because users edit them
 Kind = Literal["model", "dataset"]
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file's size and digest: sha256 as 64 hex digits, or git's sha1 as 40."""
+    """A file's size and digest (sha256 in 64 hex digits, or git's sha1 in 40)."""
 
     num_bytes: int
     digest: str
@@ -61,13 +61,13 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
 
-    Offline, both come from the cache, which must hold all files of `patterns`. Raise OrreryError if
-    there is no such repository or revision.
+    Offline, the cache must hold all files that match `patterns`. Raise OrreryError if there is no
+    such repository or revision.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
         raise OrreryError(
-            f"{word!r}: is no repository; write OWNER/NAME or OWNER/NAME@REVISION, "
+            f"{word!r}: is no repository. Write OWNER/NAME or OWNER/NAME@REVISION, "
             "such as Qwen/Qwen3-0.6B"
         )
     with _explained(kind, repository, asked):
@@ -95,7 +95,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot. The cache names each after its digest."""
+    """Return the files of a snapshot in the cache, which names files by their digests."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -104,7 +104,7 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Place files into `folder` under their paths, and return where each is.
+    """Download files into `folder`. Return the path of each by name.
 
     Large files are links into the cache if it is on the same disk. Raise OrreryError if the hub
     refuses, the disk is too small, or a digest differs.
@@ -136,7 +136,7 @@ def _place(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
             return
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or a file system without links
             pass
     shutil.copyfile(file, target)
 
@@ -153,14 +153,14 @@ def _verify(source: HubRepository, name: str, path: Path) -> None:
     path.resolve().unlink()
     path.unlink(missing_ok=True)
     raise OrreryError(
-        f"{source.repository}: {name} has the digest {found}, and the hub lists {expected}; "
-        f"the file was deleted. Type the command again, or use another hub than "
+        f"{source.repository}: {name} has the digest {found}, and the hub lists {expected}. "
+        f"The file was deleted. Type the command again, or use another hub than "
         f"{constants.ENDPOINT} (HF_ENDPOINT)"
     )
 
 
 def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
-    """Raise OrreryError if the cache's disk or the folder's is too small."""
+    """Raise OrreryError if the disk of the cache or of `folder` has too little space."""
 
     def is_cached(name: str) -> bool:
         known = hub.try_to_load_from_cache(
@@ -180,7 +180,7 @@ def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
         if (free := shutil.disk_usage(place).free) < needed:
             raise OrreryError(
                 f"{place}: {size_text(free)} are free, and {source.repository} needs "
-                f"{size_text(needed)}; free some, or {remedy}"
+                f"{size_text(needed)}. Free some, or {remedy}"
             )
 
 
@@ -192,7 +192,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def _patient(call: Callable[[], T]) -> T:
-    """Return `call()`. Repeat it after failures of the network or the server."""
+    """Return `call()`. Retry after failures of the network or the server."""
     for wait_s in WAITS_S:
         try:
             return call()
@@ -209,39 +209,39 @@ def _patient(call: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(kind: Kind, repository: str, revision: str) -> Iterator[None]:
-    """Raise OrreryError with the next step in place of the library's errors."""
+    """Turn the library's errors into OrreryErrors that name the next step."""
     prefix = "" if kind == "model" else "datasets/"
     page = f"{constants.ENDPOINT}/{prefix}{repository}"
     try:
         yield
     except errors.GatedRepoError as error:
         raise OrreryError(
-            f"{repository}: is gated; open {page}, accept its terms, and set HF_TOKEN to a token "
+            f"{repository}: is gated. Open {page}, accept its terms, and set HF_TOKEN to a token "
             f"of that account ({constants.ENDPOINT}/settings/tokens)"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise OrreryError(
-            f"{repository}: {constants.ENDPOINT} has no {kind} of this name, or it is private; "
-            "correct the name, or set HF_TOKEN"
+            f"{repository}: {constants.ENDPOINT} has no {kind} of this name, or it is private. "
+            "Correct the name, or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise OrreryError(
-            f"{repository}: has no revision {str(revision)!r}; choose a branch, a tag or a commit "
+            f"{repository}: has no revision {str(revision)!r}. Choose a branch, a tag or a commit "
             f"of {page}/commits/main"
         ) from error
     except errors.HFValidationError as error:
-        raise OrreryError(f"{repository!r}: is no repository's name; write OWNER/NAME") from error
+        raise OrreryError(f"{repository!r}: is no repository's name. Write OWNER/NAME") from error
     except (errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
         if constants.is_offline_mode():
             raise OrreryError(
                 f"{repository}: is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is "
-                "set; unset it, or set HF_HOME to the folder of a filled cache"
+                "set. Unset it, or set HF_HOME to the folder of a filled cache"
             ) from error
         raise _unreachable(repository, error.__cause__ or error) from error
     except errors.HfHubHTTPError as error:
         raise OrreryError(
             f"{repository}: {constants.ENDPOINT} answered {error.response.status_code} for "
-            f"{error.response.url}; try again later, or set HF_ENDPOINT to a mirror"
+            f"{error.response.url}. Try again later, or set HF_ENDPOINT to a mirror"
         ) from error
     except httpx2.HTTPError as error:
         raise _unreachable(repository, error) from error
@@ -263,7 +263,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `target`. Publish it with its digests, or remove it."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        if not Path("/proc", stale.name.split(".")[-2]).exists():  # of a killed process
+        if not Path("/proc", stale.name.split(".")[-2]).exists():  # left by a killed process
             shutil.rmtree(stale, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -284,13 +284,13 @@ def is_finished(source: HubRepository, target: Path) -> bool:
     lines = sums.read_text().splitlines() if sums.is_file() else ["# files of unknown origin"]
     if (found := lines[0].removeprefix("# ")) != source.title:
         raise OrreryError(
-            f"{target}: holds {found}, and {source.title} was asked for; move the folder away"
+            f"{target}: holds {found}, and {source.title} was asked for. Move the folder away"
         )
     for line in lines[1:]:
         digest, _, name = line.partition("  ")
         if not (target / name).is_file() or sha256(target / name) != digest:
             raise OrreryError(
-                f"{target / name}: is not the file of {SUMS}; restore it, or move {target} away "
+                f"{target / name}: is not the file of {SUMS}. Restore it, or move {target} away "
                 "and fetch again"
             )
     return True

@@ -1,7 +1,7 @@
 """Compare the files of earlier stages with the receipt before a stage starts.
 
 - This detects accidents (a power cut, a bad disk, an edit), not attacks by the folder's owner.
-- Weights above `receipt.WHOLE_BYTES` have no sha256. Only their sizes and index are compared.
+- Weights above `receipt.WHOLE_BYTES` are compared by file sizes and index only.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ def verify(
 ) -> list[str]:
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
-    Return the earlier stages without a receipt. Raise OrreryError with the first file that differs,
-    and `remedy(maker)`, where `maker` is the stage that wrote it. `stop` ends the check early.
+    Return the earlier stages without a receipt. Raise OrreryError for the first file that differs,
+    with `remedy(stage that wrote it)`. The check ends early when `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

@@ -1,9 +1,9 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
 - The text shows a missing run folder, image or job as a word in <>.
-- A written script holds the command that Snakemake's executor submits, or the stage's command
-  without Slurm.
-- Raise OrreryError if a checked-in manifest differs from its rendered spec.
+- Without Slurm a written script holds the stage's command, otherwise the `sbatch` command of
+  Snakemake's executor.
+- A checked-in manifest that differs from its rendered spec raises OrreryError.
 """
 
 import os
@@ -150,9 +150,9 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into the new folder `folder`. Return its files. A failure leaves no folder."""
+    """Write the plan into the new folder `folder`, whole or not at all. Return its files."""
     if folder.exists() or folder.is_symlink():
-        raise OrreryError(f"{folder}: exists already; remove it, or name a new folder")
+        raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [
         line for name in stages for line in describe_stage(run.manifest, name, site, workspace)
     ]
@@ -191,9 +191,9 @@ def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
 class Pipeline:
     """The checked-in runs.
 
-    - `folders`: the run folders of each target (a run's name, or the stem of a spec file).
-    - `manifests`: the manifest of each run folder.
-    - `broken`: an error sentence for each spec file that does not render.
+    - `folders`: run folders by target (a run's name, or the stem of a spec file).
+    - `manifests`: manifest by run folder.
+    - `broken`: error sentence by spec file that does not render.
     """
 
     folders: dict[str, list[str]]
@@ -203,7 +203,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise `OrreryError` if a target is not a run, a group of runs or a marker."""
+        """Raise OrreryError if a target is not a run, a spec file of runs, or a stage's marker."""
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
@@ -218,8 +218,8 @@ class Pipeline:
             stages = [one.name for one in plan(self.manifests[run])]
             if stage not in stages:
                 raise OrreryError(
-                    f"target {target}: this run has no stage {stage!r}; "
-                    f"choose from {', '.join(stages)}"
+                    f"target {target}: this run has no stage {stage!r}. "
+                    f"Choose from {', '.join(stages)}"
                 )
 
     def before(self, run: str, stage: str) -> list[str]:
@@ -255,13 +255,13 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
             whole.append(path)
         except OrreryError as error:
             broken.append(str(error))
-    if not broken:  # each file renders, so two files define the same run
+    if not broken:  # every file renders alone, so two files define the same run
         raise first
     return render_all(workspace, whole), broken
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return Snakemake's targets from `argv`, because its `workflow` lacks them during parsing."""
+    """Return Snakemake's targets from `argv`. `workflow` has none while a Snakefile is parsed."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:
@@ -286,8 +286,8 @@ def checked_in(workspace: Workspace | None = None) -> Pipeline:
         if not path.is_file() or path.read_bytes() != pretty_json(run.manifest).encode():
             state = "differs from its rendered spec" if path.is_file() else "is missing"
             raise OrreryError(
-                f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}); "
-                f"type `orrery render {name}` and review the change"
+                f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}). "
+                f"Type `orrery render {name}` and review the change"
             )
         folder = run_dir(".", run.manifest).name
         targets[name] = [folder]

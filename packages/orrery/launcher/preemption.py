@@ -1,9 +1,9 @@
 """End a stage early: preemption, and `orrery stop`.
 
-- Slurm's SIGUSR1, and the job's time limit, preempt a stage: it writes a checkpoint and ends, and
-  the launcher asks Slurm to requeue the job.
-- Only the RL stage is preempted. Other stages are short, or have their own checkpoints.
-- The job is requeued only if the stage has written a newer checkpoint.
+- Slurm's SIGUSR1, or the end of the job's time, preempts the RL stage. The stage writes a
+  checkpoint and ends. The launcher then asks Slurm to requeue the job.
+- Other stages are not preempted: they are short, or have their own checkpoints.
+- The job is requeued only if the stage has written a new checkpoint.
 - `orrery stop` ends the launcher, or cancels the run's Slurm jobs.
 """
 
@@ -23,8 +23,8 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # longest wait for the checkpoint of local processes
-MARGIN_S = 60.0  # part of a Slurm job's time kept for ending the stage
+WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
+MARGIN_S = 60.0  # time that remains in a Slurm job to end the stage
 STOP_S = 30.0
 
 
@@ -54,7 +54,7 @@ class Preemption:
         self._limit_s = 0.0
 
     def poll(self) -> Outcome | None:
-        """Request the checkpoint when due. Return the outcome when it is written."""
+        """Request the checkpoint when it is due. Return the outcome once it is written."""
         stage = self.stage
         if not stage.is_preempted:
             if self._is_due():
@@ -95,7 +95,7 @@ class Preemption:
     def _time_left_s(self) -> float:
         if self.job.allocation is None:
             return WIND_DOWN_S * self.stage.deadline_scale
-        ends_at_s = _job_ends_at_s(self.job)  # ask again: an operator may have changed it
+        ends_at_s = _job_ends_at_s(self.job)  # an operator may have changed the limit
         left_s = float(self.job.allocation.slurm.warning_s)
         if ends_at_s is not None:
             left_s = ends_at_s - time.monotonic()
@@ -111,7 +111,7 @@ def requeue(stage: RunningStage) -> None:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """Return when Slurm ends our job, on the monotonic clock."""
+    """Return the time on the monotonic clock at which Slurm ends this job."""
     if job.allocation is None:
         return None
     try:
@@ -128,9 +128,9 @@ def _job_ends_at_s(job: Job) -> float | None:
 def stop_run(
     run_dir: Path, on_cluster: bool, checkpoint: bool = False, within_s: float = STOP_S
 ) -> str:
-    """End the run and return its last message. Raise OrreryError if it does not run.
+    """End the run and return its last message. Raise OrreryError if it is not running.
 
-    With `checkpoint`, ask the stage to write a checkpoint and then to end, and return at once.
+    With `checkpoint`, return at once after asking the stage to write a checkpoint and end.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)
@@ -141,8 +141,8 @@ def stop_run(
     jobs = queue.run_jobs(run_dir) if on_cluster else []
     if not jobs:
         if holder is not None:
-            raise OrreryError(f"{name}: its launcher is {holder}; type `orrery stop {name}` there")
-        raise OrreryError(f"{name}: is not running; type `orrery status {name}` to see its stages")
+            raise OrreryError(f"{name}: its launcher is {holder}. Type `orrery stop {name}` there")
+        raise OrreryError(f"{name}: is not running. Type `orrery status {name}` to see its stages")
     told = ", ".join(f"{job.id} ({job.stage}, {job.slurm_state.lower()})" for job in jobs)
     if checkpoint:
         return _preempt_jobs(run_dir, jobs, told)
@@ -155,7 +155,7 @@ def _preempt_jobs(run_dir: Path, jobs: list[queue.SlurmJob], told: str) -> str:
     running = [job.id for job in jobs if job.state == "running"]
     if not running:
         raise OrreryError(
-            f"{name}: none of its jobs runs ({told}); type `orrery stop {name}` to cancel them"
+            f"{name}: none of its jobs runs ({told}). Type `orrery stop {name}` to cancel them"
         )
     queue.call("scancel", "--batch", "--signal=USR1", *running)
     return f"{name}: asked job {told} for a checkpoint; it ends when that is written"
@@ -180,8 +180,8 @@ def _forbid_requeue(run_dir: Path) -> None:
     if status is None or status.state != "running" or status.stage != "rl":
         stage = status.stage if status else "nothing"
         raise OrreryError(
-            f"{run_dir.name}: --checkpoint is for the rl stage, but the {stage} stage is running; "
-            f"type `orrery stop {run_dir.name}`"
+            f"{run_dir.name}: --checkpoint is for the rl stage, but the {stage} stage is running. "
+            f"Type `orrery stop {run_dir.name}`"
         )
     no_requeue_path(run_dir, "rl").touch()
 
@@ -203,7 +203,7 @@ def _signal(run_dir: Path, pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except PermissionError:
         raise OrreryError(
-            f"{run_dir.name}: its launcher (pid {pid}) is another user's; ask that user to stop it"
+            f"{run_dir.name}: its launcher (pid {pid}) is another user's. Ask that user to stop it"
         ) from None
 
 
@@ -213,8 +213,8 @@ def _end_launcher(run_dir: Path, pid: int, within_s: float) -> str:
     while (holder := lock_holder(run_dir)) is not None and holder.pid == pid:
         if time.monotonic() > limit_s:
             raise OrreryError(
-                f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s; "
-                f"see {log_path(run_dir, 'launcher.0')}"
+                f"{run_dir.name}: the launcher (pid {pid}) did not end within {within_s:.0f} s. "
+                f"See {log_path(run_dir, 'launcher.0')}"
             )
         time.sleep(0.05)
     status = statuses.read(run_dir)

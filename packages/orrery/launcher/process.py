@@ -2,10 +2,11 @@
 
 - It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Descendants that leave the group still have its name and incarnation in the variable `PROCESS`.
-- Trainers and engines are pinned to cores. If a stage has both, each kind gets half of the cores,
-  so that neither slows the other. Each process gets equally many neighbouring cores.
-- If only one kind runs beside an orchestrator, cores left over by the division stay free for it.
+- The variable `PROCESS` marks its descendants, also outside its process group.
+- Trainers and engines are pinned to cores. If a stage has both, each kind gets half of the cores.
+  Each process of a kind gets equally many neighbouring cores.
+- If only one kind runs beside an orchestrator, cores left over by the division are the
+  orchestrator's.
 """
 
 import os
@@ -29,9 +30,9 @@ from orrery.runtime.run_directory import log_path
 from orrery.runtime.timing import SCALE
 from orrery.runtime.token import STANDARD_INPUT, TOKEN_FILE, handed_over
 
-PROCESS = "ORRERY_PROCESS"  # such as `inference.0.2`: process, then incarnation
+PROCESS = "ORRERY_PROCESS"  # process and incarnation, such as `inference.0.2`
 KINDS = ("trainer", "inference")
-MAX_THREADS = 4  # of a model on CPUs, which gets no faster with more
+MAX_THREADS = 4  # a model on CPUs gets no faster with more threads
 LOOPBACK = "127.0.0.1,localhost"
 
 
@@ -59,7 +60,7 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin at once, because later threads inherit it. The process may have ended already.
+            # Pin before the process starts threads, which inherit it. It may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
@@ -87,7 +88,7 @@ class Process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    abandon = kill  # `SlurmTask` differs
+    abandon = kill  # `SlurmTask.abandon` does not kill
 
     def last_output(self) -> str:
         return last_line(self.log, self._log_begin)
@@ -178,29 +179,26 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return the hardware, cpu or cuda, that `make setup` made this .venv for. None: unknown."""
+    """Return the HARDWARE of `make setup`, cpu or cuda, or None if it is unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
 
 def check_packages(needs_gpus: bool) -> None:
-    """Raise OrreryError if this .venv has the packages of the other hardware."""
+    """Raise OrreryError if this .venv was set up for the other hardware."""
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     if found in (None, needed):
         return
     raise OrreryError(
-        f"the run is for hardware {needed}, and .venv has the packages of {found}; "
-        f"type `make setup HARDWARE={needed}` to replace them"
+        f"the run is for hardware {needed}, and .venv has the packages of {found}. "
+        f"Type `make setup HARDWARE={needed}` to replace them"
     )
 
 
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Return the accelerators of every process, in plan order.
-
-    Raise ValueError for too few or repeated devices.
-    """
+    """Return the devices of every process. Raise ValueError for too few or repeated devices."""
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:
@@ -226,14 +224,14 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a local process.
 
-    If `cores` is None, it is not pinned and has one thread. If `devices` is None, it has no GPU.
+    If `cores` is None, the process uses one thread. If `devices` is None, it sees no GPU.
     """
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {
         **base,
         **_common(site, start, len(cores) if cores else 1),
         "CUDA_VISIBLE_DEVICES": ",".join(devices or ()),
-        "NO_PROXY": no_proxy,  # roles reach one another on loopback without a proxy
+        "NO_PROXY": no_proxy,  # roles connect over loopback without a proxy
         "no_proxy": no_proxy,
         LAUNCHER_PID: str(os.getpid()),
     }
@@ -245,7 +243,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # 0: Slurm chooses the parent process
+        LAUNCHER_PID: "0",  # do not check the parent, which Slurm chooses
     }
 
 
@@ -256,7 +254,7 @@ def _common(site: Site, start: str, cpus: int) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONHASHSEED": "0",  # tasks that iterate over sets are reproducible
+        "PYTHONHASHSEED": "0",  # makes tasks that iterate over sets reproducible
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -2,9 +2,9 @@
 
 - `record` writes the receipt after each attempt. `orrery diff` reads it.
 - Code, software and images are examined while the stage runs, so that the stage ends quickly.
-- An attempt whose launcher died is `unrecorded`. Attempts are numbered without gaps.
-- It has no environment variables and no absolute paths. The values of variables such as TOKEN or
-  SECRET are replaced in it.
+- Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
+- It has no environment variables and no absolute paths. The values of variables whose name contains
+  TOKEN, SECRET or the like are replaced.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ from orrery.runtime.timing import scaled
 
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
-KEPT_BYTES = 2**20  # the kept diff has only the names of larger untracked files
-WHOLE_BYTES = 64 * 2**30  # larger weights have the index's hash and file sizes
+KEPT_BYTES = 2**20  # larger untracked files are named, but left out of the stored diff
+WHOLE_BYTES = 64 * 2**30  # of larger weights only the index and the file sizes are hashed
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -72,8 +72,8 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """The checkout's state. `commit` is None without git. `note` has the reason, or the files that
-    the diff leaves out.
+    """The checkout's state. `commit` is None without git. `note` says why, or which files the diff
+    leaves out.
     """
 
     commit: str | None
@@ -92,10 +92,10 @@ def record(
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
-    - `images`: facts by role, from an `ImageReader`.
-    - `code`, `software`: examined now if None.
+    - `images` by role, from an `ImageReader`.
+    - `code` and `software` are examined now if None.
     - `secrets`: further texts to replace, such as the token.
-    - `engine_restarts`, `endings` ("exit code 0", "SIGKILL"): by process.
+    - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -127,7 +127,7 @@ def record(
 
 
 class ImageReader:
-    """A thread that examines images which the run's receipt lacks."""
+    """A thread that examines the images that are not yet in the run's receipt."""
 
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
@@ -192,7 +192,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the stages in the receipt, or none if it is missing or unreadable."""
+    """Return the receipt's entry by stage, or {} if the receipt is missing or unreadable."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -219,7 +219,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt so far. Rename the file if it is unreadable."""
+    """Return the receipt, or {} if there is none. Rename an unreadable file."""
     path = run_dir / RECEIPT
     try:
         return read_receipt(path) if path.exists() else {}
@@ -232,7 +232,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the commit of `root`. Store the diff of a changed checkout in the run's folder."""
+    """Return the state of `root`. Store the diff of a changed checkout in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -263,7 +263,9 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD and the untracked files that it omits. Keep the git index."""
+    """Return the diff against HEAD and the untracked files that it omits. Work on a copy of the
+    index.
+    """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [
         name for name in found if name and not (root / name).is_relative_to(run_dir.parent)
@@ -276,7 +278,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # Keep the index's time: git compares it with files' times to find edits in the same second.
+        # copy2 keeps the index's time, which git compares with files' times to find recent edits.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")
@@ -323,7 +325,7 @@ def _image(path: Path) -> Facts:
 
 
 def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
-    """Return package versions. `isolation` "-P" includes PYTHONPATH, as for local roles."""
+    """Return package versions. `isolation` "-P" reads PYTHONPATH too, as local roles do."""
     argv, env = (
         [*python, isolation, "-c", VERSIONS],
         containers.without_apptainer_options(os.environ),

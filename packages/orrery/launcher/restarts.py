@@ -1,9 +1,9 @@
 """Restart an engine that has ended, as its next incarnation.
 
-- `Restarts` decides whether. `EngineRestarts` kills and starts processes.
+- `Restarts` decides whether an engine is restarted. `EngineRestarts` kills and starts processes.
 - An engine is not restarted after a user's mistake (exit code 2), or if two incarnations in a row
-  never served.
-- First the old incarnation's endpoint, health file, process group and stray processes are removed.
+  ended before they served.
+- The old incarnation's endpoint, health file and processes are removed before the next one starts.
 """
 
 import signal
@@ -20,7 +20,7 @@ from orrery.runtime.health import FAILED, Health
 from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import health_dir
 
-ROLE = "inference"  # the only role without which the others can wait
+ROLE = "inference"  # the only role that is restarted: the others wait for it
 WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 
@@ -31,16 +31,16 @@ class Restarts:
         self.most = most
         self.by_name: Counter[str] = Counter()
         self._times_s: deque[float] = deque()
-        self._failed_starts: Counter[str] = Counter()  # successive incarnations that never served
+        self._failed_starts: Counter[str] = Counter()  # incarnations in a row that never served
 
     @property
     def num_recent(self) -> int:
         return len(self._times_s)
 
     def refusal(self, name: str, has_served: bool, code: int | None, now_s: float) -> str | None:
-        """Return why `name` is not restarted after exit code `code`, or count it and return None.
+        """Count a restart of `name` after exit code `code` and return None, or refuse it.
 
-        Return "" if the manifest allows no restarts.
+        A refusal is the reason in words, or "" if the manifest allows no restarts.
         """
         while self._times_s and self._times_s[0] <= now_s - WINDOW_S:
             self._times_s.popleft()
@@ -67,7 +67,7 @@ class EngineRestarts:
         self.refusal = ""
         self._policy = Restarts(stage.job.max_restarts)
         stage.engine_restarts = self._policy.by_name
-        self._replaced: list[int] = []  # process groups with unreaped members
+        self._replaced: list[int] = []  # process groups of old incarnations, to be reaped
 
     def restart_ended(self) -> bool:
         stage, job = self.stage, self.stage.job
@@ -129,7 +129,7 @@ class EngineRestarts:
             self._kill_hung({name: seen[name] for name in running & seen.keys()})
 
     def kill_fenced(self) -> None:
-        """Kill the engines that the orchestrator has fenced."""
+        """Kill the engines that the orchestrator has fenced (excluded from the run)."""
         stage = self.stage
         if not stage.job.max_restarts:
             return
@@ -143,7 +143,7 @@ class EngineRestarts:
             forget_fence(stage.run_dir, stage.name, stage.attempt, one)
 
     def _kill_hung(self, running: dict[str, Health]) -> None:
-        """Kill engines that hang, after they have written their stacks."""
+        """Make hanging engines write their stacks, then kill them."""
         stage, ended = self.stage, []
         hung = {
             name: hang_detector.hung_s(one, stage.health_view.now_s)

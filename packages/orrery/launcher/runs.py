@@ -33,7 +33,7 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest and its run's folder, if it exists."""
+    """A manifest, and the path of its run's folder, which may not exist yet."""
 
     manifest: Manifest
     path: Path
@@ -57,7 +57,7 @@ def all_runs(workspace: Workspace) -> list[Path]:
 
 
 def find(word: str, workspace: Workspace | None = None) -> Run:
-    """Return the run of `word`. Raise OrreryError with the known names."""
+    """Return the run with the name or folder `word`. Raise OrreryError with the known names."""
     workspace = workspace or find_workspace()
     word = Path(word).name if "/" in word else word
     folder = FOLDER.fullmatch(word)
@@ -80,14 +80,14 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
     if id12(manifest) != folder["id12"]:
         raise OrreryError(
             f"run {word!r}: {workspace.shown(path)} does not exist, and "
-            f"{workspace.shown(checked_in)} is {manifest.name}-{id12(manifest)} now; "
-            f"type `orrery run {manifest.name} …` for that run"
+            f"{workspace.shown(checked_in)} is {manifest.name}-{id12(manifest)} now. "
+            f"Type `orrery run {manifest.name} …` for that run"
         )
     return Run(manifest, path)
 
 
 def planned(word: str, workspace: Workspace) -> Run:
-    """Return the run of the manifest `word` (`*.json`), or `find(word)`."""
+    """Return the run of a manifest's path (`*.json`), or `find(word)`."""
     if not word.endswith(".json"):
         return find(word, workspace)
     manifest = load(word)
@@ -95,7 +95,7 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def members(word: str, workspace: Workspace | None = None) -> list[Run]:
-    """Return the runs of a spec file (`reverse_text_seeds`), or of `word`."""
+    """Return all runs of the spec file `word` (`reverse_text_seeds`), or the run `word`."""
     workspace = workspace or find_workspace()
     spec = workspace.root / "jsonnet" / "runs" / f"{word}.jsonnet"
     if spec not in workspace.run_files or workspace.manifest_path(word).exists():
@@ -104,9 +104,9 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 
 
 def _held(path: Path) -> Manifest | None:
-    """Return the manifest in a run folder, or None if it has none.
+    """Return the manifest in the run folder `path`, or None.
 
-    Raise OrreryError if the manifest was edited, or the folder has another layout.
+    Raise OrreryError if it was edited, or the folder's layout is of another release.
     """
     file = path / MANIFEST
     if not file.exists():
@@ -116,7 +116,7 @@ def _held(path: Path) -> Manifest | None:
     if run_dir(path.parent, manifest) != path:
         raise OrreryError(
             f"{file}: its hash is that of {run_dir('', manifest).name}, so it was edited after the "
-            f"run began; restore the file, or remove {path.name} and start the run again"
+            f"run began. Restore the file, or remove {path.name} and start the run again"
         )
     return manifest
 
@@ -134,7 +134,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     elif stage_plan.num_nodes > 1:
         raise OrreryError(
             f"hardware.num_nodes = {hardware.num_nodes}: {stage_name} needs {stage_plan.num_nodes} "
-            f"nodes, here is one; type `snakemake --profile slurm {run.manifest.name}` on a "
+            f"nodes, here is one. Type `snakemake --profile slurm {run.manifest.name}` on a "
             "cluster, or choose a hardware axis of one node"
         )
     _check_lock(run, workspace)
@@ -169,20 +169,20 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
         adopt = f" and `orrery adopt {name} {run.path.name}` to go on with it from here"
     raise OrreryError(
         f"{run.path.name}: {lock_file} is not the lock that its manifest was rendered "
-        f"with; type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
+        f"with. Type `orrery render {name}` for a run of the present lock{adopt}, or check the old "
         "lock out and type `make setup`"
     )
 
 
 def lock_of(manifest: Manifest) -> str:
-    """Return the file that `python_lock_sha256` hashes (jsonnet/lib/run.libsonnet)."""
+    """Return the path of the lock whose hash is `python_lock_sha256`."""
     return f"locks/{'cpu' if manifest.hardware.accelerator == 'cpu' else 'cuda'}.txt"
 
 
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the run: ORRERY_RESUME if set, as in `make demo`."""
+    """Return the command that resumes the run, or ORRERY_RESUME, which `make demo` sets."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)

@@ -1,9 +1,9 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
 
-- The server is a role in a run directory of its own in TMPDIR. Its log stays there if it fails.
+- The server is a role in a temporary run directory. If it fails, its log stays there.
 - The address is printed once /health answers. The token is new at each start, or the content of
-  the file that ORRERY_TOKEN_FILE names.
-- Ctrl-C or SIGTERM ends the server and its children. The exit code is then 0.
+  the file ORRERY_TOKEN_FILE.
+- Ctrl-C or SIGTERM ends the server and its children with exit code 0.
 """
 
 import json
@@ -45,13 +45,13 @@ STAGE = "serve"
 MODULE = "orrery.inference.folder"
 CONFIG = "config.json"
 POLL_S = 0.1
-STOP_S = 10.0  # from SIGTERM to SIGKILL
-MAX_EXAMPLE = 2000  # characters of a command to copy
+STOP_S = 10.0  # between SIGTERM and SIGKILL
+MAX_EXAMPLE = 2000  # longest example command, in characters
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
 def serve(word: str, port: int, workspace: Workspace) -> int:
-    """Serve until a signal. Return the exit code. Raise OrreryError if impossible."""
+    """Serve until a signal, and return the exit code. Raise OrreryError if it cannot serve."""
     folder = check_folder(folder_of(word, workspace))
     check_port(port)
     shown, token = _token()
@@ -76,12 +76,12 @@ def serve(word: str, port: int, workspace: Workspace) -> int:
 
 
 def folder_of(word: str, workspace: Workspace) -> Path:
-    """Return the folder `word`, or the newest weights of the run `word`."""
+    """Return `word` if it is a folder, else the newest weights of the run `word`."""
     path = Path(word)
     if path.is_dir() and not (path / MANIFEST).exists():
         return path.resolve()
     if "/" in word and not path.is_dir():
-        raise OrreryError(f"{word}: there is no such folder; name a run, or a Hugging Face folder")
+        raise OrreryError(f"{word}: there is no such folder. Name a run, or a Hugging Face folder")
     run = find(word, workspace)
     folder = exported(run)
     if folder is not None:
@@ -93,7 +93,7 @@ def folder_of(word: str, workspace: Workspace) -> Path:
 
 
 def exported(run: Run) -> Path | None:
-    """Return the folder of the rl stage's weights, else of the newest exported step, or None."""
+    """Return the rl stage's weights, else the newest exported step, else None."""
     steps = [
         path
         for path in (run.path / WEIGHTS).glob("step_*")
@@ -105,7 +105,7 @@ def exported(run: Run) -> Path | None:
 
 
 def summary_line(word: str, run: Run) -> str:
-    """Return the last line of a run's summary: its weights, and the command that serves them."""
+    """Return the summary's line about the run's weights and the command that serves them."""
     folder = exported(run)
     if folder is None:
         return f"weights: `orrery export {word}` writes those of its newest checkpoint"
@@ -113,10 +113,10 @@ def summary_line(word: str, run: Run) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Return `folder`. Raise OrreryError if it is no Hugging Face folder with weights."""
+    """Return `folder`. Raise OrreryError if it is not a Hugging Face folder with weights."""
     if not (folder / CONFIG).is_file():
         raise OrreryError(
-            f"{folder}: no {CONFIG}, so no Hugging Face folder; name one that a run or "
+            f"{folder}: no {CONFIG}, so no Hugging Face folder. Name one that a run or "
             "`orrery export RUN` wrote"
         )
     remedy = "copy the folder again"
@@ -139,7 +139,7 @@ def check_port(port: int) -> None:
             [free] = network.free_ports(1, host)
             why = error.strerror or str(error)
             raise OrreryError(
-                f"--port {port}: {host} does not give it ({why}); type `--port {free}`, which is "
+                f"--port {port}: {host} does not give it ({why}). Type `--port {free}`, which is "
                 "free"
             ) from None
 
@@ -153,7 +153,7 @@ def _token() -> tuple[str, str]:
     if token := take():
         return ("<token>" if file == "-" else f"$(cat {file})"), token
     raise OrreryError(
-        f"{TOKEN_FILE}: {file} is empty; write a token into it, such as {secrets.token_hex(16)}"
+        f"{TOKEN_FILE}: {file} is empty. Write a token into it, such as {secrets.token_hex(16)}"
     )
 
 
@@ -190,13 +190,13 @@ def _await_end(process: Process, run_dir: Path, folder: Path, interrupts: Interr
 
 
 def _check(process: Process, run_dir: Path, folder: Path) -> None:
-    """Raise RunFailed with the server's reason if it has ended."""
+    """Raise RunFailed with the server's error if the server has ended."""
     if process.poll() is None:
         return
     health = read_health(run_dir, STAGE).get(process.name)
     error = (health.error if health else None) or f"the server ended: {process.last_output()}"
     error = error.removesuffix(f". Read logs/{process.name}.log").removeprefix("inference 0: ")
-    raise RunFailed(f"{folder}: {error}; its log is {process.log}")
+    raise RunFailed(f"{folder}: {error}. Its log is {process.log}")
 
 
 def _end(process: Process, interrupts: Interrupts) -> None:
@@ -209,7 +209,7 @@ def _end(process: Process, interrupts: Interrupts) -> None:
 
 
 def _how_to_ask(url: str, folder: Path, token: str) -> str:
-    """Return the lines that a user reads: the address, the token and a command that asks."""
+    """Return the text for the user: the address, the token and an example command."""
     messages = _example(folder)
     path = "completions"
     question: dict[str, object] = {"prompt": messages[-1]["content"]}

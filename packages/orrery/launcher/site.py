@@ -28,7 +28,7 @@ VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
 
-# Options of sbatch that the manifest or other keys determine
+# Options of sbatch that follow from the manifest or from other keys.
 RESERVED = set(
     """
     nodes N ntasks n ntasks-per-node gres gpus-per-node gpus G cpus-per-task c mem time t
@@ -41,7 +41,7 @@ RESERVED = set(
 
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.@:+-]+(,[\w.@:+-]+)*", text):
-        raise ValueError(f"{text!r} is not a name; use letters, digits and . _ - @ : +")
+        raise ValueError(f"{text!r} is not a name. Use letters, digits and . _ - @ : +")
     return text
 
 
@@ -51,7 +51,7 @@ NoWord = Annotated[str, AfterValidator(lambda text: text and _word(text))]
 
 class Slurm(Record):
     partition: Word
-    cpu_partition: NoWord = ""  # for jobs without GPUs, "": the same partition
+    cpu_partition: NoWord = ""  # of jobs without GPUs. "": the same partition
     account: NoWord = ""
     time_limit_min: PositiveInt
     warning_s: Annotated[int, Field(gt=0, le=65535)] = 300
@@ -67,13 +67,13 @@ class Slurm(Record):
             name = re.match(r"--?([A-Za-z][\w-]*)", option)
             if name is not None and name[1] in RESERVED:
                 raise ValueError(
-                    f"extra: {option!r} is set from the manifest or from another key of [slurm]; "
-                    "take it out"
+                    f"extra: {option!r} is set from the manifest or from another key of [slurm]. "
+                    "Take it out"
                 )
             if not re.fullmatch(r"--?[A-Za-z][\w-]*(=[^\s'\"\\]+)?", option):
                 raise ValueError(
-                    f"extra: {option!r} is not one sbatch option; "
-                    "write it as '--name' or '--name=value'"
+                    f"extra: {option!r} is not one sbatch option. "
+                    "Write it as '--name' or '--name=value'"
                 )
         return self
 
@@ -82,7 +82,7 @@ class Slurm(Record):
         limit_s = 60 * self.time_limit_min
         if self.warning_s >= limit_s:
             raise ValueError(
-                f"warning_s {self.warning_s} is not below the time limit of {limit_s} s; lower it"
+                f"warning_s {self.warning_s} is not below the time limit of {limit_s} s. Lower it"
             )
         return self
 
@@ -105,13 +105,13 @@ class Containers(Record):
 
 
 class Network(Record):
-    """The network interface of stages on several nodes. A stage on one node uses loopback."""
+    """The network interface of stages with several nodes. A stage with one node uses loopback."""
 
     interface: Word
 
 
 class Roles(Record):
-    """Settings of all roles. `deadline_scale` multiplies the deadlines in the code."""
+    """Settings of all roles. `deadline_scale` multiplies all deadlines in the code."""
 
     deadline_scale: PositiveFloat = 1.0
 
@@ -129,11 +129,11 @@ class Site(Record):
     def environment_is_not_ours(self) -> "Site":
         for name in self.environment:
             if name.startswith(("ORRERY_", "SLURM_", "APPTAINER")):
-                raise ValueError(f"environment: {name} is set by the launcher; take it out")
+                raise ValueError(f"environment: {name} is set by the launcher. Take it out")
             if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
                 raise ValueError(
-                    f"environment: {name} looks like a secret; a site file must hold none; "
-                    "export it in your shell"
+                    f"environment: {name} looks like a secret, and a site file must hold none. "
+                    "Export it in your shell"
                 )
         return self
 
@@ -146,39 +146,39 @@ def site_path(workspace: Workspace) -> Path | None:
 
 
 def load_site(workspace: Workspace) -> Site:
-    """Return the site. Raise OrreryError with the file and the wrong field."""
+    """Return the site, or the default without a file. Raise OrreryError for a wrong field."""
     path = site_path(workspace)
     if path is None:
         return Site()
     try:
         return Site.model_validate(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except UnicodeDecodeError:
-        raise OrreryError(f"{workspace.shown(path)}: not UTF-8 text; save it as such") from None
+        raise OrreryError(f"{workspace.shown(path)}: not UTF-8 text. Save it as such") from None
     except OSError as error:
         raise OrreryError(
             f"{path}: cannot be read ({error.strerror}); {VARIABLE} names the site file"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise OrreryError(
-            f"{workspace.shown(path)}: not TOML: {error}; "
-            'texts need quotes, as in partition = "gpu"'
+            f"{workspace.shown(path)}: not TOML: {error}. "
+            'Texts need quotes, as in partition = "gpu"'
         ) from None
     except ValidationError as error:
         raise OrreryError(f"{workspace.shown(path)}: {_sentence(error)}") from None
 
 
 def cluster(workspace: Workspace) -> Slurm:
-    """Return the site's Slurm or raise OrreryError."""
+    """Return the site's Slurm settings. Raise OrreryError if the site has none."""
     site = load_site(workspace)
     if site.slurm is None:
         where = site_path(workspace)
         if where is None:
             raise OrreryError(
-                f"{FILE}: does not exist, and its [slurm] describes the cluster; "
-                f"type `cp {EXAMPLE} {FILE}` and edit it"
+                f"{FILE}: does not exist, and its [slurm] describes the cluster. "
+                f"Type `cp {EXAMPLE} {FILE}` and edit it"
             )
         raise OrreryError(
-            f"{workspace.shown(where)}: has no section [slurm]; copy it from {EXAMPLE}"
+            f"{workspace.shown(where)}: has no section [slurm]. Copy it from {EXAMPLE}"
         )
     return site.slurm
 
@@ -186,8 +186,8 @@ def cluster(workspace: Workspace) -> Slurm:
 def check_network(site: Site, num_nodes: int, what: str) -> None:
     if num_nodes > 1 and site.network is None:
         raise OrreryError(
-            f"network.interface: {what} has {num_nodes} nodes, but the site file has no [network]; "
-            "name the interface that nodes reach one another on (`ip address` shows them)"
+            f"network.interface: {what} has {num_nodes} nodes, but the site file has no [network]. "
+            "Name the interface that nodes reach one another on (`ip address` shows them)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The state of a running stage. End its processes and remove their leftovers."""
+"""The state of a running stage, and the end of its processes."""
 
 import math
 import os
@@ -33,19 +33,19 @@ from orrery.runtime.parent_watch import START
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import WIRE, endpoints_dir, log_path, weights_path
 
-KILLED_S = 10.0  # wait for the kernel to end a killed process
-# Exit codes of a rank after SIGTERM. Slurm sends it to a step's other ranks when one has ended.
+KILLED_S = 10.0  # longest wait for the kernel to end a killed process
+# Exit codes after SIGTERM. When one rank of a step has failed, Slurm sends it to the others.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Job:
-    """The stage to run.
+    """A stage to run.
 
-    - `num_devices`: None on CPUs.
-    - `resume`: the command that resumes the run.
-    - `allocation`: None if the processes are local.
-    - `max_restarts`: the limit of engine restarts within a day.
+    - `num_devices` is None on CPUs.
+    - `resume` is the command that resumes the run.
+    - `allocation` is None if the processes are local.
+    - `max_restarts` limits restarts of engines within a day.
     """
 
     run_dir: Path
@@ -64,7 +64,7 @@ class Job:
 class Outcome:
     """How a stage ended.
 
-    `requeue` is "ask" if the launcher must requeue the job, "wait" if Slurm does so by itself.
+    `requeue`: "ask" if the launcher must ask Slurm to requeue the job, "wait" if Slurm requeues it.
     """
 
     state: State
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Interrupts:
-    """A signal handler. The first signal ends the stage, a second skips the grace period."""
+    """Count signals. The first ends the stage, the second skips the grace period."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -94,7 +94,7 @@ class RunningStage:
         self.job, self.interrupts, self.attempt = job, interrupts, attempt
         self.run_dir, self.name = job.run_dir, job.plan.name
         self.processes: Sequence[Process | SlurmTask] = []
-        self.health: dict[str, Health] = {}  # with the wall clocks of their writers
+        self.health: dict[str, Health] = {}  # times are of the writers' wall clocks
         self.health_view = HealthView()
         self.fenced: dict[str, str] = {}  # process → why it must be killed
         self.engine_restarts: Counter[str] = Counter()
@@ -133,7 +133,7 @@ class RunningStage:
         code = process.poll()
         if code != -signal.SIGKILL:
             return code in (EXIT_PREEMPTED, *TERMINATED)
-        # Slurm kills the other ranks of a step some time after its first rank has ended.
+        # When one rank of a step has ended, Slurm kills the others some time later.
         same_role = (one for one in self.processes if one.plan.role == process.plan.role)
         return any(one.poll() == EXIT_PREEMPTED for one in same_role)
 
@@ -178,9 +178,9 @@ class RunningStage:
 
 
 def end_all(stage: RunningStage, grace_s: float) -> str:
-    """Send SIGTERM to all processes, and SIGKILL to their groups after `grace_s` or Ctrl-C twice.
+    """Send SIGTERM to all processes, and SIGKILL after `grace_s` or a second Ctrl-C.
 
-    Return a message that names processes which survived SIGKILL, or "".
+    Return a message with the processes that survive SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -207,9 +207,9 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill processes that roles, or one incarnation, started outside their process groups.
+    """Kill descendants of roles (or of one incarnation) that left their process group.
 
-    The launcher is their parent by adoption. Their environment holds the attempt's `start`.
+    They are orphans that the launcher has adopted, with the attempt's `start` in the environment.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}
@@ -224,7 +224,7 @@ def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation
 def _is_stray(child: psutil.Process, marks: dict[str, str], known: set[int]) -> bool:
     try:
         return marks.items() <= child.environ().items()
-    except psutil.AccessDenied:  # a role or its fork, which hides its memory
+    except psutil.AccessDenied:  # roles and their forks hide their memory
         with suppress(psutil.Error):
             return child.ppid() == os.getpid() and child.pid not in known
     except psutil.Error:

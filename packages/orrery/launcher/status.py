@@ -1,8 +1,8 @@
 """The state of a run in its folder: `status.json` and the run's lock.
 
 - A run's launcher holds an flock on the lock file. The kernel releases it when the launcher ends.
-- The lock file holds host, pid and start time. The start time reveals a reused pid.
-- If `status.json` says `running` but no process holds the lock, the launcher was killed.
+- The lock file contains host, pid and start time. The start time tells a reused pid apart.
+- If `status.json` says `running` and no process holds the lock, the launcher was killed.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.run_directory import LOCK, STATUS, whole_checkpoints
 
 State = Literal["running", "stopping", "done", "failed", "stopped"]
-LOOKED_AT_S = 1.0  # retry, because `lock_holder` also takes the lock briefly
+LOOKED_AT_S = 1.0  # retry for this time, because `lock_holder` takes the lock for a moment
 
 
 @dataclass
 class RoleStatus:
-    """One process. `pid` is 0 in a step of a Slurm job. `exit` is None while the process runs."""
+    """One process. `pid` is 0 under Slurm. `exit` is None while the process runs."""
 
     name: str
     node: str
@@ -42,7 +42,7 @@ class RoleStatus:
 
 @dataclass
 class Status:
-    """The newest attempt. Every start of a stage increases `attempt`."""
+    """The content of `status.json`. Every start of a stage increases `attempt`."""
 
     stage: str
     attempt: int
@@ -75,7 +75,7 @@ def launcher_died(run_dir: Path, status: Status) -> bool:
         state = queue.slurm_states([status.slurm_job]).get(status.slurm_job)
         return state is None or queue.state_of(state, status.slurm_job) != "running"
     except OrreryError:
-        return False  # a launcher may live although Slurm does not answer
+        return False  # Slurm does not answer, so the launcher may still run
 
 
 def newest_checkpoint(run_dir: Path, stage: str = "rl") -> int | None:
@@ -115,7 +115,7 @@ def hold_lock(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
             if time.monotonic() > limit_s:
                 who = f" ({found})" if (found := lock_holder(run_dir)) else ""
                 raise OrreryError(
-                    f"{run_dir}: another launcher is running this run{who}; type "
+                    f"{run_dir}: another launcher is running this run{who}. Type "
                     f"`orrery status {run_dir.name}` to watch it or `orrery stop {run_dir.name}` "
                     "to end it"
                 )
@@ -137,7 +137,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the run's launcher, or None if the lock is free, or its holder is not yet written."""
+    """Return the launcher that holds the lock, or None if the lock is free or its file empty."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -156,5 +156,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return a process's start time in ticks since boot, because psutil's depends on the clock."""
+    """Return a process's start time in ticks since boot. psutil's depends on the wall clock."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

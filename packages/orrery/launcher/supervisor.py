@@ -1,11 +1,11 @@
 """The supervisor of one stage, from its first process to its marker `DONE`.
 
 - It holds the run's lock, so two launchers never share a run directory.
-- If a process fails, or a server ends early, all others are ended within seconds. But an engine is
-  restarted if the manifest allows it (`restarts.py`).
+- If a process fails, or a server ends early, all others are ended within seconds. An engine is
+  restarted instead if the manifest allows it (`restarts.py`).
 - No process, shared memory or cache on a scratch disk outlives the stage. If the launcher is
-  killed, the roles end by themselves, and the next start removes what is left.
-- A stage is never retried. Only Slurm requeues a job, after a preemption or the loss of a node.
+  killed, the roles end by themselves, and the next start removes the leftovers.
+- A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 
 import json
@@ -68,14 +68,14 @@ from orrery.runtime.timing import Pace, duration
 from orrery.runtime.usage import PERIOD_S, Sampler
 
 POLL_S, LOOK_S = 0.1, 0.5
-HUNG_S = 5.0  # longest time between a process's reported failure and its end
+HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
 SERVERS_END_S, FAILED_END_S, STOPPED_END_S = 10.0, 4.0, 10.0
-RESTART_LOCK_S = 90.0  # network file systems keep a dead node's lock for a while
+RESTART_LOCK_S = 90.0  # a network file system keeps a dead node's lock for a while
 
 
 def run_stage(job: Job) -> Outcome:
     """Run the stage. Raise OrreryError if it cannot start."""
-    log_level()  # refuse an unknown level before any role starts
+    log_level()  # raises for an unknown level, before any role starts
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def run_stage(job: Job) -> Outcome:
             if not marker.exists():
                 command = inputs.command(job.run_dir, job.plan.name, before, job.resume)
                 missing = f"{job.plan.name}: {before} is not done ({marker} is missing)"
-                raise OrreryError(f"{missing}; type `{command}` to run the stages in order")
+                raise OrreryError(f"{missing}. Type `{command}` to run the stages in order")
         marker = done_path(job.run_dir, job.plan.name)
         if marker.exists():
             text = f"{job.plan.name}: done already; remove {marker} to run it again"
@@ -152,7 +152,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # DONE guarantees that the roles' files are on disk
+            sync_folders(run_dir)  # before DONE, so that it proves that all files are on disk
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 
@@ -172,7 +172,7 @@ class Supervisor:
         if stuck := end_all(stage, grace_s):
             outcome = replace(outcome, message=f"{outcome.message}; {stuck}")
         if outcome.requeue == "ask" and allocation is not None:
-            preemption.requeue(stage)  # first, because Slurm will end this process soon
+            preemption.requeue(stage)  # first, as Slurm then ends this process soon
         observer.close()
         view.close()
         stage.metrics.close()
@@ -181,7 +181,7 @@ class Supervisor:
             allocation.clean(*self.scratch, scratch.memory_prefix(stage.run_dir))
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
-        with suppress(OSError):  # with a full disk, still print the message
+        with suppress(OSError):  # print the message also when the disk is full
             stage.write_status(outcome.state, outcome.message)
             stage.log(outcome.message)
         try:

@@ -1,8 +1,8 @@
 """Pass metric rows to the sinks, and show the stage's progress on stderr.
 
-- A sink that fails is reported once and then unused. A failed read is reported once, and the next
-  read returns the missed rows.
-- `View` draws a live table in a terminal, or else plain lines.
+- A sink that fails is reported once and no longer used. A failed read is reported once, and the
+  next read returns the missed rows.
+- `View` draws a live table in a terminal, and prints plain lines elsewhere.
 """
 
 import sys
@@ -25,7 +25,7 @@ from orrery.runtime.metrics import MetricsTail, Row
 
 READ_S = 0.5
 LIVE_S, PLAIN_S, QUIET_S = 0.5, 5.0, 60.0
-MANY = 10  # for more processes, the view shows a line per role
+MANY = 10  # with more processes the view shows one line per role
 NUM_KINDS, NUM_ENDED = 3, 5
 
 
@@ -132,9 +132,9 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
-    """Return the processes' states by role (`trainer: 95 training, 1 waiting`).
+    """Return one line per role (`trainer: 95 training, 1 waiting`).
 
-    It names failed processes, and the process that has waited longest.
+    Name failed processes, and the process that has waited longest.
     """
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():

@@ -18,14 +18,11 @@ _URGENCY = {"extra_forbidden": 0, "missing": 2}
 
 
 def check(data: Any, where: str) -> Manifest:
-    """Return the manifest in `data`.
-
-    Raise `OrreryError` with `where` and the first wrong field.
-    """
+    """Return the manifest in `data`. Raise OrreryError with `where` and the first wrong field."""
     version = data.get("schema_version") if isinstance(data, dict) else SCHEMA_VERSION
     if type(version) is int and version != SCHEMA_VERSION:
         raise OrreryError(
-            f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}; type `orrery "
+            f"{where}: schema_version {version}: this Orrery reads {SCHEMA_VERSION}. Type `orrery "
             "render` and begin a new run, or finish this one with the Orrery that began it"
         )
     try:
@@ -40,7 +37,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence for the first of misspelt, wrong and missing fields."""
+    """Return a sentence about one field: misspelt fields come first, then wrong, then missing."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])
@@ -84,7 +81,7 @@ def _short(value: Any) -> str:
 
 
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
-    """Return a location's field path, the names beside its last element, and its type."""
+    """Return the field path of pydantic's `loc`, the names beside the last field, and its type."""
     kind: Any = Manifest
     path = ""
     siblings: list[str] = []

@@ -1,6 +1,6 @@
 """The commands about specs: `render | check | show | diff | explain | hardware`.
 
-RUN is a run's name, the path of a manifest or of its folder, or a folder's name in `runs/`.
+RUN is a run's name, the path of a manifest or of its folder, or the name of a folder in `runs/`.
 """
 
 import json
@@ -54,7 +54,7 @@ Side = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN} or of a receipt
 
 @dataclass(frozen=True)
 class Named:
-    """The manifest and the receipt of a RUN. At most one is missing."""
+    """The manifest and the receipt of a RUN. One of them may be None."""
 
     manifest: Manifest | None
     receipt: Receipt | None
@@ -69,10 +69,7 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return a RUN's manifest and receipt.
-
-    A name has the receipt of its present manifest. The path of a manifest has no receipt.
-    """
+    """Return the manifest and receipt of RUN. A manifest's path has no receipt."""
     path = Path(run)
     if path.is_file() and _is_receipt(path):
         beside = path.with_name("manifest.json")
@@ -109,11 +106,11 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
-    """Raise OrreryError for the first (name, manifest) whose tasks do not build or fit.
+    """Raise OrreryError for the first (name, manifest) with a task that does not build or fit.
 
-    One subprocess with `orrery.tasks` checks all, because its start costs more than its work. If
-    that room is not installed, no task is checked. Without the pretrained tokenizer, prompts are
-    not measured. The init stage checks again.
+    One subprocess with `orrery.tasks` checks all manifests. If that package is not installed, no
+    task is checked. If the pretrained tokenizer is missing, prompts are not measured. The init
+    stage checks again.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return
@@ -131,7 +128,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
     last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
     if not last.startswith("error: "):
         raise OrreryError(
-            f"the check of tasks broke ({last}); type `orrery check RUN` for each run to find which"
+            f"the check of tasks broke ({last}). Type `orrery check RUN` for each run to find which"
         )
     num_passed = sum(line.startswith(FIRST_LINE) for line in done.stdout.splitlines())
     raise OrreryError(f"{manifests[num_passed][0]}: {last.removeprefix('error: ')}")
@@ -156,14 +153,14 @@ def render(
         bool, typer.Option("--on-this-machine", help=ON_THIS_MACHINE)
     ] = False,
 ) -> None:
-    """Render runs to manifests/. Write only if all of them are right."""
+    """Render runs to manifests/. Write nothing if one of them is wrong."""
     workspace = find_workspace()
 
     def wrote(path: Path, changed: bool) -> None:
         print(f"{'wrote' if changed else 'kept '} {workspace.shown(path)}")
 
     if on_this_machine and not names:
-        raise OrreryError("--on-this-machine: names no run; type `orrery render RUN` with it")
+        raise OrreryError("--on-this-machine: names no run. Type `orrery render RUN` with it")
     if on_this_machine:
         machine = this_machine()
         adapted = [adapt(workspace, name, machine) for name in dict.fromkeys(names or [])]
@@ -197,9 +194,9 @@ def hardware(
 
 @app.command()
 def check(names: Names = None) -> None:
-    """Check that runs are right and that manifests/ is what they render to.
+    """Check that runs are right and that manifests/ is up to date.
 
-    A path checks that manifest alone. A named run must be able to start.
+    A path checks that manifest alone. A named run must also be able to start.
     """
     workspace = find_workspace()
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
@@ -256,8 +253,7 @@ def show(
         data = named(run).receipt
         if data is None:
             raise OrreryError(
-                f"{run}: has no receipt yet; one is written when a stage has ended, see "
-                "`orrery status`"
+                f"{run}: has no receipt yet, because no stage has ended. Type `orrery status`"
             )
         if field is not None:
             data = fields.lookup(data, fields.parse(field), f"{run}: receipt")
@@ -282,7 +278,7 @@ def diff(
 ) -> None:
     """Print the differences of two runs, before → after.
 
-    They are the fields of the manifests, then of the receipts if both have run.
+    It compares the manifests, and the receipts if both have run.
     """
     a, b = named(before), named(after)
     if not (a.manifest and b.manifest) and not (a.receipt and b.receipt):

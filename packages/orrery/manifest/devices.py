@@ -1,8 +1,8 @@
 """Devices that `hardware.accelerator` may name, as data.
 
-Rates are those of data sheets: dense operations a second, bytes a second of memory, and bytes a
-second to a peer in one direction. `measured` has rates of single kernels, NCCL gathers and pinned
-copies, where this project measured them.
+Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a second
+to a peer in one direction. `measured` has this project's measurements of kernels, NCCL gathers and
+pinned copies.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Measured:
-    """Operations a second of dense and grouped products and of attention, and bytes a second."""
+    """Measured operations a second of kernels, and bytes a second of transfers."""
 
     dense_flops: float
     grouped_flops: float
@@ -24,7 +24,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device. `names`: how the driver reports it. `fp8_flops` is 0 without FP8."""
+    """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8."""
 
     names: tuple[str, ...]
     memory_bytes: int
@@ -86,5 +86,5 @@ DEVICES = {
 
 
 def accelerator_of(name: str) -> str | None:
-    """Return the accelerator of a device that the driver reports, or None if it is unknown."""
+    """Return the key in DEVICES of the driver's `name`, or None if it is unknown."""
     return next((key for key, device in DEVICES.items() if name in device.names), None)

@@ -1,6 +1,6 @@
 """Compare two manifests, or the receipts of two runs, field by field.
 
-By default receipts are compared by their last attempts, without times, job ids and texts with
+By default only the last attempts in receipts are compared, without times, job ids and texts with
 paths.
 """
 
@@ -26,7 +26,7 @@ Leaf = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """A field with JSON or "absent" `before` and `after`."""
+    """A field, and its values `before` and `after` as JSON, or "absent"."""
 
     field: str
     before: str
@@ -47,7 +47,7 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
 
 
 def read_receipt(path: Path) -> Receipt:
-    """Return the receipt in a file. Raise OrreryError if there is none."""
+    """Return the receipt in a file. Raise OrreryError for any other file."""
     remedy = "remove it, the next stage writes a new one"
     receipt = read_object(path, remedy)
     try:
@@ -59,8 +59,8 @@ def read_receipt(path: Path) -> Receipt:
         raise OrreryError(f"{path}: not a receipt ({error!r}); {remedy}") from None
     if schema != RECEIPT_SCHEMA or not whole:
         raise OrreryError(
-            f"{path}: a receipt of format {schema}, but {RECEIPT_SCHEMA} is read here; read it "
-            "with the Orrery that wrote it"
+            f"{path}: the receipt's format is {schema}, and this Orrery reads {RECEIPT_SCHEMA}. "
+            "Read it with the Orrery that wrote it"
         )
     return receipt
 
@@ -72,9 +72,9 @@ def _has_attempts(stage: Any) -> bool:
 
 
 def diff_receipts(before: Receipt, after: Receipt, everything: bool = False) -> list[Difference]:
-    """Return the differences by kind, as `receipt.<kind>.<stage>.<field>`.
+    """Return the differences, as fields `receipt.<kind>.<stage>.<field>`.
 
-    The stage is left out of equal changes in all its stages.
+    A change that is equal in all stages appears once, without the stage.
     """
     a, b = (_facts(receipt, everything) for receipt in (before, after))
     stages = list(dict.fromkeys([*before["stages"], *after["stages"]]))

@@ -1,7 +1,7 @@
 """Errors for users.
 
-A message has the field or file, the wrong value, the rule, and the remedy. A command line prints
-`error: <sentence>` and exits with `exit_code`.
+A message contains the field or file, the wrong value, the rule, and the remedy. A command prints
+`error: <message>` and exits with `exit_code`.
 """
 
 import errno

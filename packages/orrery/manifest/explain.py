@@ -1,8 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
-- An axis sets a field if it has the field when evaluated alone. A run file overrides axes.
-- Other fields are derived in `lib/run.libsonnet`. They follow from the axes without which the value
-  changes or is missing, with constraints off.
+- An axis sets a field if the axis contains the field when evaluated alone. Run files override axes.
+- `lib/run.libsonnet` derives all other fields. To find the sources of a derived value, each axis is
+  left out in turn, without constraints: the value then changes or is missing.
 """
 
 import json
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """A file and line. `axis`: its folder under `jsonnet/`, or None."""
+    """A file and line. `axis` is its folder under `jsonnet/`, or None."""
 
     file: str
     line: int | None
@@ -44,9 +44,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The origin of one leaf of a run. `how` is "axis", "run file" or "derived".
+    """The origin of one scalar field. `how` is "axis", "run file" or "derived".
 
-    `sources`: a derived value's origins, or the overridden place.
+    `sources` are the places that a derived value follows from, or the place that is overridden.
     """
 
     field: str
@@ -68,10 +68,7 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
-    """Return the origin of every leaf at or under a field.
-
-    Raise OrreryError for a misspelt field.
-    """
+    """Return the origin of each scalar at or below `field`. Raise OrreryError if it is unknown."""
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)
@@ -134,7 +131,7 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the line where a file spells a field (`under_key`: also inside a run's key)."""
+    """Return the line where `file` sets a field (`under_key`: also below a run's key), or None."""
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""The id of a run, the sha256 of its canonical JSON, and the folders of a checkout.
+"""The id of a run, which is the sha256 of its canonical JSON, and the folders of a checkout.
 
-- Canonical: parsed by the schema, keys sorted, no spaces, ASCII, no NaN.
-- A run's folder is `<root>/<name>-<first 12 hex digits>`, so an edited spec is a new run.
+- Canonical JSON is parsed by the schema, in ASCII, with sorted keys, without spaces and NaN.
+- A run's folder is `<root>/<name>-<first 12 hex digits of the id>`, so an edited spec is a new run.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def load(path: str | Path) -> Manifest:
 
 
 def canonical_json(manifest: Manifest) -> bytes:
-    """Return the hashed bytes."""
+    """Return the bytes whose sha256 is the run's id."""
     return json.dumps(
         manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode("ascii")
@@ -74,9 +74,9 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout around `start` (default: working directory) or the package."""
+    """Return the checkout that contains `start` (default: working directory), or this package."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():
             return Workspace(folder)
-    raise OrreryError(f"{here}: no jsonnet/runs here or above; change into a checkout of Orrery")
+    raise OrreryError(f"{here}: no jsonnet/runs here or above. Change into a checkout of Orrery")

@@ -1,6 +1,6 @@
 """Read JSON from users and other processes.
 
-- In: a path, and the remedy for a broken file. Out: plain data, or `OrreryError`.
+- Errors end with the caller's `remedy` for a broken file.
 - Only regular files are opened, so a reader never waits for a pipe.
 - Refused: more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, NaN and infinities, and texts
   with NUL or half a surrogate pair (invalid in file names and terminals).
@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the JSON value in a file. Raise `OrreryError`, with `remedy`, if it is unreadable."""
+    """Return the JSON value in a file. Raise OrreryError with `remedy` if it is unreadable."""
     try:
         return parse_json(read_regular(path))
     except OSError as error:
@@ -36,7 +36,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise `OrreryError` if there is none."""
+    """Return the JSON object in a file. Raise OrreryError for other values."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
@@ -44,10 +44,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the value in a file as `kind`, strictly typed.
-
-    Raise `OrreryError` if the file is unreadable or a value has another type.
-    """
+    """Return the value in a file as `kind`. Raise OrreryError if a value has another type."""
     value = read_json(path, remedy)
     try:
         return _adapter(kind).validate_json(  # type: ignore[arg-type]  # a type is hashable
@@ -67,7 +64,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8. Raise ValueError for a refused text."""
+    """Return the value of a JSON text in UTF-8. Raise ValueError if it is refused."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except UnicodeDecodeError as error:

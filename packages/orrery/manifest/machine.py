@@ -1,8 +1,8 @@
 """Fit runs to the GPUs of this machine.
 
-- The driver's `nvidia-smi` tells the GPUs, so a login node needs no torch. Without it the machine
-  counts as one without GPUs. `CUDA_VISIBLE_DEVICES` chooses among them.
-- An adapted run is a file of its own in `jsonnet/runs`: the run, and the fields that must change.
+- `nvidia-smi` lists the GPUs, so a login node needs no torch. Without it the machine counts as one
+  without GPUs. `CUDA_VISIBLE_DEVICES` selects among them.
+- An adapted run is a new file in `jsonnet/runs`: an import of the run, and the changed fields.
 """
 
 import os
@@ -26,9 +26,9 @@ from orrery.manifest.schema import Manifest
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # on the first line of each file that may be replaced
+WRITTEN = "Written by `orrery "  # first line of the files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-CACHE_SHARE = {True: 0.25, False: 0.5}  # of a device's memory, by whether the trainer is on it too
+CACHE_SHARE = {True: 0.25, False: 0.5}  # share of device memory. True: the trainer uses it too
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Half of the GPUs train and the others serve. One GPU does both."""
+        """Return fields of `hardware`. Half of the GPUs train, the others serve. One does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -56,15 +56,15 @@ class Machine:
         }
 
     def cache_bytes(self, is_shared: bool) -> int:
-        """Return what an engine may take for its KV cache, in whole GiB."""
+        """Return the bytes of an engine's KV cache, a multiple of 1 GiB."""
         return int(DEVICES[self.accelerator].memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
 
 
 def this_machine() -> Machine:
-    """Raise OrreryError for GPUs of several types, and for a type that no row describes."""
+    """Return this machine. Raise OrreryError for GPUs of several types or of an unknown type."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
-            f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type; give the "
+            f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
             "container NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         )
     names = gpus()
@@ -73,27 +73,27 @@ def this_machine() -> Machine:
     name = next(iter(names.values()))
     if (accelerator := accelerator_of(name)) is None:
         raise OrreryError(
-            f"GPU {name!r}: packages/orrery/manifest/devices.py has no such device; add a row with "
+            f"GPU {name!r}: packages/orrery/manifest/devices.py has no such device. Add a row with "
             "the figures of its data sheet"
         )
     return Machine(accelerator, name, len(names))
 
 
 def gpus() -> dict[str, str]:
-    """Return the names of this machine's visible GPUs by index. Raise OrreryError if they differ.
+    """Return the names of the visible GPUs by index.
 
-    Raise OrreryError also if the driver does not answer.
+    Raise OrreryError if they differ, or the driver does not answer.
     """
     if shutil.which(QUERY[0]) is None:
         return {}
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=WITHIN_S)
     except subprocess.TimeoutExpired:
-        raise OrreryError(f"`nvidia-smi` has not answered in {WITHIN_S} s; restart it") from None
+        raise OrreryError(f"`nvidia-smi` has not answered in {WITHIN_S} s. Restart it") from None
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())[:200]
         raise OrreryError(
-            f"`nvidia-smi` ends with code {done.returncode} ({said}); type `orrery doctor`, which "
+            f"`nvidia-smi` ends with code {done.returncode} ({said}). Type `orrery doctor`, which "
             "checks the driver"
         )
     rows = [line.split(", ", 2) for line in done.stdout.splitlines() if line.strip()]
@@ -103,7 +103,7 @@ def gpus() -> dict[str, str]:
         take = ",".join(index for index, name in names.items() if name == most)
         found = " and ".join(f"{count} × {name}" for name, count in kinds.items())
         raise OrreryError(
-            f"GPUs: this machine has {found}, and a run takes GPUs of one type; type `export "
+            f"GPUs: this machine has {found}, and a run uses GPUs of one type. Type `export "
             f"CUDA_VISIBLE_DEVICES={take}`"
         )
     return names
@@ -117,18 +117,18 @@ def _is_visible(index: str, uuid: str) -> bool:
 
 
 def refuse_other_device(manifest: Manifest, name: str) -> None:
-    """Raise OrreryError if the GPU `name` is not of the type that the manifest is for."""
+    """Raise OrreryError if the manifest is for another type of GPU than `name`."""
     accelerator = manifest.hardware.accelerator
     if accelerator != "cpu" and name not in DEVICES[accelerator].names:
         raise OrreryError(
             f"hardware.accelerator {accelerator!r}: {manifest.name} is for "
-            f"{DEVICES[accelerator].names[0]} and this machine has {name}; type `orrery render "
+            f"{DEVICES[accelerator].names[0]} and this machine has {name}. Type `orrery render "
             f"{manifest.name} --on-this-machine` and start the run that it writes"
         )
 
 
 def describe(machine: Machine) -> str:
-    """Return a line about the devices, with the figures of their data sheet."""
+    """Return a line about the devices and their data sheet."""
     if machine.accelerator == "cpu":
         return str(machine)
     device = DEVICES[machine.accelerator]
@@ -140,7 +140,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write the hardware axis of a machine. Raise OrreryError if `path` is another's file."""
+    """Write a machine's hardware axis. Raise OrreryError if this command did not write `path`."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 
@@ -191,9 +191,9 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> tuple[Rendered, str | None]:
-    """Return a run for this machine, and the text of its run file. Write nothing.
+    """Return the run, adapted to `machine`, and the text of its run file. Write nothing.
 
-    The text is None if the run is for such a machine already.
+    The text is None if the run already fits.
     """
     run = render_run(workspace, name)
     fields = _changes(run.manifest, machine)
@@ -202,7 +202,7 @@ def adapt(workspace: Workspace, name: str, machine: Machine) -> tuple[Rendered, 
     adapted = f"{name}_on_{machine.accelerator}"
     path = workspace.root / "jsonnet" / "runs" / f"{adapted}.jsonnet"
     if (other := run_files(workspace).get(adapted, path)) != path:
-        raise OrreryError(f"run {adapted!r} stands in {workspace.shown(other)}; rename it")
+        raise OrreryError(f"run {adapted!r} exists in {workspace.shown(other)}. Rename it")
     key = name if name.isidentifier() else f"['{name}']"
     origin = import_of(workspace, run.file).replace('"', "'")
     lines = [
@@ -223,7 +223,7 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return the lines of a Jsonnet expression that fits a run to a machine, none if it fits."""
+    """Return lines of Jsonnet with the fields that must change for `machine`, or none."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:
@@ -252,12 +252,12 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
 
 
 def _write(workspace: Workspace, path: Path, text: str) -> None:
-    """Raise OrreryError if `path` holds a file that a person wrote."""
+    """Write a file. Raise OrreryError if `path` exists without the mark WRITTEN."""
     if path.exists() and WRITTEN not in path.read_text(errors="replace").partition("\n")[0]:
         raise OrreryError(
-            f"{workspace.shown(path)}: exists, and this command did not write it; move it away or "
+            f"{workspace.shown(path)}: exists, and this command did not write it. Move it away or "
             "name another file"
         )
     if not path.parent.is_dir():
-        raise OrreryError(f"{path}: there is no folder {path.parent}; make it, or name another")
+        raise OrreryError(f"{path}: there is no folder {path.parent}. Make it, or name another")
     write_atomic(path, text.encode())

@@ -1,10 +1,10 @@
 """The processes of each stage of a run, as data, and whether this release can start them.
 
-- `after`: the stages whose `DONE` a stage waits for. Without `stages.sft`, rl follows init.
-- `ends`: "itself" runs to its own end. "with_stage" is a server, stopped when every "itself"
-  process has exited with 0.
-- Nodes are numbered within the stage. Each of several nodes belongs to one group: inference (or
-  prefill, then decode), then trainer. Orchestrator, router and store are on the first node.
+- `after`: the stages that must be done before. Without `stages.sft`, rl follows init.
+- `ends`: a process "itself" ends when its work is done. A process "with_stage" is a server. It is
+  stopped when all "itself" processes have exited with 0.
+- Nodes are numbered within the stage. In a stage of several nodes each node belongs to one group:
+  inference (or prefill, then decode), then trainer. All other roles are on the first node.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from typing import Literal
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # in orrery.models
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # built by orrery.models
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
-SERVED_RANK = 512  # vLLM's maximum
+SERVED_RANK = 512  # vLLM's largest rank of adapters
 ROUTED_EXPERTS = (False, True)
 QUANTIZATIONS = ("none", "fp8")
 KV_TRANSFERS = ("none", "nixl", "mooncake")
@@ -30,7 +30,7 @@ Role = Literal["trainer", "inference", "kv_store", "router", "orchestrator", "re
 class ProcessPlan:
     """One process: `python -m <module>` as `role` number `index` on `node`.
 
-    It has `num_devices` of the node's devices, from `first_device` on.
+    Its devices are `first_device` .. `first_device + num_devices - 1` of the node.
     """
 
     role: Role
@@ -56,7 +56,7 @@ ONE_NODE = (NodeGroup("all", 0, 1),)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. `processes`: servers first."""
+    """One stage. `processes` lists servers first."""
 
     name: StageName
     after: tuple[StageName, ...]
@@ -76,12 +76,12 @@ class StagePlan:
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
-    """Return the stages, each with its processes on their nodes and devices."""
+    """Return the stages, with nodes and devices of all processes."""
     return [on_devices(one, manifest.hardware.shared_devices) for one in _stages(manifest)]
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Give out each node's devices in order, to each role anew if roles share them."""
+    """Assign each node's devices in order. With `shared` every role starts at device 0."""
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -117,11 +117,11 @@ def stage(manifest: Manifest, name: str) -> StagePlan:
         if one.name == name:
             return one
     known = ", ".join(one.name for one in stages)
-    raise OrreryError(f"stage {name!r}: {manifest.name} has no such stage; choose from {known}")
+    raise OrreryError(f"stage {name!r}: {manifest.name} has no such stage. Choose from {known}")
 
 
 def _placed(manifest: Manifest, stage: StagePlan) -> StagePlan:
-    """Place the stage on its groups' nodes. By the schema groups fill nodes."""
+    """Assign the stage's processes to nodes. The schema ensures that groups fill whole nodes."""
     if manifest.hardware.num_nodes == 1:
         return stage
     per_node = manifest.hardware.devices_per_node
@@ -161,7 +161,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))
 
 
-# Support: other manifests are rendered, planned and shown, but refused at a stage's start ---------
+# Support: unsupported manifests can be rendered and planned, but no stage of them starts ----------
 
 
 def check_supported(manifest: Manifest) -> None:
@@ -169,20 +169,20 @@ def check_supported(manifest: Manifest) -> None:
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if (family := manifest.model.family) not in FAMILIES:
         raise OrreryError(
-            f"model.family {family!r}: this network is not built yet; choose from "
+            f"model.family {family!r}: this network is not built yet. Choose from "
             f"{', '.join(FAMILIES)}"
         )
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is "
-            "one process, for vLLM exchanges tokens between experts on GPUs alone; set both to 1, "
+            "one process, as vLLM exchanges tokens between experts only on GPUs. Set both to 1, "
             f"and inference.num_replicas to {devices} for as many engines"
         )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
             f"inference.kv_offload.kind {inference.kv_offload.kind!r}: engines that hand caches "
-            "over keep none elsewhere yet; set inference.kv_offload.kind to 'none', or "
+            "over keep none elsewhere yet. Set inference.kv_offload.kind to 'none', or "
             "inference.prefill_replicas to 0"
         )
     if manifest.transport.routed_experts and inference.kv_offload.kind == "mooncake":
@@ -193,7 +193,7 @@ def check_supported(manifest: Manifest) -> None:
     if inference.prefill_replicas and inference.data_parallel > 1:
         raise OrreryError(
             f"inference.data_parallel {inference.data_parallel}: engines that hand caches over are "
-            "of one data-parallel rank each so far; set inference.data_parallel to 1, or "
+            "of one data-parallel rank each so far. Set inference.data_parallel to 1, or "
             "inference.prefill_replicas to 0"
         )
     choices = (
@@ -206,7 +206,7 @@ def check_supported(manifest: Manifest) -> None:
     for field, value, built in choices:
         if value not in built:
             raise OrreryError(
-                f"{field} {value!r}: this is not built yet; choose from "
+                f"{field} {value!r}: this is not built yet. Choose from "
                 f"{', '.join(map(repr, built))}"
             )
 
@@ -220,7 +220,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes about a run that cannot start, keeps fewer outputs, or may not compile."""
+    """Return remarks: the run cannot start, recomputes outputs of `keep`, or may not compile."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
@@ -254,19 +254,19 @@ def _check_adapters(manifest: Manifest) -> None:
         raise OrreryError(
             f"transport.weights 'adapters' with trainer.lora.targets {list(lora.targets)}: engines "
             "take no adapters of experts (vLLM computes these on GPUs only, where they have not "
-            "run yet); leave experts out, or set transport.weights to 'nccl' or 'files', which "
+            "run yet). Leave experts out, or set transport.weights to 'nccl' or 'files', which "
             "merge adapters"
         )
     if lora.rank > SERVED_RANK:
         raise OrreryError(
             f"transport.weights 'adapters' with trainer.lora.rank {lora.rank}: engines take ranks "
-            f"up to {SERVED_RANK}; set it to that, or transport.weights to 'nccl' or 'files', "
+            f"up to {SERVED_RANK}. Set it to that, or transport.weights to 'nccl' or 'files', "
             "which merge adapters"
         )
     if manifest.inference.quantization != "none":
         raise OrreryError(
             "transport.weights 'adapters' with inference.quantization "
             f"{manifest.inference.quantization!r}: adapters beside quantised weights have not run "
-            "yet; set inference.quantization to 'none', or transport.weights to 'nccl' or "
+            "yet. Set inference.quantization to 'none', or transport.weights to 'nccl' or "
             "'files', which merge adapters"
         )

@@ -2,9 +2,9 @@
 
 - A file is written under a temporary name, synced and renamed. Readers see the old or the new
   content. The folder is synced last, because a power cut may undo a rename.
-- Files are published before their marker. If the marker exists, the files are whole.
-- Durable: manifests, layout, attempts, status, DONE, receipts, results, reports, weights,
-  tokenizers, checkpoints, orchestrator snapshots, kept batches, copies of the code.
+- A marker is published after its files, so if the marker exists, the files are complete.
+- Durable: manifests, status, markers, receipts, results, reports, weights, tokenizers, checkpoints,
+  snapshots, kept batches, copies of the code.
 - Not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches in
   transit.
 """
@@ -28,7 +28,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Rename the file `temporary` to `path` in its folder, durable at return."""
+    """Rename the file `temporary` to `path` in the same folder, durable at return."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -43,7 +43,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder's files, then its folders from the inside out."""
+    """Sync a folder's files, then its folders, inner ones first."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(parent, name)):
@@ -52,9 +52,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make names below a folder durable, also names from other processes."""
+    """Sync a folder and its subfolders, so that all names in them are durable."""
     for parent, _, _ in os.walk(folder, topdown=False):
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(FileNotFoundError):  # another process has removed it
             sync(Path(parent))
 
 
@@ -96,7 +96,7 @@ def sha256(path: Path) -> str:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return the files of rows below a folder by path, without hidden ones."""
+    """Return the visible data files (JSONL, CSV, …) below a folder, sorted by path."""
 
     def is_seen(path: Path) -> bool:
         return not any(part[0] == "." for part in path.relative_to(folder).parts)
@@ -106,7 +106,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return the sha256 of a file, or of the lines "sha256  path" of a folder's files of rows."""
+    """Return the sha256 of a file, or of the lines "sha256  path" of a folder's data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

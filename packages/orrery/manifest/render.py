@@ -1,8 +1,8 @@
 """Render Jsonnet run files to checked manifests.
 
-- A run is a file and a key, without external variables or top-level arguments.
+- A run is a key of a run file. There are no external variables and no top-level arguments.
 - Imports are found by library path only (`lib/run.libsonnet`, `locks/cpu.txt`).
-- A wrong run stops `write` before any file is changed.
+- If one run is wrong, no file is changed.
 """
 
 import json
@@ -21,7 +21,8 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-_FAILS = b"error 'import'"  # if a callback raises, the binding's own text ends in stray bytes
+# The callback returns this instead of raising, as the binding then appends stray bytes to the text.
+_FAILS = b"error 'import'"
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -32,7 +33,7 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `instead` replaces imported files, `closure` lists the files read."""
+    """Evaluate Jsonnet. `instead` replaces imported files. `closure` lists the files read."""
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -41,7 +42,7 @@ class Evaluator:
         self._lost: str | None = None
 
     def __call__(self, expression: str) -> Any:
-        """Return an expression's value. Raise OrreryError with Jsonnet's message and place."""
+        """Return an expression's value. Raise OrreryError with Jsonnet's message, file and line."""
         import _gojsonnet
 
         try:
@@ -54,7 +55,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # an import that no field of the value needed
+        if self._lost:  # a failed import that no field of the value needed
             raise OrreryError(self._lost)
         return value
 
@@ -92,7 +93,7 @@ class Evaluator:
     def _sentence(self, text: str) -> str:
         head = text.splitlines()[0]
         message = head.removeprefix("RUNTIME ERROR: ")
-        if found := _FRAME.match(message):  # a syntax error opens with its place
+        if found := _FRAME.match(message):  # a syntax error begins with its file and line
             place = f"{self.workspace.shown(found['file'])}:{found['line']}"
             return f"{place}: {message.split(' ', 1)[-1]}"
         for frame in _FRAME.finditer(text.split("\n", 1)[-1]):
@@ -118,7 +119,7 @@ def import_of(workspace: Workspace, path: Path) -> str:
 
 
 def run_files(workspace: Workspace) -> dict[str, Path]:
-    """Return every run's name and file, without evaluation."""
+    """Return the file of every run by name, without evaluating the runs."""
 
     def of_file(path: Path) -> dict[str, Path]:
         return dict.fromkeys(_names(workspace, path), path)
@@ -133,27 +134,27 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Merge the runs of all files. Raise OrreryError for a repeated name."""
+    """Return the runs of all files by name. Raise OrreryError for a repeated name."""
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # a file's stem is the target of all of its runs
+        if path.stem in TARGETS:  # a file's stem is Snakemake's target for all its runs
             raise OrreryError(
-                f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}; give the "
+                f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"
             )
         for name, value in of_file(path).items():
             if name in found:
                 raise OrreryError(
-                    f"{workspace.shown(path)}: run {name!r} stands in "
-                    f"{workspace.shown(files[name])} too; names are unique"
+                    f"{workspace.shown(path)}: run {name!r} is also in "
+                    f"{workspace.shown(files[name])}. Rename one of them"
                 )
             found[name], files[name] = value, path
     return found
 
 
 def locate(workspace: Workspace, name: str) -> Path:
-    """Return the file of a run. Raise OrreryError with the nearest name."""
+    """Return the file of a run. Raise OrreryError with the nearest name if there is no such run."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
     if likely in workspace.run_files and name in _names(workspace, likely):
         return likely
@@ -181,7 +182,7 @@ def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
 
 
 def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
-    """Return every run of `run_files` (default: all) by name, in one evaluation."""
+    """Return every run of `run_files` (default: all), sorted by name, in one evaluation."""
     run_files = workspace.run_files if run_files is None else run_files
     files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
     runs_of = Evaluator(workspace)(f"{{{files}}}")
@@ -203,7 +204,7 @@ def _all_rendered(workspace: Workspace, path: Path, runs: Any) -> list[Rendered]
     if not isinstance(runs, dict):
         raise OrreryError(
             f"{workspace.shown(path)}: holds {kind_of(runs)}, and a run file is an object of runs "
-            "by name; jsonnet/runs/reverse_text.jsonnet is an example"
+            "by name, as in jsonnet/runs/reverse_text.jsonnet"
         )
     return [_rendered(workspace, name, data, path) for name, data in runs.items()]
 
@@ -212,7 +213,7 @@ def _rendered(workspace: Workspace, name: str, data: Any, path: Path) -> Rendere
     manifest = check(data, f"{workspace.shown(path)}: {name}")
     if manifest.name != name:
         raise OrreryError(
-            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}; wrap the "
+            f"{workspace.shown(path)}: name = {manifest.name!r}: the key is {name!r}. Wrap the "
             "runs in lib/named.libsonnet"
         )
     return Rendered(manifest, path)
@@ -223,7 +224,7 @@ def write(
     runs: Iterable[Rendered],
     wrote: Callable[[Path, bool], None] | None = None,
 ) -> list[Path]:
-    """Write the manifests, and call `wrote(path, changed)` for each."""
+    """Write the manifests. Call `wrote(path, changed)` for each."""
     paths = []
     for run in list(runs):
         path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)

@@ -1,9 +1,9 @@
 """Tasks: problems, replies and judges, by kind.
 
-- `make` builds the task of a `TaskUse`. `KINDS` are the built-in kinds.
+- `make` builds the task of a `TaskUse`. `KINDS` has the built-in kinds.
 - A package adds a kind by an entry point in the group `orrery.tasks`: name = new kind, value = a
   `task.Task` class.
-- The task's `Args` check the args. Every error is one sentence with the nearest name.
+- The class's `Args` check the args of the spec.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +29,7 @@ from orrery.tasks.task import (
 
 __all__ = ["KINDS", "Judgement", "Message", "Problem", "Task", "Tool", "ToolCall", "kinds", "make"]
 
-EXAMPLES_SEED = 30_000  # beyond all problem seeds (jsonnet/lib/run.libsonnet, `seeds`)
+EXAMPLES_SEED = 30_000  # above all seeds of problems (jsonnet/lib/run.libsonnet, `seeds`)
 ENTRY_POINT_GROUP = "orrery.tasks"
 KINDS = {  # kind -> module:class, imported at first use
     "reverse_text": "orrery.tasks.synthetic:ReverseText",
@@ -44,14 +44,14 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
-    """Return all kinds as `module:class`. Raise OrreryError on a duplicate name."""
+    """Return `module:class` by kind. Raise OrreryError if two packages add the same kind."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
             claims = f"{found[point.name]} and {point.value}"
             raise OrreryError(
-                f"task kind {point.name!r} is claimed by {claims}; "
-                "uninstall one or rename its entry point"
+                f"task kind {point.name!r} is claimed by {claims}. "
+                "Uninstall one or rename its entry point"
             )
     return found
 
@@ -69,8 +69,8 @@ def make(task_use: TaskUse) -> Task:
         kind = getattr(import_module(module), attribute)
     except ImportError as error:
         raise OrreryError(
-            f"{where}: kind {kind_name!r} cannot be imported from {module}: {error}; "
-            "install its package"
+            f"{where}: kind {kind_name!r} cannot be imported from {module}: {error}. "
+            "Install its package"
         ) from error
     try:
         return kind(kind.Args.model_validate(task_use.args), task_use.seed)
@@ -82,7 +82,7 @@ def make(task_use: TaskUse) -> Task:
 
 def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel]) -> str:
     errors: list[Any] = invalid.errors()
-    # A misspelt arg is also missing: report extra names first.
+    # Report unknown args first: a misspelt arg is also reported as missing.
     error = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = "".join(f".{part}" for part in error["loc"])
     match error["type"]:
@@ -98,10 +98,9 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """A task that puts solved examples before every problem of another task.
+    """Put solved examples before every problem of another task, which helps small models.
 
-    - A chat begins with the message `system`, if any, then `num_examples` demonstrations. They help
-      small pretrained models.
+    - A chat begins with the message `system`, if any, then `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
       If the other task has a `split`, the examples come from its training side.
     """
@@ -114,13 +113,13 @@ class FewShot:
 
     def __init__(self, args: Args, seed: int) -> None:
         if args.kind == "few_shot":
-            raise OrreryError("kind: few_shot cannot contain few_shot; raise num_examples instead")
+            raise OrreryError("kind: few_shot cannot contain few_shot. Raise num_examples instead")
         self.task = _inner(args.kind, args.args, seed)
         train = {"split": "train"} if "split" in args.args else {}
         examples = _inner(args.kind, args.args | train, EXAMPLES_SEED)
         if not hasattr(examples, "demonstration"):
             raise OrreryError(
-                f"kind: {args.kind!r} has no demonstrations to show; use the task itself"
+                f"kind: {args.kind!r} has no demonstrations to show. Use the task itself"
             )
         before = [] if args.system is None else [Message("system", args.system)]
         for index in range(args.num_examples):
@@ -136,7 +135,7 @@ class FewShot:
         return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
 
     def _check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check the inner task's rows, with the examples before every prompt."""
+        """Check the other task's rows, with the examples before every prompt."""
         count = None if tokens is None else lambda problem: tokens(self._after_examples(problem))
         return self.task.check_rows(count, most_tokens)
 

@@ -2,10 +2,10 @@
 
 - The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
   answer with the value alone. At most three calls per turn are answered.
-- `call_syntax` "chat_format" uses the tool calls of the chat format. With "text", for models
-  without them, `calculator(12+7)` in an answer is a call. The prompt does not mention this.
+- `call_syntax` "chat_format" uses the chat format's tool calls. With "text", for models without
+  them, `calculator(12+7)` in an answer is a call. The prompt does not mention this.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
-- A malformed call is text, so it ends the episode.
+- A malformed call counts as text, so it ends the episode.
 """
 
 import ast
@@ -32,7 +32,7 @@ MAX_CALLS_PER_TURN = 3
 
 
 def evaluate(expression: str) -> int:
-    """Return the value of integers, + - * and (). Raise ValueError on other input."""
+    """Return the value of an expression with integers, + - * and (). Raise ValueError on others."""
 
     def value(node: ast.AST) -> int:
         match node:
@@ -108,7 +108,7 @@ class Calculator:
 
 
 def text_calls(text: str) -> list[str]:
-    """Return each line's text between the first `calculator(` and the last `)`, in linear time."""
+    """Return the text between the first `calculator(` and the last `)` of each line."""
     calls = []
     for line in text.split("\n"):
         _, opened, behind = line.partition(f"{TOOL.name}(")
@@ -119,7 +119,7 @@ def text_calls(text: str) -> list[str]:
 
 
 def result(call: ToolCall) -> str:
-    """Return the answer to a call: a number, or a text that begins with `error`."""
+    """Return the tool's answer to a call: a number, or a text that begins with `error`."""
     if call.name != TOOL.name:
         return "error no such tool"
     if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):

@@ -1,9 +1,9 @@
 """Render chats as tokens for any Hugging Face tokenizer folder, without transformers.
 
-- `prompt` renders the chat up to the assistant's turn. `next_turn` renders new messages behind a
-  placeholder turn. Sampled tokens are never decoded and encoded again.
-- `example` joins the same parts, so SFT trains on the tokens of RL. It finds a role's messages by a
-  second rendering with other content.
+- `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
+  assistant turn. Sampled tokens are never decoded and encoded again.
+- `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message in the
+  rendered text, it renders the chat again with other content.
 """
 
 import re
@@ -27,12 +27,12 @@ PLACEHOLDER = "\N{BLACK FLORETTE}placeholder\N{BLACK FLORETTE}"
 CONTENT = "\N{BLACK FLORETTE}content\N{BLACK FLORETTE}"
 ASK = {"role": "user", "content": "?"}
 BEHIND = [ASK, {"role": "assistant", "content": PLACEHOLDER}]
-EVERYTHING = (0, -1)  # train all tokens, also tokens without characters
+EVERYTHING = (0, -1)  # train all tokens, also tokens that have no characters
 Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
 class _Part(NamedTuple):
-    """A separately tokenised text, and its trained ranges of characters."""
+    """A text that is tokenized separately, and its trained ranges of characters."""
 
     text: str
     trained: list[tuple[int, int]]
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn. Tokens beyond a given `vocab_size` raise OrreryError.
+    `stop_token_ids` end an assistant turn. Tokens above `vocab_size` raise OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -49,10 +49,10 @@ class Renderer:
         try:
             config = read_object(folder / "tokenizer_config.json", "copy the model's folder again")
             self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises bare Exception
+        except Exception as error:  # the library raises plain Exception
             raise OrreryError(
-                f"tokenizer: cannot read {folder}: {error}; "
-                "it needs tokenizer.json and tokenizer_config.json"
+                f"tokenizer: cannot read {folder}: {error}. "
+                "It needs tokenizer.json and tokenizer_config.json"
             ) from error
         source = template_source(config, folder)
         self._template = template_environment().from_string(source)
@@ -76,9 +76,9 @@ class Renderer:
         return self.encode(self._render(chat, tools, add_generation_prompt=True))
 
     def next_turn(self, messages: Sequence[Message], closed: bool = True) -> list[int]:
-        """Return the tokens of `messages` after an assistant turn, and of the next turn's opening.
+        """Return the tokens between two assistant turns: `messages` and the next turn's opening.
 
-        `closed`: the sampled tokens end with a stop token.
+        `closed`: the sampled tokens of the first turn end with a stop token.
         """
         chat = [*BEHIND, *(_hugging_face(message) for message in messages)]
         whole = self._render(chat, add_generation_prompt=True)
@@ -90,8 +90,8 @@ class Renderer:
         whole = self._render([ASK, _hugging_face(message)])
         if not whole.startswith(opened) or self._end not in whole[len(opened) :]:
             raise OrreryError(
-                "tokenizer: the chat template does not continue its own generation prompt, "
-                "so turns cannot be told apart"
+                "tokenizer: in the chat template an assistant turn does not begin with the "
+                "generation prompt, so turns cannot be told apart"
             )
         text = whole[len(opened) :]
         return text[: text.rindex(self._end) + len(self._end)]
@@ -106,12 +106,11 @@ class Renderer:
 
         Messages of `trained_roles` are trained:
 
-        - Assistant: all sampled tokens, with calls and the end-of-turn token.
-        - Other roles: the content, and the text through the end-of-turn token if that precedes the
-          next message.
+        - Assistant: all tokens of the turn, with calls and the end-of-turn token.
+        - Other roles: the content, and the end-of-turn token if the template writes one.
 
-        The template's other text and the first token are untrained. A token partly in trained text
-        is trained.
+        The template's other text and the first token are untrained. A token that is partly in
+        trained text is trained.
 
         Raise OrreryError if the chat begins with the assistant, ends with an untrained message of
         another role, has no trained part, or the template mixes a trained message with other text.
@@ -124,7 +123,7 @@ class Renderer:
         chats: Sequence[tuple[str, Sequence[Message], Sequence[Tool]]],
         trained_roles: Sequence[Role],
     ) -> list[Example]:
-        """Return `example` of each (place, messages, tools), on all cores without the GIL.
+        """Return the `example` of each (place, messages, tools), computed on all cores.
 
         An OrreryError begins with the place.
         """
@@ -140,7 +139,7 @@ class Renderer:
         return made
 
     def parse(self, token_ids: Sequence[int]) -> Message:
-        """Return the sampled message. A malformed call or stray special token is text."""
+        """Return the sampled message. Malformed calls and stray special tokens become text."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -151,11 +150,11 @@ class Renderer:
         return Message("assistant", text.strip() if calls else text, tuple(calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the tokens' text, with special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text with special tokens by name.
+        """Return the tokens of a text, which may name special tokens.
 
         Raise OrreryError on characters outside the tokenizer or tokens outside the model.
         """
@@ -170,15 +169,15 @@ class Renderer:
             characters = set(re.sub(r"<\|\w+\|>", "", text)) - self._known
             strange = "".join(sorted(characters))
             raise OrreryError(
-                f"model.tokenizer.alphabet has no {strange!r}, which stands in {text!r}; "
-                "add them to the alphabet"
+                f"model.tokenizer.alphabet has no {strange!r}, which is in {text!r}. "
+                "Add them to the alphabet"
             )
         if self._vocab_size is not None and ids and (most := max(ids)) >= self._vocab_size:
             token = self.tokenizer.id_to_token(most)
             raise OrreryError(
                 f"model.vocab_size: {self._vocab_size}, and the tokenizer makes {token!r} the "
-                f"token {most}, which is no row of the model; set model.tokenizer to the model's "
-                "own, or leave that text out"
+                f"token {most}, which is not a row of the model. Set model.tokenizer to the "
+                "model's own, or leave that text out"
             )
         return ids
 
@@ -207,8 +206,8 @@ class Renderer:
                 parts.append(self._heard(heard, turn + 1, is_answered, (), trained_roles))
         if not any(part.trained for part in parts):
             raise OrreryError(
-                f"chat of roles {roles}: no message of it is trained with trained_roles "
-                f"{list(trained_roles)}; leave the chat out"
+                f"chat of roles {roles}: no message has a role in trained_roles "
+                f"{list(trained_roles)}. Leave the chat out"
             )
         return parts
 
@@ -226,7 +225,7 @@ class Renderer:
                     mask |= (starts < end) & (ends > begin)
             masks.append(mask)
         trained = np.concatenate(masks)
-        trained[:1] = False  # no token predicts it
+        trained[:1] = False  # the first token has no prediction
         return np.array(ids, dtype=np.int32), trained
 
     def _heard(
@@ -237,7 +236,7 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the messages, numbered from `first`, between two assistant turns.
+        """Return the part between two assistant turns. Its first message has the number `first`.
 
         `is_answered`: an assistant turn follows.
         """
@@ -275,9 +274,9 @@ class Renderer:
         is_alone = marked.count(CONTENT) == 1 and len(before) + len(after) <= len(whole)
         if not is_alone or not whole.startswith(before) or not whole.endswith(after):
             raise OrreryError(
-                f"tokenizer: its chat template does not write message {number} ({role}) as a text "
-                "of its own, so its tokens cannot be told from the others; "
-                f"leave {role!r} out of stages.sft.trained_roles"
+                f"tokenizer: its chat template mixes message {number} ({role}) with other text, so "
+                "the message's tokens are unknown. "
+                f"Leave {role!r} out of stages.sft.trained_roles"
             )
         return len(before), len(whole) - len(after)
 
@@ -292,8 +291,8 @@ class Renderer:
         functions = [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools]
         if functions and not self._has_calls:
             raise OrreryError(
-                "tokenizer: its chat template has no tool calls that we can parse; "
-                "use a task without tools or another model"
+                "tokenizer: its chat template has no tool calls that we can parse. "
+                "Use a task without tools or another model"
             )
         try:
             return self._template.render(
@@ -317,7 +316,7 @@ class Renderer:
         whole = self._render(BEHIND)
         if PLACEHOLDER not in whole:
             raise OrreryError(
-                "tokenizer: its chat template drops the assistant's messages; use another model"
+                "tokenizer: its chat template drops the assistant's messages. Use another model"
             )
         after = whole.rpartition(PLACEHOLDER)[2]
         tokens = [self.tokenizer.id_to_token(number) for number in self.stop_token_ids]
@@ -325,7 +324,7 @@ class Renderer:
         if not ends:
             raise OrreryError(
                 "tokenizer: in its chat template the assistant's turn ends with "
-                f"{after!r}, which is no stop token; set eos_token to its end"
+                f"{after!r}, which is no stop token. Set eos_token to its end"
             )
         return min(ends)[1]
 
@@ -337,12 +336,12 @@ class Renderer:
             stops += more if isinstance(more, list) else [more]
             if odd := [stop for stop in stops if not isinstance(stop, int | None)]:
                 raise OrreryError(
-                    f"{path}: eos_token_id {odd[0]!r} is no token's number and no list of them; "
-                    "copy the model's folder again"
+                    f"{path}: eos_token_id {odd[0]!r} is neither a token id nor a list of them. "
+                    "Copy the model's folder again"
                 )
         found = list(dict.fromkeys(stop for stop in stops if stop is not None))
         if not found:
-            raise OrreryError(f"tokenizer: {folder} has no eos_token, so no turn would end; set it")
+            raise OrreryError(f"tokenizer: {folder} has no eos_token, so no turn would end. Set it")
         return found
 
     def _token_id(self, token: Any) -> int | None:

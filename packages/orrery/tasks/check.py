@@ -1,12 +1,12 @@
-"""Check manifests' tasks before a process starts: `python -m orrery.tasks.check MANIFEST…`.
+"""Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-Prints one line per task that fits, or one error.
+Print one line per task that fits, or one error.
 
-- Every `TaskUse` builds and makes its first problems within `MAX_CPU_S` of CPU time.
-- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context. This is
-  not checked if a pretrained tokenizer is missing on this machine.
+- Every task builds, and makes its first problems within `MAX_CPU_S` of CPU time.
+- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless
+  a pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`).
-- Training, SFT included, and evaluation must differ in kind, args or seed, also inside `few_shot`.
+- Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task use. Raise OrreryError at the first misfit."""
+    """Return one line per task. Raise OrreryError for the first that does not fit."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines = []
     for path, use in task_uses(manifest):
@@ -54,7 +54,7 @@ def check(manifest: Manifest) -> list[str]:
         if renderer is not None and longest + turn > context:
             raise OrreryError(
                 f"{path}: a prompt of {longest} tokens and a turn of {turn} do not fit "
-                f"inference.max_model_len_tokens {context}; give it at least {longest + turn}"
+                f"inference.max_model_len_tokens {context}. Give it at least {longest + turn}"
             )
         num_rows = _checked_rows(path, use, renderer, context - turn)
         rows = "" if num_rows is None else f" {num_rows} rows,"
@@ -67,23 +67,23 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
-    """Return the longest prompt's tokens. Errors become OrreryErrors with `path`."""
+    """Check a task, and return the tokens of its longest prompt. OrreryErrors begin with `path`."""
     try:
         with _limited(use):
             return _longest_prompt_tokens(use, renderer, roles)
     except OrreryError as error:
         raise OrreryError(f"{path}: {error}") from error
-    except Exception as error:  # a task is plug-in code
+    except Exception as error:  # a plug-in's task may raise any type
         raise OrreryError(
-            f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}); "
-            f"correct {path}.args"
+            f"{path}: task {use.name!r}: no problems can be made with these args ({error!r}). "
+            f"Correct {path}.args"
         ) from error
 
 
 def _checked_rows(
     path: str, use: TaskUse, renderer: Renderer | None, most_tokens: int
 ) -> int | None:
-    """Let a task with a file check all its rows. Return their number, or None without a file."""
+    """Let the task check all rows of its file. Return their number, or None without a file."""
     check_rows = getattr(_task(use.model_dump_json()), "check_rows", None)
     if check_rows is None:
         return None
@@ -108,13 +108,13 @@ def _check_sides(manifest: Manifest) -> None:
         for path, other in trained:
             if _problems(use) == _problems(other):
                 raise OrreryError(
-                    f"tasks.evaluation[{i}]: has the same problems as {path}; "
-                    "give it another seed or split"
+                    f"tasks.evaluation[{i}]: has the same problems as {path}. "
+                    "Give it another seed or split"
                 )
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
-    """Return the problems' (kind, args, seed), without `few_shot` examples."""
+    """Return (kind, args, seed) of the problems, which for `few_shot` are the other task's."""
     if use.kind == "few_shot":
         return use.args["kind"], use.args["args"], use.seed
     return use.kind, use.args, use.seed
@@ -130,12 +130,12 @@ def _renderer(model: Model) -> Renderer | None:
 
 
 class _TooLong(BaseException):
-    """The time is over. It is no Exception, because a task may catch those."""
+    """Raised when the time is over. It is not an Exception, because a task may catch Exceptions."""
 
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after `MAX_CPU_S` of CPU time. Main thread only."""
+    """Raise OrreryError after `MAX_CPU_S` of CPU time. Works in the main thread only."""
 
     def stop(*_: Any) -> None:
         raise _TooLong
@@ -147,7 +147,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
     except _TooLong:
         raise OrreryError(
             f"task {use.name!r}: args {use.args}: its first {NUM_PROBLEMS} problems take more than "
-            f"{MAX_CPU_S:g} s; make them smaller"
+            f"{MAX_CPU_S:g} s. Make them smaller"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -156,7 +156,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 @cache
 def _task(use: str) -> Task:
-    """Build a task once, because held-out puzzles are slow to draw."""
+    """Return a task, built once, because held-out puzzles are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 
@@ -169,8 +169,8 @@ def _longest_prompt_tokens(
         problem = task.problem(index)
         if trained_roles and demonstrate is None:
             raise OrreryError(
-                f"task {use.name!r}: kind {use.kind} has no demonstrations; "
-                "use stages.sft.data of kind chat_file or sft: null"
+                f"task {use.name!r}: kind {use.kind} has no demonstrations. "
+                "Use stages.sft.data of kind chat_file or sft: null"
             )
         example = demonstrate(index) if demonstrate is not None and trained_roles else None
         if renderer is None:

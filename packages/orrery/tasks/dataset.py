@@ -1,11 +1,11 @@
 """Problems with answers from a file: JSONL, JSON, CSV, Parquet, or a fetched dataset.
 
-- `prompt` and `answer` are templates over columns: `{question}`. A prompt that is one column
+- `prompt` and `answer` are templates over columns: `{question}`. A prompt that is a single column
   may hold chat messages. `answer_pattern` cuts the answer out of a longer text.
-- `held_out` says which rows train and which evaluate. `split` chooses the side.
-- Each epoch has an order of its own, a function of (seed, epoch).
-- A reply is judged in an isolated process (`scorer_pool.py`). A reply without a verdict is wrong
-  (metric `unscorable`).
+- `held_out` divides rows into two sides, training and evaluation. `split` chooses the side.
+- Each epoch has another random order, a function of (seed, epoch).
+- A reply is judged in an isolated process (`scorer_pool.py`). A reply that cannot be judged is
+  wrong (metric `unscorable`).
 """
 
 import re
@@ -38,17 +38,17 @@ from orrery.tasks.verdicts import Verdict, compiled, scorer_of
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
-SHOWN = 3  # rows in an error message
-KEPT = 8192  # more than the rollouts in flight
+SHOWN = 3  # rows that an error message shows
+KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
-    """Return the columns that a template names."""
+    """Return the names of a template's columns."""
     return [found[1] for found in FIELD.finditer(template) if found[1]]
 
 
 def filled(template: str, row: dict[str, Any]) -> str:
-    """Fill a row's columns into a template. Doubled braces stand for one."""
+    """Return the template with a row's values in place of columns. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
         return str(row[found[1]]) if found[1] else found[0][0]
@@ -57,7 +57,7 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
-    """A file, or a folder's `split`. `sha256` is that of `publish.sha256_of_data`."""
+    """A file, or the `split` of a folder. `sha256` is from `publish.sha256_of_data`."""
 
     kind: Literal["source"]
     path: str
@@ -69,28 +69,28 @@ class ProblemFile(Record):
             found = sha256_of_data(Path(self.path))
         except OSError as error:
             raise OrreryError(
-                f"path: {self.path}: {error.strerror}; name a file or a folder of problems"
+                f"path: {self.path}: {error.strerror}. Name a file or a folder of problems"
             ) from error
         if found != self.sha256:
             raise OrreryError(
-                f"sha256: {self.path} has {found}, the manifest says {self.sha256}; write the new "
+                f"sha256: {self.path} has {found}, the manifest says {self.sha256}. Write the new "
                 "one into the spec, or restore the old file"
             )
         rows = open_rows(Path(self.path), self.split)
         if not len(rows):
-            raise OrreryError(f"path: {self.path} holds no row; write one problem a line")
+            raise OrreryError(f"path: {self.path} has no rows. Write one problem a line")
         return rows
 
 
 class Fraction(Record):
-    """Rows are held out by the hash of their prompt, so that equal prompts are on one side."""
+    """Hold out rows by the hash of their prompts, so that equal prompts are on the same side."""
 
     kind: Literal["fraction"]
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class Column(Record):
-    """Rows whose `column` is one of `values` are held out."""
+    """Hold out rows whose `column` is in `values`."""
 
     kind: Literal["column"]
     column: str
@@ -117,7 +117,7 @@ class Dataset(SingleTurn):
                 )
             for name in ("prompt", "answer"):
                 if not columns_of(getattr(self, name)):
-                    raise ValueError(f"{name} {getattr(self, name)!r} names no column; write {{…}}")
+                    raise ValueError(f"{name} {getattr(self, name)!r} names no column. Write {{…}}")
             return self
 
     def __init__(self, args: Args, seed: int) -> None:
@@ -132,14 +132,14 @@ class Dataset(SingleTurn):
         self._kept = np.asarray(self._side(), dtype=np.int64)
         if not len(self._kept):
             raise OrreryError(
-                f"split: no row of {file.path} is on the side {args.split!r}; "
-                "change held_out or where"
+                f"split: no row of {file.path} is on the side {args.split!r}. "
+                "Change held_out or where"
             )
         self._made = lru_cache(KEPT)(self._make)
         self._order = lru_cache(4)(self._shuffled)
 
     def _side(self) -> list[int]:
-        """Return the rows of this side. Raise OrreryError if rows lack a column that is named."""
+        """Return the indices of this side's rows. Raise OrreryError if a row lacks a column."""
         columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
         if isinstance(self.args.held_out, Column):
             columns.append(self.args.held_out.column)
@@ -164,7 +164,7 @@ class Dataset(SingleTurn):
                 return split_of(filled(self.args.prompt, row), fraction)
             case Column(column=column, values=values):
                 return "held_out" if row[column] in values else "train"
-        return self.args.split  # the other side has a file of its own
+        return self.args.split  # the other side is in another file
 
     def _passes(self, row: dict[str, Any]) -> bool:
         return all(row[name] in values for name, values in self.args.where.items())
@@ -174,7 +174,7 @@ class Dataset(SingleTurn):
             return self._rows[at]
         except ValueError as error:
             place = self._rows.place(at)
-            raise OrreryError(f"source: {place}: {error}; correct the row") from error
+            raise OrreryError(f"source: {place}: {error}. Correct the row") from error
 
     def _messages(self, row: dict[str, Any]) -> tuple[Message, ...]:
         before = [] if self.args.system is None else [Message("system", self.args.system)]
@@ -198,7 +198,7 @@ class Dataset(SingleTurn):
         if not found:
             raise OrreryError(
                 f"source: {self._rows.place(at)}: answer_pattern "
-                f"{self.args.answer_pattern!r} is not found in {text[-60:]!r}; correct the pattern "
+                f"{self.args.answer_pattern!r} is not found in {text[-60:]!r}. Correct the pattern "
                 "or the row"
             )
         return found[-1].strip()
@@ -233,11 +233,11 @@ class Dataset(SingleTurn):
         return [*self._messages(row), Message("assistant", filled(self.args.answer, row))]
 
     def check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check every row of the side, and return how many there are.
+        """Check every row of the side, and return their number.
 
-        `tokens` counts a problem's prompt. Raise OrreryError with a count and the first rows if
-        columns lack, answers are empty or wrong by their own verdict, prompts stand on both sides
-        or are longer than `most_tokens`.
+        `tokens` counts the tokens of a problem's prompt. Raise OrreryError, with a count and the
+        first rows, if columns are missing, answers are empty or refused by the verdict, or prompts
+        are on both sides or longer than `most_tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
@@ -256,7 +256,7 @@ class Dataset(SingleTurn):
     def _misfit(
         self, at: int, tokens: Callable[[Problem], int] | None, most_tokens: int
     ) -> tuple[str, str] | None:
-        """Return the kind of row `at`'s misfit and its first reason with the next step."""
+        """Return None if row `at` is right, else the kind of its error and the sentence."""
         try:
             problem = self._problem(at, at)
         except OrreryError as error:
@@ -276,11 +276,11 @@ class Dataset(SingleTurn):
         return None
 
     def _self_judged(self, at: int, answer: str) -> str | None:
-        """Return why the verdict refuses the row's own answer, or None."""
+        """Return why the verdict refuses the row's own answer as a reply, or None."""
         verdict = self.args.verdict
         try:
             scorer = scorer_of(self._request(at, answer))
-            if verdict.kind in ("json_schema", "python"):  # the answer is not a reply
+            if verdict.kind in ("json_schema", "python"):  # the answer has not the form of a reply
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
             if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:
@@ -288,12 +288,12 @@ class Dataset(SingleTurn):
             right = scorer(reply) == 1.0
         except OrreryError:
             raise
-        except Exception as error:  # a library's parser
+        except Exception as error:  # a library's parser may raise any type
             return f"{error}; correct the answer or the verdict"
         return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
 
     def _check_against_training(self) -> None:
-        """Raise OrreryError if prompts stand on the training side too."""
+        """Raise OrreryError if prompts are on the training side too."""
         train = Dataset(self.args.model_copy(update={"split": "train"}), self.seed)
         trained = set(map(train._prompt, train._kept))
         both = [int(at) for at in self._kept if self._prompt(at) in trained]

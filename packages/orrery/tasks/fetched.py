@@ -1,8 +1,8 @@
 """Examine a fetched folder for `orrery fetch`, and print JSON.
 
-- `tokenizer FOLDER`: the `sha256` that a model axis names, the number of ordinary tokens, and the
-  added tokens with their numbers. A chat without a template is refused.
-- `dataset FOLDER`: rows and columns of each split, and the `sha256` that a spec names.
+- `tokenizer FOLDER`: the `sha256` for a model axis, the number of ordinary tokens, and the added
+  tokens with their ids. A tokenizer without a chat template is refused.
+- `dataset FOLDER`: rows and columns of each split, and the `sha256` for a spec.
 """
 
 import argparse

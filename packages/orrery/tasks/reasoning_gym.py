@@ -1,12 +1,12 @@
 """Any family of the `reasoning-gym` library, judged by its scorer. Single turn.
 
-- In: `family`, its options `config`, and `split`. The Python lock pins the default options.
-- Problem `index` is item 0 of the dataset with a seed hashed from (seed, index, draw), at the first
-  draw on the side `split`. The library seeds item i with seed + i, so near seeds would share
-  problems. A small family may repeat problems.
+- Args: `family`, its options `config`, and `split`. The Python lock pins the default options.
+- Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index, draw), for the first
+  draw on the side `split`. The library seeds item i with seed + i, so neighbouring seeds would
+  share problems. A small family may repeat problems.
 - Reward: the score, clipped to [0, 1], of the text in `<answer>` tags, or of the whole reply. Some
-  scorers execute it, so `scorer_pool.py` isolates them. A reply without a score is wrong (metric
-  `unscorable`).
+  scorers execute the reply, so `scorer_pool.py` isolates them. A reply that cannot be scored is
+  wrong (metric `unscorable`).
 """
 
 import copy
@@ -35,8 +35,8 @@ from orrery.tasks.task import (
     split_of,
 )
 
-MAX_DRAWS = 1000  # making a question can take half a second
-KEPT_DRAWS = 8192  # exceeds the rollouts in flight, so `judge` finds its problem
+MAX_DRAWS = 1000  # one draw can take half a second
+KEPT_DRAWS = 8192  # more than the rollouts in flight, so `judge` finds its problem
 
 
 class Family:
@@ -65,7 +65,7 @@ class Family:
         return library.create_dataset(self.name, **self.config, seed=seed, size=1)
 
     def _reseeded(self, seed: int) -> Any:
-        """Return the first dataset with another seed, without rereading word lists."""
+        """Return a copy of the first dataset with another seed, without rereading word lists."""
         dataset = copy.copy(self._first)
         dataset.config, dataset.seed = dataclasses.replace(dataset.config, seed=seed), seed
         return dataset
@@ -92,7 +92,7 @@ class ReasoningGym(SingleTurn):
                 return seed, item
         raise OrreryError(
             f"task reasoning_gym: no {self.args.split} question of family {self.args.family} in "
-            f"{MAX_DRAWS} draws; config {self.args.config} allows too few: widen it"
+            f"{MAX_DRAWS} draws. Config {self.args.config} allows too few: widen it"
         )
 
     def problem(self, index: int) -> Problem:
@@ -125,8 +125,8 @@ def scorer_of(request: list[Any]) -> Callable[[str], float]:
     item = dataset[0]
     if item["question"] != question:
         raise OrreryError(
-            f"family {name}: another process makes another problem of seed {seed}; "
-            f"set PYTHONHASHSEED={HASH_SEED}"
+            f"family {name}: two processes make different problems of seed {seed}. "
+            f"Set PYTHONHASHSEED={HASH_SEED}"
         )
     return lambda text: float(dataset.score_answer(extract_answer(text) or text, item))
 

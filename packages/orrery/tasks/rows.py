@@ -1,7 +1,7 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
-- A folder is one of `Dataset.save_to_disk`, of `DatasetDict.save_to_disk`, or a fetched dataset,
-  whose files of a split are named after it (`main/train-00000-of-00001.parquet`).
+- A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
+  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`).
 - JSONL, Parquet and Arrow files are mapped, so they may exceed memory. JSON and CSV are read whole.
 - A row is an object whose keys are the columns. A CSV file's values are text.
 """
@@ -27,10 +27,10 @@ class DataRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raise ValueError if the file's text is no object."""
+        """Return row `index`. Raise ValueError if it is not an object."""
 
     def place(self, index: int) -> str:
-        """Return where row `index` stands, for error messages: `problems.jsonl:7`."""
+        """Return the place of row `index` for error messages: `problems.jsonl:7`."""
 
 
 def open_rows(path: Path, split: str | None = None) -> DataRows:
@@ -38,7 +38,7 @@ def open_rows(path: Path, split: str | None = None) -> DataRows:
     if path.is_dir():
         return _open_folder(path, split)
     if split is not None:
-        raise OrreryError(f"split: {path} is one file without splits; set split to null")
+        raise OrreryError(f"split: {path} is one file without splits. Set split to null")
     return _open_file(path)
 
 
@@ -55,7 +55,7 @@ def _open_file(path: Path) -> DataRows:
             case _:
                 return Tables(path, [path])
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
-        raise OrreryError(f"path: {path} cannot be read: {error}; write the file again") from error
+        raise OrreryError(f"path: {path} cannot be read: {error}. Write the file again") from error
 
 
 def _open_folder(path: Path, split: str | None) -> DataRows:
@@ -67,12 +67,12 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
     if all(file.suffix in (".parquet", ".arrow") for file in files):
         return Tables(path, files)
     if len(files) > 1:
-        raise OrreryError(f"path: {path} holds {len(files)} files of {split!r}; name one of them")
+        raise OrreryError(f"path: {path} holds {len(files)} files of {split!r}. Name one of them")
     return _open_file(files[0])
 
 
 def splits(path: Path) -> dict[str, list[Path]]:
-    """Return a fetched folder's files by split. Raise OrreryError if it holds no file of rows."""
+    """Return a fetched folder's data files by split. Raise OrreryError if it has none."""
     found: dict[str, list[Path]] = {}
     for file in data_files(path):
         found.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)
@@ -84,7 +84,7 @@ def splits(path: Path) -> dict[str, list[Path]]:
 def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
     if split is not None and split in splits:
         return split
-    raise OrreryError(f"split: {path} has no {split!r}; choose from {', '.join(sorted(splits))}")
+    raise OrreryError(f"split: {path} has no {split!r}. Choose from {', '.join(sorted(splits))}")
 
 
 # Folders of `save_to_disk` ------------------------------------------------------------------------
@@ -96,14 +96,14 @@ def saved_split(path: Path, split: str | None) -> Path:
         return path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"])
     if split is not None:
         raise OrreryError(
-            f"split: {path} is not a dataset of several splits, so there is no {split!r}; "
-            "set it to null"
+            f"split: {path} is not a dataset of several splits, so there is no {split!r}. "
+            "Set it to null"
         )
     return path
 
 
 def saved_state(folder: Path) -> dict[str, Any]:
-    """Return what `save_to_disk` noted of a split, its fingerprint and files among it."""
+    """Return the `state.json` that `save_to_disk` wrote, with the fingerprint and file names."""
     return {"_data_files": [], "_fingerprint": None} | _json(folder / "state.json")
 
 
@@ -116,7 +116,7 @@ def _json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise OrreryError(
-            f"path: {error}; name a folder that `Dataset.save_to_disk` wrote"
+            f"path: {error}. Name a folder that `Dataset.save_to_disk` wrote"
         ) from error
 
 
@@ -127,17 +127,17 @@ def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise OrreryError(f"path: {path}: {error.strerror}; name a file or a folder") from error
+        raise OrreryError(f"path: {path}: {error.strerror}. Name a file or a folder") from error
 
 
 class JsonLines:
-    """A mapped file with one object a line, and its `sha256`. Blank lines are skipped."""
+    """A mapped file with one object per line. Blank lines are skipped."""
 
     def __init__(self, path: Path):
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # Bytes end a line at \n only: JSON strings may hold U+2028.
+            # In bytes only \n ends a line. JSON strings may contain U+2028.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -160,7 +160,7 @@ class JsonLines:
 
 
 class Listed:
-    """A JSON list of objects, alone or as the only list of an object, or a CSV file with names."""
+    """A JSON list of objects, an object with one such list, or a CSV file with a header."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -178,9 +178,9 @@ class Listed:
 
 
 class Tables:
-    """Mapped Parquet or Arrow files, one after the other. Null fields are left out of a row.
+    """Mapped Parquet or Arrow files, one after the other. Rows have no null fields.
 
-    With `needed`, each file must have that column, and rows have no others but those of `also`.
+    With `needed`, each file must have that column, and rows have only it and the columns `also`.
     """
 
     def __init__(
@@ -191,9 +191,8 @@ class Tables:
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise OrreryError(
-                "kind: datasets are read with pyarrow, which is not installed here; type "
-                "`make setup`, or `pip install pyarrow` where the environment is not of this "
-                "checkout"
+                "kind: datasets are read with pyarrow, which is not installed here. Type "
+                "`make setup`, or `pip install pyarrow` outside this checkout's environment"
             ) from error
         self._path, self._parts = path, []
         for file in files:
@@ -207,8 +206,8 @@ class Tables:
             if needed is not None:
                 if needed not in table.column_names:
                     raise OrreryError(
-                        f"column: {file} has no {needed!r}; "
-                        f"choose from {', '.join(sorted(table.column_names))}"
+                        f"column: {file} has no {needed!r}. "
+                        f"Choose from {', '.join(sorted(table.column_names))}"
                     )
                 kept = {needed, *also}
                 table = table.select([name for name in table.column_names if name in kept])
@@ -233,7 +232,7 @@ def _listed(file: Any) -> list[Any]:
         lists = [value for value in read.values() if isinstance(value, list)]
         read = lists[0] if len(lists) == 1 else read
     if not isinstance(read, list):
-        raise ValueError("it holds no list of rows")
+        raise ValueError("it has no list of rows")
     return read
 
 

@@ -1,11 +1,11 @@
-"""A pool of processes that run scorers. Some scorers execute answers.
+"""A pool of processes that run scorers, because some scorers execute answers.
 
 - In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
-- Each process remakes a problem of reasoning-gym from its seed. Some families order words by hash,
-  so both processes need the same PYTHONHASHSEED. The launcher sets it.
+- The process makes a problem of reasoning-gym again from its seed. Some families order words by
+  hash, so all processes need the same PYTHONHASHSEED. The launcher sets it.
 - Each of at most NUM_SCORERS processes scores one answer at a time, in a fork.
-- Requests are served in order. LIMIT_S counts from an answer's turn.
-- A failed process is an OrreryError, never a score of 0, and is replaced.
+- Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
+- A failed process raises OrreryError, never gives a score of 0, and is replaced.
 - Processes end with this process, even if it is killed, and inherit no files.
 """
 
@@ -26,11 +26,11 @@ from orrery.tasks.scorer_process import LIMIT_S, MAX_SENTENCE
 from orrery.tasks.task import JudgeBroken
 
 NUM_SCORERS = 8
-START_S = 120.0  # for imports from a slow file system, scaled
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # of a number and a score, or an escaped sentence
+START_S = 120.0  # imports from a slow file system take long
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # a number and a score, or an escaped sentence
 HASH_SEED = "0"
-SLACK_S = 5.0  # beyond LIMIT_S, to kill the fork and reply, scaled
-CANARY_EVERY = 500  # answers
+SLACK_S = 5.0  # after LIMIT_S, to kill the fork and reply
+CANARY_EVERY = 500  # answers between two checks
 CANARY = "spiral_matrix"  # its scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
@@ -43,12 +43,12 @@ class ScorerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, kind: str, request: Any, text: str) -> float | None:
-        """Return the finite score of answer `text`, or None if it has no score.
+        """Return the finite score of answer `text`, or None if it cannot be scored.
 
-        Raise OrreryError if the process fails, or with its sentence if it refuses the request.
+        Raise OrreryError if the process fails, or refuses the request.
         """
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a semaphore belongs to one loop
+        if loop is not self._loop:  # a semaphore belongs to one event loop
             self._loop, self._turns = loop, asyncio.Semaphore(self.num_scorers)
         async with self._turns:
             scorer = await self._ready()
@@ -60,10 +60,10 @@ class ScorerPool:
                 is_late = isinstance(error, TimeoutError)
                 how = "stood still" if is_late else "ended, or said what is no score,"
                 raise OrreryError(
-                    f"the process that scores answers {how} while it scored one; "
-                    "the next answer gets a new one"
+                    f"the process that scores answers {how} while it scored an answer. "
+                    "The next answer gets a new process"
                 ) from error
-            except BaseException:  # cancelled: do not give this score to the next answer
+            except BaseException:  # cancelled: the next answer must not get this score
                 scorer.end()
                 raise
             self._idle.append(scorer)
@@ -90,9 +90,9 @@ class ScorerPool:
                 if score != known:
                     raise JudgeBroken(
                         f"the process that scores answers gave {score} to a known answer to "
-                        f"{CANARY!r} that is worth {known:g}; rewards since the last such test may "
-                        "be wrong; go back to a checkpoint before it, or see that reasoning-gym is "
-                        "the release that the lock names, then run again"
+                        f"{CANARY!r} that is worth {known:g}. Rewards since the last such check "
+                        "may be wrong. Go back to a checkpoint before it, or install the release "
+                        "of reasoning-gym that the lock names, then run again"
                     )
             scorer.num_until_canary = CANARY_EVERY
         scorer.num_until_canary -= 1
@@ -164,13 +164,13 @@ class _Scorer:
 
     def end(self) -> None:
         self.process.kill()
-        # In a thread: freeing the memory may take half a second.
+        # Wait in a thread, because freeing the memory may take half a second.
         threading.Thread(target=self.process.wait, daemon=True).start()
         self._wire.close()
 
 
 def _environment() -> dict[str, str]:
-    """Return a minimal environment. numpy gets one thread, to save address space."""
+    """Return a minimal environment. numpy has one thread, to save address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -2,14 +2,13 @@
 
 - In, a line per answer: `[number, kind, request, text, limit_s]`. Out: an empty line when ready,
   then `[number, score]`. The score is null if the scorer raises, exits, is slow or gives no finite
-  number. It is a sentence if the request itself is wrong.
-- A kind's function in KINDS makes a request's scorer in this process, so that the imports of its
-  library cost no fork anything.
+  number, and a sentence if the request is wrong.
+- A function in KINDS makes the scorer of a request in this process, so libraries are imported once.
 - This process never interprets an answer. It has no secret, no capability and no open file except
   its socket. It ends with its parent (`scorer_pool.py`).
-- A fork (`_answer`) scores one answer, without output, in a removed folder. Its limits:
-  MEMORY_BYTES of address space, the answer's time, no bytes in files and, unless the user is root,
-  no processes. It is then killed with its children.
+- A fork (`_answer`) scores one answer, without output, in a removed folder, and is then killed with
+  its children. Its limits are MEMORY_BYTES of address space, the answer's time, empty files and,
+  unless the user is root, no new processes.
 """
 
 import gc
@@ -29,20 +28,20 @@ from typing import Any
 
 from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
-KINDS = {  # kind -> module:function from a request to a scorer of texts
+KINDS = {  # kind -> module:function, which returns the scorer of a request
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
 LIMIT_S = 5.0  # per answer
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 32  # length of a number
-KEPT_SCORERS = 64  # answers to one problem come together
-MAX_SENTENCE = 500  # characters
+MAX_BYTES = 32  # longest text of a score
+KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
+MAX_SENTENCE = 500  # characters of an error
 
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole group. An exit would look like a bad answer.
+    # Slurm signals the whole process group. If this process ended, an answer would look wrong.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -61,9 +60,9 @@ def main() -> None:
     adopt_orphans()  # to kill a fork's orphans with it
     drop_privileges()
     hide_memory()
-    gc.freeze()  # or a collection in a fork copies every page of the imports
+    gc.freeze()  # otherwise a garbage collection in a fork copies all pages
     answers.write(b"\n")
-    os.dup2(nowhere, 2)  # after printing start errors
+    os.dup2(nowhere, 2)  # errors at the start are still printed
     for line in requests:
         number, *request = json.loads(line)
         answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
@@ -82,7 +81,7 @@ def _warm_up() -> None:
 def _score(kind: str, request: Any, text: str, limit_s: float) -> float | str | None:
     try:
         scorer = _scorer(kind, json.dumps(request))
-    except Exception as error:  # a library's, or the code of a user's reward
+    except Exception as error:  # a library or a user's reward function may raise any type
         return f"{error or type(error).__name__}"[:MAX_SENTENCE]
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -106,7 +105,7 @@ def _score(kind: str, request: Any, text: str, limit_s: float) -> float | str | 
 def _answer(scorer: Callable[[str], float], text: str, limit_s: float, writer: int) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # descriptors are the lowest free numbers
+    os.closerange(4, 1024)  # the kernel gives the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:
@@ -130,7 +129,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and its descendants. Orphans become our children."""
+    """Kill the fork and its descendants, which become children of this process."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

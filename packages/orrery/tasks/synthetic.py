@@ -1,12 +1,12 @@
-"""Tasks of drawn text: reverse a string or words, and answers of drawn lengths. Single turn.
+"""Tasks with random text: reverse a string or words, and answers of given lengths. Single turn.
 
 `reverse_text` and `reverse_words`:
 
 - `instruction` precedes the text.
-- Reward: the share of characters or words in place,
-  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)), of the stripped reply.
+- Reward: the share of characters or words in the right place,
+  Σ [reply[i] = answer[i]] / max(len(reply), len(answer)), for the stripped reply.
 - Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
-- `reverse_words` suits pretrained tokenizers, whose tokens exceed a character.
+- `reverse_words` is for pretrained tokenizers, whose tokens hold several characters.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class ReverseText(_Reverse):
                 )
             if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set(" \t\n"):
                 raise ValueError(
-                    f"alphabet {self.alphabet!r} must hold each character once, and no blank"
+                    f"alphabet {self.alphabet!r} must contain each character once, and no blank"
                 )
             return self
 
@@ -112,7 +112,7 @@ def _share_in_place(reply: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def longest_common_subsequence(a: str, b: str) -> int:
-    """Return the longest common subsequence's length, in len(a) · len(b) steps."""
+    """Return the length of the longest common subsequence, in len(a) · len(b) steps."""
     row = [0] * (len(b) + 1)
     for x in a:
         diagonal = 0
@@ -122,11 +122,12 @@ def longest_common_subsequence(a: str, b: str) -> int:
 
 
 class Lengths(SingleTurn):
-    """Answers of exactly drawn lengths, to measure speed.
+    """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal by `median_tokens` and `sigma`, at most `max_tokens`. The longest of a
-      thousand is about e^(3.1 · sigma) medians. Random weights never end a turn by themselves.
-    - A group's members have the same length. The reward is a hash of the answer, for gradients.
+    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. The longest of
+      a thousand is about e^(3.1 · sigma) medians.
+    - All answers of a group have the same length. The reward is a hash of the answer, so that
+      gradients are not zero.
     """
 
     class Args(Record):
@@ -139,8 +140,8 @@ class Lengths(SingleTurn):
         def median_is_reached(self) -> "Lengths.Args":
             if self.median_tokens > self.max_tokens:
                 raise ValueError(
-                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}; "
-                    "lower it to at most that"
+                    f"median_tokens {self.median_tokens} exceeds max_tokens {self.max_tokens}. "
+                    "Lower it to at most that"
                 )
             return self
 

@@ -1,11 +1,11 @@
 """The task protocol: problems, replies, a judge, and the split of problems into two sides.
 
 - A problem is a pure function of (args, seed, index), in any process. All types are JSON.
-- `reply` and `judge` may be coroutines. Their exceptions are failures, never a reward of 0. A judge
-  must accept any text.
-- Other functions block the event loop. Do slow work, and execute a model's text, in another process
-  (`scorer_pool.py`).
-- The orchestrator calls `problem` serially in a thread, concurrently with `reply` and `judge`.
+- `reply` and `judge` may be coroutines. An exception in them fails the rollout, and never counts as
+  a reward of 0. A judge must accept any text.
+- A function that is not a coroutine blocks the event loop. Do slow work, and run code that a model
+  wrote, in another process (`scorer_pool.py`).
+- The orchestrator calls `problem` in one thread, concurrently with `reply` and `judge`.
 """
 
 import difflib
@@ -27,14 +27,14 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """Free text has the arguments `{"input": text}`."""
+    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn. `tool_calls` are the assistant's. `name` is a tool's name."""
+    """A message of a chat. The assistant may have `tool_calls`. A tool's message has its `name`."""
 
     role: Role
     content: str
@@ -43,7 +43,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function for the model. `parameters` is its arguments' JSON schema."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str
@@ -51,9 +51,9 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A chat that ends before the assistant's turn, and the judge's answer (JSON).
+    """A chat that ends before the assistant's turn, and the reference answer (JSON).
 
-    `exact_tokens`: length of every turn. None: a stop token ends a turn.
+    `exact_tokens` is the length of every assistant turn. None: a stop token ends the turn.
     """
 
     index: int
@@ -69,14 +69,14 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge cannot be trusted, so the run ends. Other exceptions cost one rollout."""
+    """The judge gives wrong rewards, so the run ends. Other exceptions fail one rollout."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A task, built as `Kind(args, seed)`. `Args`, without defaults, checks a `TaskUse`'s `args`.
+    """A task, built as `Kind(args, seed)`. The model `Args`, without defaults, checks `args`.
 
-    Optional: `demonstration(index) -> list[Message]`, a whole chat for SFT, judged 1.0.
+    Optional: `demonstration(index) -> list[Message]`, a whole chat for SFT with the reward 1.0.
     """
 
     Args: type[Record]
@@ -87,7 +87,7 @@ class Task(Protocol):
     def reply(
         self, problem: Problem, messages: Sequence[Message]
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """Return the reply to the chat `messages`, or None at the episode's end."""
+        """Return the messages that answer the chat, or None at the end of the episode."""
 
     def judge(
         self, problem: Problem, messages: Sequence[Message]
@@ -106,7 +106,7 @@ class SingleTurn:
 
 
 def scored(score: float | None) -> Judgement:
-    """Return the judgement of a scorer's score, clipped to [0, 1]. None: the reply has no score."""
+    """Return the judgement for a score, clipped to [0, 1]. None: the reply cannot be scored."""
     if score is None:
         return Judgement(0.0, {"exact": 0.0, "unscorable": 1.0})
     reward = min(max(score, 0.0), 1.0)
@@ -114,7 +114,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return the side of a text. The share `held_out` of all BLAKE2b digests is held out."""
+    """Return a text's side, by its BLAKE2b digest. The share `held_out` of texts is held out."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 
@@ -122,14 +122,14 @@ def split_of(text: str, held_out: float = HELD_OUT) -> Split:
 def draw(
     split: Split, kind: str, seed: int, index: int, sample: Callable[[random.Random], str]
 ) -> str:
-    """Return the first `sample` on the side `split`. Pure in (split, kind, seed, index)."""
+    """Return the first `sample` on the side `split`, a function of (split, kind, seed, index)."""
     rng = random.Random(f"{kind}/{seed}/{index}")
     for _ in range(MAX_DRAWS):
         text = sample(rng)
         if split_of(text) == split:
             return text
     raise OrreryError(
-        f"task {kind}: no {split} text in {MAX_DRAWS} draws; the args allow too few texts: "
+        f"task {kind}: no {split} text in {MAX_DRAWS} draws. The args allow too few texts: "
         "widen the lengths or the alphabet"
     )
 

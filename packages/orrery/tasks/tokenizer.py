@@ -28,10 +28,10 @@ from orrery.tasks.task import ToolCall
 PAD, END = "<|pad|>", "<|end|>"
 CALL, END_CALL = "<|call|>", "<|end_call|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # ids 0 … 7, then the alphabet
+SPECIALS = (PAD, END, *ROLES, CALL, END_CALL)  # token ids 0 … 7. The alphabet follows
 PAD_ID, END_ID = 0, 1
 
-TODAY = datetime.datetime(2024, 7, 26)  # the default of Llama's templates
+TODAY = datetime.datetime(2024, 7, 26)  # the default date of Llama's templates
 
 CHARACTER_TEMPLATE = """\
 {%- for message in messages -%}
@@ -48,7 +48,7 @@ and arguments.input is string else arguments | tojson -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# A pretrained tokenizer's files. generation_config.json names the stop tokens.
+# Files of a pretrained tokenizer. generation_config.json lists the stop tokens.
 FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -76,15 +76,15 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     source = Path(model.tokenizer.path)
     if not (source / "tokenizer.json").is_file():
         raise OrreryError(
-            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}; "
-            "name the folder of the pretrained model"
+            f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}. "
+            "Name the folder of the pretrained model"
         )
     files = [source / name for name in FILES if (source / name).is_file()]
     if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
         names = " ".join(file.name for file in files)
         raise OrreryError(
-            f"model.tokenizer.sha256 {expected}: {names} of {source} have {found}; write that if "
-            "they are the ones that you mean, else fetch the manifest's files again"
+            f"model.tokenizer.sha256 {expected}: {names} of {source} have {found}. Write that if "
+            "these files are right, or fetch the manifest's files again"
         )
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -93,10 +93,8 @@ def write_tokenizer(model: Model, folder: Path) -> None:
 def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
     if len(set(alphabet)) != len(alphabet):
         twice = "".join(sorted(c for c in set(alphabet) if alphabet.count(c) > 1))
-        raise OrreryError(
-            f"model.tokenizer.alphabet: {twice!r} stands in it twice; each character is one token"
-        )
-    # A larger vocabulary is padding.
+        raise OrreryError(f"model.tokenizer.alphabet: it contains {twice!r} twice. Remove one")
+    # A larger vocab_size adds unused rows.
     if model.vocab_size < vocab_size(alphabet):
         rule = f"{len(SPECIALS)} specials + {len(alphabet)} characters = {vocab_size(alphabet)}"
         raise OrreryError(
@@ -134,14 +132,14 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
         raise OrreryError(
-            f"tokenizer: {folder} has no chat template; use an instruction-tuned model or add "
+            f"tokenizer: {folder} has no chat template. Use an instruction-tuned model or add "
             "chat_template.jinja"
         )
     return template
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render `{% generation %}…{% endgeneration %}`, the mark of assistant text, as its body."""
+    """Render the body of `{% generation %}…{% endgeneration %}`, which marks assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -174,9 +172,9 @@ def template_environment() -> jinja2.Environment:
 
 
 def take_calls(text: str, characters: bool) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls, in linear time. A malformed call is text.
+    """Return the text without its calls, and the calls. A malformed call stays in the text.
 
-    `characters`: in the character format.
+    `characters`: the text is in the character format.
     """
     opens, closes = (CALL, END_CALL) if characters else ("<tool_call>", "</tool_call>")
     kept, calls, after = [], [], 0

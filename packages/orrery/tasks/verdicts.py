@@ -1,7 +1,7 @@
 """Verdicts on a reply of the task `dataset`, each computed in an isolated process.
 
-`scorer_of(request)` runs there. A request holds the verdict's args, the reference answer and, for a
-reward function of the user, the row. It returns a function from the reply's text to a score.
+`scorer_of(request)` runs in that process, and returns a function from a reply's text to its score.
+A request holds the verdict's args, the reference answer and, for a user's function, the row.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.S)
 
 
 class Math(Record):
-    """The reply's last formula equals the answer, by math-verify. `boxed`: read \\boxed{…} only."""
+    """The reply's last formula equals the answer (math-verify). `boxed`: only in \\boxed{…}."""
 
     kind: Literal["math"]
     boxed: bool
@@ -48,12 +48,12 @@ class Exact(Record):
     @model_validator(mode="after")
     def _compiles(self) -> "Exact":
         if self.pattern is not None and compiled(self.pattern).groups < 1:
-            raise ValueError(f"pattern {self.pattern!r} has no group; write (…) around the answer")
+            raise ValueError(f"pattern {self.pattern!r} has no group. Write (…) around the answer")
         return self
 
 
 class Pattern(Record):
-    """`pattern` is found in the reply, with the quoted answer in the place of `{answer}`."""
+    """The reply matches `pattern`, in which the quoted answer replaces `{answer}`."""
 
     kind: Literal["pattern"]
     pattern: str
@@ -61,26 +61,26 @@ class Pattern(Record):
     @model_validator(mode="after")
     def _compiles(self) -> "Pattern":
         if PLACEHOLDER not in self.pattern:
-            raise ValueError(f"pattern {self.pattern!r} lacks {PLACEHOLDER}; add it")
+            raise ValueError(f"pattern {self.pattern!r} lacks {PLACEHOLDER}. Add it")
         compiled(self.pattern.replace(PLACEHOLDER, "x"))
         return self
 
 
 class Choice(Record):
-    """The letter that the reply chooses, of the first `num_choices`, is the answer."""
+    """The reply chooses the answer's letter, one of the first `num_choices` letters."""
 
     kind: Literal["choice"]
     num_choices: Annotated[int, Field(ge=2, le=26)]
 
 
 class JsonSchema(Record):
-    """The reply is JSON, alone or in a fenced block, that fits the answer, a JSON schema."""
+    """The reply is JSON, alone or in a fenced block, and fits the answer, a JSON schema."""
 
     kind: Literal["json_schema"]
 
 
 class Python(Record):
-    """`function(reply, answer, row)` of a Python file returns the reward."""
+    """`function(reply, answer, row)` in a user's Python file returns the reward."""
 
     kind: Literal["python"]
     path: str
@@ -94,7 +94,7 @@ Verdict = Annotated[
 
 
 def compiled(pattern: str, flags: int = re.S) -> re.Pattern[str]:
-    """Compile a user's pattern. Raise ValueError with a sentence if it is none."""
+    """Compile a user's pattern. Raise ValueError if it is not a regular expression."""
     try:
         return re.compile(pattern, flags)
     except re.error as error:
@@ -134,12 +134,12 @@ def _parsed(answer: str) -> list[Any]:
         from math_verify import parse
     except ImportError as error:
         raise OrreryError(
-            "verdict: math needs math-verify, which the locks do not hold yet; type `.venv/bin/uv "
+            "verdict: math needs math-verify, which the locks do not hold yet. Type `.venv/bin/uv "
             "pip install math-verify==0.9.0`, or choose another verdict"
         ) from error
     gold = parse(answer if "\\boxed" in answer or "$" in answer else f"${answer}$", **_UNTIMED)
     if not gold:
-        raise ValueError(f"the answer {answer!r} is no formula")
+        raise ValueError(f"the answer {answer!r} is not a formula")
     return gold
 
 
@@ -153,7 +153,7 @@ def _equal(gold: list[Any], text: str, boxed: bool) -> bool:
     return bool(verify(gold, parse(text, config, **_UNTIMED), timeout_seconds=None))
 
 
-_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process has a limit of its own
+_UNTIMED: dict[str, Any] = {"parsing_timeout": None}  # the process itself has a time limit
 
 
 def _normal(text: str, ignore_case: bool) -> str:
@@ -184,7 +184,9 @@ def _schema_scorer(answer: str) -> Callable[[str], float]:
         schema = json.loads(answer)
         jsonschema.Draft202012Validator.check_schema(schema)
     except (ValueError, jsonschema.SchemaError) as error:
-        raise ValueError(f"the answer is no JSON schema: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"the answer is not a JSON schema: {str(error).splitlines()[0]}"
+        ) from error
     validator = jsonschema.Draft202012Validator(schema)
 
     def score(text: str) -> float:
@@ -199,15 +201,15 @@ def _schema_scorer(answer: str) -> Callable[[str], float]:
 
 @cache
 def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
-    """Load the user's function. Raise OrreryError if the file changed or lacks it."""
+    """Load the user's function. Raise OrreryError if the file has changed or lacks it."""
     try:
         source = Path(path).read_bytes()
     except OSError as error:
-        raise OrreryError(f"path: {path}: {error.strerror}; name your reward's file") from error
+        raise OrreryError(f"path: {path}: {error.strerror}. Name your reward's file") from error
     found = hashlib.sha256(source).hexdigest()
     if found != sha256:
         raise OrreryError(
-            f"sha256: {path} has {found}, the manifest says {sha256}; write the new one into the "
+            f"sha256: {path} has {found}, the manifest says {sha256}. Write the new one into the "
             "spec, or restore the old file"
         )
     module = types.ModuleType("reward")
@@ -215,8 +217,8 @@ def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except Exception as error:
-        raise OrreryError(f"path: {path} cannot be loaded: {error!r}; correct it") from error
+        raise OrreryError(f"path: {path} cannot be loaded: {error!r}. Correct it") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise OrreryError(f"function: {path} defines no function {name!r}; correct the name")
+        raise OrreryError(f"function: {path} defines no function {name!r}. Correct the name")
     return function

@@ -1,6 +1,6 @@
-"""The Slurm job that this launcher runs in: its nodes, and the start of the stage's steps.
+"""The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-The launcher passes the run's token by standard input. srun copies it to each task.
+srun copies the launcher's standard input, with the run's token, to each task.
 """
 
 import os
@@ -37,7 +37,7 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """One job. `nodes`: host names by component. `restarts`: how often Slurm restarted the job."""
+    """This job. `nodes`: host names by component. `restarts`: how often Slurm has restarted it."""
 
     job: str
     restarts: int
@@ -108,9 +108,10 @@ class Allocation:
         return self.nodes[step.component][step.first_node : step.first_node + step.num_nodes]
 
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
-        """Return the nodes on which two probes did not start. If half are silent, return none.
+        """Return the nodes on which two probes in turn did not start.
 
-        Probe the nodes in `suspected` first, and the other nodes only if one of these is silent.
+        Return none if half of the nodes are silent. Probe the nodes in `suspected` first, and all
+        others only if one of them is silent.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -140,8 +141,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S.
 
-        These are its scratch folder and shared memory with `shared` in its name. Without containers
-        also the engines' folders that begin with `caches` or `starts`.
+        These are its scratch folder and files in shared memory with `shared` in their name. Without
+        containers also the engines' folders whose names begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

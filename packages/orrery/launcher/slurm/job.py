@@ -1,12 +1,12 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
-- Each node group is a component. Several components form a heterogeneous job. If a component uses
-  only some devices (on CPUs: cores) of a node, it gets the same share of processors and memory. The
+- Each node group is a component. Several components form a heterogeneous job. A component that uses
+  only some devices (on CPUs: cores) of a node gets the same share of processors and memory. The
   launcher runs on the first node of component 0.
-- There is one step for each role and node group, and one for each engine. A task computes its index
+- Each engine has a step, and so has each other role in each node group. A task computes its index
   from its rank in the step, and writes its own log on its node.
-- srun reports how a task ended (`node2: task 3: Killed`), and ends after all tasks. The first
-  failed task ends the step (`--kill-on-bad-exit`).
+- srun prints how a task ended (`node2: task 3: Killed`). The first failed task ends the step
+  (`--kill-on-bad-exit`).
 """
 
 import math
@@ -31,9 +31,9 @@ from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
-IN_JOB = "ORRERY_SLURM"  # set inside our jobs only
-MEMORY_MB = 6000  # the minimum for a stage
-LAUNCHER_CPUS = 2  # for launcher, orchestrator and router
+IN_JOB = "ORRERY_SLURM"  # set inside Orrery's jobs only
+MEMORY_MB = 6000  # minimum of a stage
+LAUNCHER_CPUS = 2  # of launcher, orchestrator and router together
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def batch_command(
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
-    # The shell must survive USR1, which is for the launcher.
+    # The shell ignores USR1, which is for the launcher.
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
@@ -115,14 +115,14 @@ def batch_command(
 
 
 LOOK_S = 0.2
-CTRL_C_S = 0.2  # between two SIGINTs: srun kills the step if both come within a second
+CTRL_C_S = 0.2  # between two SIGINTs. srun kills the step if both come within a second.
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One engine, or a role's processes in one node group, equally many on every node.
+    """One engine, or a role's processes in a node group, equally many on every node.
 
-    `devices`: the first device of the step on a node, and the number of devices that a task sees.
+    `devices`: the step's first device on a node, and the number of devices that a task sees.
     """
 
     component: int
@@ -146,8 +146,8 @@ def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> lis
     """Return the stage's steps, servers first.
 
     Slurm would give overlapping steps the same devices. So each step gets all devices of a node,
-    and `task.sh` selects: a trainer rank sees all devices of its role on the node, for CUDA IPC,
-    and an engine only its own.
+    and `task.sh` selects among them. An engine sees only its own devices. A trainer rank sees all
+    devices of the trainer on its node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -191,10 +191,9 @@ def step_options(
     component: int | None, nodelist: str, num_nodes: int, tasks_per_node: int,
     cpus_per_task: int, gres: str | None, stdin: Literal["none", "all"] = "none",
 ) -> list[str]:  # fmt: skip
-    """Return srun's options for a step that overlaps other steps.
+    """Return srun's options for a step that shares nodes with other steps.
 
-    `component` is None in a job that is not heterogeneous. With `stdin` "all" srun copies stdin to
-    every task.
+    `component` is None unless the job is heterogeneous. `stdin` "all" copies stdin to every task.
     """
     return [
         *("srun", *([f"--het-group={component}"] if component is not None else [])),
@@ -222,7 +221,7 @@ def srun(
 
 
 class Step:
-    """A started step. `line` returns the command of an incarnation."""
+    """A started step. `line(incarnation)` is its command."""
 
     def __init__(
         self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path,
@@ -257,7 +256,7 @@ class Step:
     def endings(self) -> dict[int, int]:
         if time.monotonic() - self._looked_s >= LOOK_S:
             self._looked_s = time.monotonic()
-            with suppress(OSError):  # try again at the next look
+            with suppress(OSError):  # the next call tries again
                 if (size := self.log.stat().st_size) != self._read[0]:
                     self._read = size, task_endings(self.messages())
         return self._read[1]
@@ -296,7 +295,7 @@ class SlurmTask:
         return self.step.incarnation
 
     def restart(self) -> "SlurmTask":
-        """Start the next incarnation on the same node. The step must have a single task."""
+        """Start the next incarnation of a step with one task, on the same node."""
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
@@ -308,7 +307,7 @@ class SlurmTask:
             return ended[self.rank]
         if code is None or not ended:
             return code
-        return 0 if code == 0 else -signal.SIGTERM  # srun ended it after another task failed
+        return 0 if code == 0 else -signal.SIGTERM  # srun ended it because another task failed
 
     @property
     def ending(self) -> str | None:
@@ -348,7 +347,7 @@ def task_endings(said: str) -> dict[int, int]:
             number = int(code[1])
         else:
             number = next((-value for word, value in _HOW.items() if how.startswith(word)), 1)
-        # Apptainer exits with 128 plus the signal's number. But 143 is also a role's own exit code.
+        # Apptainer exits with 128 plus the signal's number. 143 may be a role's own exit code.
         if 128 < number < 160 and number != 128 + signal.SIGTERM:
             number = 128 - number
         for rank in _ranks(found["tasks"]):

@@ -3,8 +3,8 @@
 - `sacct` is used only for jobs that `squeue` no longer lists.
 - Every documented state of Slurm maps to a `JobState`. Other states raise OrreryError.
 - A heterogeneous job has the id of its first component.
-- A job's name contains the run, a hash of the run folder's path, and the stage. So the same run in
-  two checkouts has two names.
+- A job's name contains the run, a hash of the run folder's path, and the stage. So two checkouts of
+  a run have different job names.
 """
 
 import os
@@ -64,8 +64,8 @@ def state_of(slurm_state: str, job: str) -> JobState:
     first = slurm_state.split()[0].rstrip("+") if slurm_state.split() else ""
     if first not in STATES:
         raise OrreryError(
-            f"Slurm says that job {job} is {slurm_state!r}, a state unknown here; "
-            "add it to orrery/launcher/slurm/queue.py"
+            f"Slurm says that job {job} is {slurm_state!r}, a state unknown here. "
+            "Add it to orrery/launcher/slurm/queue.py"
         )
     return STATES[first]
 
@@ -74,9 +74,9 @@ KEPT = re.compile(r"SLURM_(CONF|JOB_ID|JOBID|CLUSTER_NAME|HET_SIZE|JOB_ID_HET_GR
 
 
 def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str, str]:
-    """Return `env` without variables that Slurm reads as options.
+    """Return `env` without the variables that Slurm reads as options.
 
-    With `inside`, keep the variables that identify the job.
+    With `inside`, keep those that identify the job.
     """
 
     def is_kept(name: str) -> bool:
@@ -88,7 +88,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Run one of Slurm's commands and return its output. Ctrl-C does not interrupt it."""
+    """Run a command of Slurm, which Ctrl-C does not reach. Return its output."""
     program = command[0]
     try:
         done = subprocess.run(
@@ -97,19 +97,19 @@ def call(*command: str) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise OrreryError(
-            f"{program}: command not found; put Slurm's client tools on PATH, "
+            f"{program}: command not found. Put Slurm's client tools on PATH, "
             "and check them with `orrery doctor`"
         ) from None
     except subprocess.TimeoutExpired:
         raise OrreryError(
-            f"{program}: no answer within {COMMAND_S:.0f} s; "
-            "type `scontrol ping` to see whether Slurm's controller is up"
+            f"{program}: no answer within {COMMAND_S:.0f} s. "
+            "Type `scontrol ping` to see whether Slurm's controller is up"
         ) from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
         said = re.sub(rf"^({program}: )?((error|fatal): )?", "", last)
-        raise OrreryError(f"{program}: {said}; type `orrery doctor` to check Slurm")
+        raise OrreryError(f"{program}: {said}. Type `orrery doctor` to check Slurm")
     return done.stdout
 
 
@@ -209,7 +209,7 @@ def retry(
     pauses_s: Iterable[float],
     is_worth: Callable[[OrreryError], object] = lambda error: True,
 ) -> T:
-    """Return the result of `attempt`. Repeat it after a pause if `is_worth(error)`."""
+    """Return `attempt()`. Retry after each pause while `is_worth(error)`."""
     for pause_s in pauses_s:
         try:
             return attempt()
@@ -226,7 +226,7 @@ def is_preempted(job: str) -> bool:
 
 
 def seconds(left: str) -> float | None:
-    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for other texts, such as UNLIMITED."""
+    """Parse `1-02:03:04`, `2:03:04` or `03:04`. Return None for others, such as UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left.strip())
     if found is None:
         return None

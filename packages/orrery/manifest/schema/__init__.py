@@ -1,7 +1,7 @@
 # ruff: noqa: F401
-"""The manifest: all that determines a run's result.
+"""The manifest: all settings that determine a run's result.
 
-- Every field is required, because a default would escape review.
+- Every field is required, because a reviewer would not see a default.
 - Objects are frozen, and unknown fields are errors.
 - Hosts, partitions, mounts, ports and log levels belong to a site.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.

@@ -1,8 +1,8 @@
-"""Every constraint between fields, once, with its sentence: field, value, rule, and the remedy.
+"""The constraints between fields of a manifest. The trainer's are in `trainer_constraints.py`.
 
-- Each function yields the sentences of the broken rules of one part, in the order of urgency.
-- `Manifest` raises the first. Rules of the trainer alone are in `trainer_constraints.py`.
-- Jsonnet asserts only what the schema cannot see: hidden settings, and ranks that do not divide.
+- Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
+  basic first. `Manifest` raises the first sentence.
+- Jsonnet asserts only constraints on settings that are not in the manifest.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ from orrery.manifest.schema.trainer_constraints import (
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Hardware, Manifest
 
-TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # rules of the pipeline
+TARGETS = ("init", "sft", "rl", "evaluate", "report", "all")  # Snakemake's rules
 SEGMENT_BYTES = 16 << 20  # Mooncake's minimum for each worker
-KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's blocks of cache are a multiple of it
+KV_BLOCK_TOKENS = {"cpu": 32, "gpu": 16}  # vLLM's block of cache is a multiple of it
 
 _QWEN3 = {
     "rotary_fraction": (1.0,),
@@ -39,19 +39,19 @@ _QWEN3 = {
     "attention_bias": (False,),
     "qk_norm": (True,),
 }
-_QWEN3_MOE = {  # its only experts
+_QWEN3_MOE = {  # the values of model.moe that the family supports
     "moe.num_dense_layers": (0,),
     "moe.num_shared_experts": (0,),
     "moe.score": ("softmax",),
     "moe.routed_scale": (1.0,),
 }
-ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # the choices of a family
+ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family and field
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
     "glm4_moe": {"rope_scaling": (None,)},
 }
-PARTS = {  # the families with a part
+PARTS = {  # families by the part of the model that they have
     "moe": ("qwen3_moe", "glm4_moe", "glm5"),
     "mla": ("glm5",),
     "hf_config": ("hugging_face",),
@@ -59,7 +59,7 @@ PARTS = {  # the families with a part
 
 
 def misfits(run: "Manifest") -> Iterator[str]:
-    """Yield the sentences of all broken rules. Later rules rely on earlier ones."""
+    """Yield a sentence for each broken constraint. Later constraints rely on earlier ones."""
     yield from _model_misfits(run.model)
     yield from trainer_field_misfits(run.trainer)
     yield from _inference_misfits(run.inference)
@@ -355,7 +355,7 @@ def _cannot_hold(field: str, held: int, inference: Inference, needed: int) -> st
 
 
 def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> Iterator[str]:
-    """Yield why a tier cannot hold the longest rollout."""
+    """Yield why a tier of the KV cache cannot hold the longest rollout."""
     offload, longest = inference.kv_offload, longest_host_bytes(model, inference)
     if offload.kind == "tiers":
         host, disk = offload.host_bytes, offload.disk_bytes
@@ -378,10 +378,9 @@ def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield why weights in FP8 do not fill whole blocks.
+    """Yield why FP8 weights do not fill whole blocks on each device.
 
-    vLLM pads experts to whole blocks, and no update fills the padding. A dense layer needs inputs
-    of whole blocks on each device.
+    vLLM would pad experts to whole blocks, and updates do not fill the padding.
     """
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator
@@ -430,7 +429,7 @@ def _fp8_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _fp8_inputs(model: Model, inference: Inference) -> Iterator[tuple[str, int, int]]:
-    """Yield the inputs of dense layers: field, width, number of shards."""
+    """Yield (field, width, number of shards) of the inputs of dense layers."""
     yield "model.hidden_size", model.hidden_size, 1
     if model.family != "hugging_face":
         field, size = "head_dim", model.head_dim
@@ -453,7 +452,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
         [field for field, kind in kinds.items() if kind == library]
         for library in ("nixl", "mooncake")
     )
-    if nixl and mooncake:  # their two copies of rdma-core would crash an engine at exit
+    if nixl and mooncake:  # each has a copy of rdma-core, and two crash an engine at exit
         yield (
             f"{nixl[0]} 'nixl' with {mooncake[0]} 'mooncake': no engine can load both, for each "
             "brings its own rdma-core; set one of them to another kind"
@@ -473,7 +472,7 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _group_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield why groups of processes do not fill the nodes of a run with several."""
+    """Yield why groups of processes do not fill whole nodes."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     if num_nodes == 1:
         return

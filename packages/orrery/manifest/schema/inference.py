@@ -1,4 +1,4 @@
-"""The engines: replicas, router, cache transfer and offload, and the sizes of their caches."""
+"""The engines: replicas, router, transfer and offload of KV caches, and the caches' sizes."""
 
 from typing import Annotated, Literal
 
@@ -17,16 +17,16 @@ DISK_PAGE_BYTES = 4096
 
 
 class NoRouter(Record):
-    """The orchestrator speaks to the only engine directly."""
+    """The orchestrator sends requests to the only engine directly."""
 
     kind: Literal["none"]
 
 
 class VllmRouter(Record):
-    """`vllm-router` before the replicas. Thresholds are null except for "cache_aware".
+    """`vllm-router` spreads requests over the replicas. Thresholds are for "cache_aware" only.
 
-    "consistent_hash" and "sticky_least_loaded" keep a rollout's turns on one engine by its name,
-    "cache_aware" by the shared prefix.
+    "consistent_hash" and "sticky_least_loaded" send all turns of a rollout to one engine, by the
+    rollout's name. "cache_aware" does so by the shared prefix.
     """
 
     kind: Literal["vllm_router"]
@@ -62,16 +62,16 @@ KvTransfer = Annotated[
 
 
 class NoKvOffload(Record):
-    """Blocks of cache that leave the device are lost."""
+    """Cache blocks that leave the device are lost."""
 
     kind: Literal["none"]
 
 
 class TieredKvOffload(Record):
-    """Blocks move to host memory, then to files on the node's scratch disk.
+    """Cache blocks move to host memory, then to files on the node's scratch disk.
 
-    Sizes are per data-parallel rank (all its tensor-parallel devices). A restarted engine finds its
-    files again. `disk_bytes` 0: no files.
+    Sizes count for one data-parallel rank with all its tensor-parallel devices. A restarted engine
+    finds its files again. With `disk_bytes` 0 there are no files.
     """
 
     kind: Literal["tiers"]
@@ -80,10 +80,10 @@ class TieredKvOffload(Record):
 
 
 class MooncakeKvOffload(Record):
-    """Blocks move to a Mooncake Store that all engines share, with one master per stage.
+    """Cache blocks move to a Mooncake Store that all engines of a stage share.
 
-    `segment_bytes` is host memory per engine, divided evenly among its devices. Each has a buffer
-    of at most 1 GB besides.
+    `segment_bytes` is host memory per engine, divided evenly among its devices. Each device also
+    has a buffer of at most 1 GB.
     """
 
     kind: Literal["mooncake"]
@@ -101,10 +101,9 @@ class Inference(Record):
 
     - With 0 prefill replicas every engine serves whole requests.
     - A replica has `data_parallel` · `tensor_parallel` devices. `expert_parallel` spreads whole
-      experts over them. Otherwise each expert is sharded.
-    - `quantization` "fp8": engines hold dense layers and experts in FP8, made from published
-      weights.
-    - `max_restarts`: restarts within a day, over all engines. One more failure ends the stage.
+      experts over them, otherwise each expert is sharded.
+    - `quantization` "fp8": engines quantize dense layers and experts to FP8.
+    - `max_restarts`: restarts of all engines within a day. One more failure ends the stage.
     """
 
     num_replicas: Count
@@ -131,9 +130,9 @@ class Inference(Record):
 
 
 def _block_bytes(model: Model, inference: Inference) -> int:
-    if (mla := model.mla) is None:  # keys and values of the device's heads
+    if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
-    else:  # the latent, its rotary part and the indexer's key
+    else:  # the latent vector, its rotary part and the indexer's key
         numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
     element_bytes = {"float32": 4, "bfloat16": 2}[inference.dtype]
     return inference.kv_block_tokens * model.num_layers * numbers * element_bytes
@@ -144,14 +143,14 @@ def longest_blocks(inference: Inference) -> int:
 
 
 def longest_device_bytes(model: Model, inference: Inference) -> int:
-    """Return a longest sequence's cache on one device, with vLLM's reserved block."""
+    """Return the cache bytes of a longest sequence on one device, with vLLM's reserved block."""
     return (1 + longest_blocks(inference)) * _block_bytes(model, inference)
 
 
 def longest_host_bytes(model: Model, inference: Inference) -> int:
-    """Return a longest sequence's host cache, for all devices of a rank.
+    """Return the host cache bytes of a longest sequence, for all devices of a rank.
 
-    MLA devices hold the same latent, so one copy is enough.
+    With MLA all devices hold the same latent vectors, and the host keeps one copy.
     """
     copies = 1 if model.mla is not None else inference.tensor_parallel
     return copies * longest_blocks(inference) * _block_bytes(model, inference)
@@ -164,7 +163,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
     """Return the bytes on disk of one block's cache and of its routes.
 
-    Routes, evicted separately, get twice their size: a cache is useless without them.
+    Routes get twice their size. They are evicted separately, and a cache is useless without them.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     if not routed_experts or (moe := model.moe) is None:
@@ -176,7 +175,7 @@ def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:
-    """Return sharded widths: field, value, dividing field, number of shards."""
+    """Return sharded widths as (field, value, field that divides it, number of shards)."""
     moe, tensor = model.moe, ("tensor_parallel", inference.tensor_parallel)
     widths = []
     if model.family != "hugging_face" and (moe is None or moe.num_dense_layers):

@@ -1,4 +1,4 @@
-"""The manifest of a run. `constraints` checks that its fields fit."""
+"""The manifest of a run. `constraints.py` checks that its fields fit together."""
 
 from typing import Annotated, Literal
 
@@ -17,14 +17,14 @@ SCHEMA_VERSION = 3
 
 def _known(accelerator: str) -> str:
     if accelerator != "cpu" and accelerator not in DEVICES:
-        raise ValueError(f"{accelerator!r} is unknown; choose from {', '.join(['cpu', *DEVICES])}")
+        raise ValueError(f"{accelerator!r} is unknown. Choose from {', '.join(['cpu', *DEVICES])}")
     return accelerator
 
 
 class Hardware(Record):
-    """The shape of the machine. It changes reduction orders.
+    """The shape of the machine, which affects results by the order of reductions.
 
-    `accelerator` is `cpu` or one of `manifest/devices.py`. With `shared_devices`, trainer and
+    `accelerator` is `cpu` or a key in `manifest/devices.py`. With `shared_devices`, trainer and
     engines run on the same GPUs of one node.
     """
 
@@ -35,10 +35,7 @@ class Hardware(Record):
 
 
 class Manifest(Record):
-    """One whole run.
-
-    `python_lock_sha256` is the hash of `locks/cpu.txt`, on GPUs of `locks/cuda.txt`.
-    """
+    """A run. `python_lock_sha256` is the hash of `locks/cpu.txt`, or `locks/cuda.txt` on GPUs."""
 
     schema_version: Literal[3]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]*$", max_length=100)]
@@ -55,9 +52,9 @@ class Manifest(Record):
 
     @property
     def sft(self) -> Sft:
-        """Return the warm start. Raise OrreryError for a run without one."""
+        """Return the SFT stage. Raise OrreryError if the run has none."""
         if self.stages.sft is None:
-            raise OrreryError(f"stages.sft: null, so run {self.name} has no warm start; set it")
+            raise OrreryError(f"stages.sft: null, so run {self.name} has no SFT stage. Set it")
         return self.stages.sft
 
     @property
@@ -67,7 +64,7 @@ class Manifest(Record):
 
     @property
     def group_devices(self) -> dict[str, int]:
-        """Return the devices of each group, in node order."""
+        """Return the number of devices of each node group, in the order of nodes."""
         inference = self.inference
         prefill = inference.prefill_replicas * inference.devices_per_replica
         rest = inference.num_replicas * inference.devices_per_replica - prefill

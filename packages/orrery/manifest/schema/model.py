@@ -1,4 +1,4 @@
-"""Field types for all roles, and the model: architecture, weights and tokenizer."""
+"""Field types of all schema files, and the model: architecture, weights and tokenizer."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from orrery.manifest.errors import OrreryError
 
-MAX_INT = 2**53  # Jsonnet's numbers are exact up to here
+MAX_INT = 2**53  # Jsonnet's largest exact integer
 MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
-MAX_S = 365 * 86_400  # clocks and sockets overflow after some years
+MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
 MAX_SIZE = 2**24
-FP8_BLOCK = 128  # rows and columns of a block of FP8 weights with one scale
+FP8_BLOCK = 128  # FP8 weights have one scale for each block of 128 × 128
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -20,19 +20,19 @@ Steps = Annotated[int, Field(gt=0, le=MAX_STEPS)]
 Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bound = PositiveFloat | None
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # factor of a moving average
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
 
 
 class Record(BaseModel):
-    """An object of the manifest: frozen, strict and closed."""
+    """An object of the manifest: frozen, strictly typed, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RandomInit(Record):
-    """Weights drawn at `init` from a normal distribution with `std`. Norms are one."""
+    """Draw weights from a normal distribution with `std`. Norms are 1."""
 
     kind: Literal["random"]
     seed: NonNegativeInt
@@ -73,11 +73,11 @@ class PretrainedTokenizer(Record):
 
 
 class MoE(Record):
-    """Mixture-of-experts feed-forward of every layer except the first `num_dense_layers`.
+    """Mixture of experts in every layer except the first `num_dense_layers`.
 
-    - `score` turns router logits into weights. With "sigmoid" biases affect the choice of experts,
-      not the weight.
-    - `routed_scale` multiplies the routed experts' output. Shared experts serve every token,
+    - `score` turns router logits into weights of experts. With "sigmoid" a bias affects the choice
+      of experts, not their weights.
+    - `routed_scale` multiplies the output of routed experts. Shared experts serve every token,
       unscaled.
     """
 
@@ -102,7 +102,7 @@ class Llama3RopeScaling(Record):
 
 
 class Indexer(Record):
-    """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores."""
+    """DeepSeek sparse attention: a query attends to the `top_k` tokens with the highest scores."""
 
     num_heads: PositiveInt
     head_dim: PositiveInt
@@ -124,15 +124,14 @@ Fp8Part = Literal["attention", "feed_forward", "experts"]
 
 
 class Model(Record):
-    """Architecture in this project's names.
+    """The architecture.
 
-    - `head_dim` is the width of queries and keys. Rotary embeddings apply to `rotary_fraction` of
-      it.
+    - `head_dim` is the width of queries and keys. Rotary embeddings apply to a `rotary_fraction`.
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5.
-    - `hugging_face` is any causal language model of transformers, built from `hf_config`, the
-      content of its `config.json`.
-    - `fp8` names the layers that trainer and engines multiply in block-scaled FP8. Shared experts
-      are feed-forwards. Routers, LM head, embedding and norms never are.
+    - `hugging_face` is any causal language model of transformers. `hf_config` is the content of its
+      `config.json`.
+    - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts are
+      feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """
 
     family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
@@ -160,7 +159,7 @@ class Model(Record):
 
     @property
     def mixture(self) -> MoE:
-        """Return the experts. Raise OrreryError for a dense model."""
+        """Return `moe`. Raise OrreryError for a dense model."""
         if self.moe is None:
-            raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts; set it")
+            raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts. Set it")
         return self.moe

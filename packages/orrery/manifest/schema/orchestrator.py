@@ -9,9 +9,9 @@ from orrery.manifest.schema.trainer import Optimizer, Schedule
 
 
 class TaskUse(Record):
-    """Arguments `args` of task `kind`, with `weight` as its share of the trained groups.
+    """A task of `kind` with its `args`. `weight` is its share of the trained groups.
 
-    Evaluations use all tasks equally.
+    Evaluations give all tasks the same share.
     """
 
     name: str
@@ -23,7 +23,7 @@ class TaskUse(Record):
 
 
 class Grpo(Record):
-    """A = R − mean(R) over the group. `normalize_std` divides by its standard deviation."""
+    """A = R − mean(R) over a group. `normalize_std` divides by the group's standard deviation."""
 
     kind: Literal["grpo"]
     group_size: Annotated[int, Field(ge=2)]
@@ -46,14 +46,14 @@ class Sampling(Record):
 
 
 class FixedAdmission(Record):
-    """A constant limit of rollouts in flight."""
+    """A constant limit on rollouts in flight."""
 
     kind: Literal["fixed"]
     max_in_flight: PositiveInt
 
 
 class AdaptiveAdmission(Record):
-    """A limit that follows the engines' load (cache use, waiting requests, preemptions)."""
+    """A limit that follows the engines' cache use, waiting requests and preemptions."""
 
     kind: Literal["adaptive"]
     min_in_flight: PositiveInt
@@ -64,9 +64,9 @@ Admission = Annotated[FixedAdmission | AdaptiveAdmission, Field(discriminator="k
 
 
 class Evaluation(Record):
-    """Held-out problems during RL, on one pinned policy version.
+    """Evaluate held-out problems during RL, each time on one policy version.
 
-    `stop_at`: RL ends successfully once the mean held-out reward reaches it. Null: never.
+    RL ends successfully once the mean held-out reward reaches `stop_at`. Null: never.
     """
 
     interval_steps: PositiveInt
@@ -76,14 +76,13 @@ class Evaluation(Record):
 
 
 class Orchestrator(Record):
-    """How rollouts are made, and which of them are trained.
+    """Sampling of rollouts, and the selection of rollouts to train on.
 
-    - `drop_zero_advantage_groups`: leave out groups of equal rewards, until `max_sampled_ratio`
-      times the batch has been sampled. Then such groups fill the batch.
-    - `on_timeout`: a rollout longer than `rollout_timeout_s` is dropped and counted, or has the
-      reward 0 in evaluations and its group's baseline. It is never trained.
-    - `keep_batches`: the number of newest trained batches to keep with tokens, log-probs and
-      routes.
+    - `drop_zero_advantage_groups`: leave out groups with equal rewards. Once `max_sampled_ratio`
+      times the batch has been sampled, such groups fill the batch.
+    - `on_timeout`: a rollout longer than `rollout_timeout_s` is dropped and counted, or gets the
+      reward 0 in evaluations and in its group's baseline. It is never trained.
+    - `keep_batches`: the number of newest batches that stay on disk (tokens, log-probs, routes).
     """
 
     algorithm: Algorithm
@@ -106,13 +105,13 @@ class Tasks(Record):
 
 
 class Transport(Record):
-    """How batches reach the trainer and weights reach the engines.
+    """The path of batches to the trainer, and of weights to the engines.
 
-    - `weights`: "files" in shared memory or the run's folder. "nccl": trainer ranks send each
+    - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
       engine its slices (CUDA IPC within a host). "nixl": engines read the same slices by RDMA.
-      "adapters": files of `trainer.lora` alone, applied to the initial weights.
-    - `routed_experts`: the engines' experts travel with the tokens, and the trainer replays them
-      (R3).
+      "adapters": only files of `trainer.lora`, beside the initial weights.
+    - `routed_experts`: batches contain the experts that the engines chose, and the trainer replays
+      this choice (R3).
     """
 
     rollouts: Literal["zmq", "files"]
@@ -153,7 +152,7 @@ SftData = Annotated[Demonstrations | ChatFile | ChatDataset, Field(discriminator
 
 
 class Validation(Record):
-    """The loss on untrained examples, every `interval_steps` and at both ends."""
+    """The loss on untrained examples, at the first and last step and every `interval_steps`."""
 
     interval_steps: PositiveInt
     num_examples: PositiveInt
@@ -161,7 +160,7 @@ class Validation(Record):
 
 
 class Sft(Record):
-    """Supervised warm start, on the tokens of messages with a role in `trained_roles`."""
+    """Supervised fine-tuning on the messages whose role is in `trained_roles`."""
 
     num_steps: Steps
     examples_per_batch: PositiveInt
@@ -181,7 +180,7 @@ class Rl(Record):
 
 
 class Evaluate(Record):
-    """The final evaluation before and after RL, on held-out problems."""
+    """The evaluation of the weights before and after RL, on held-out problems."""
 
     num_problems: PositiveInt
     rollouts_per_problem: PositiveInt

@@ -20,8 +20,8 @@ class Mesh(Record):
     """Ranks = dp_replicate · dp_shard · cp. Expert parallelism divides dp_shard · cp.
 
     - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
-    - `cp_style`: "ulysses" exchanges sequence for heads in an all-to-all. "ring" passes keys and
-      values around in zig-zag order.
+    - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
+      values around a ring, with tokens in zig-zag order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
     """
 
@@ -41,17 +41,18 @@ class Mesh(Record):
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Return a trainer rank's data group. The ranks of a cp group are neighbours."""
+        """Return the index of a rank's cp group, whose ranks are neighbours and share documents."""
         return rank // self.cp
 
 
 class Fsdp(Record):
     """FSDP2.
 
-    - `reshard_after_forward`: free whole weights after forward, and gather them for backward.
-    - `reduce_gradients`: "step" keeps whole gradients of all micro-batches. "micro_batch" reduces
-      and shards them after each.
-    - `cpu_offload`: weights, gradients, optimizer state and step are on the host.
+    - `reshard_after_forward`: free gathered weights after the forward pass, and gather them again
+      for the backward pass.
+    - `reduce_gradients` "step": reduce whole gradients once a step. "micro_batch": reduce and shard
+      them after each micro-batch.
+    - `cpu_offload`: keep weights, gradients and optimizer state on the host, and update there.
     """
 
     reshard_after_forward: bool
@@ -69,9 +70,10 @@ class AdamW(Record):
 
 
 class Muon(Record):
-    """Muon for the matrices of the blocks (Jordan et al. 2024), `rest` for all other weights.
+    """Muon for the blocks' matrices (Jordan et al. 2024), `rest` for all other weights.
 
-    Updates have AdamW's root mean square (arXiv 2502.16982), so one learning rate suits both.
+    Updates are scaled to AdamW's root mean square (arXiv 2502.16982), so one learning rate suits
+    both.
     """
 
     kind: Literal["muon"]
@@ -113,7 +115,7 @@ class ConstantSchedule(Record):
 
 
 class LinearSchedule(Record):
-    """Warm-up, then linear to `final_fraction` of the rate at the last step."""
+    """Warm-up, then linear decay to `final_fraction` of the rate at the last step."""
 
     kind: Literal["linear"]
     warmup_steps: NonNegativeInt
@@ -127,7 +129,7 @@ class CosineSchedule(Record):
 
 
 class WsdSchedule(Record):
-    """Warm-up, stable, then linear decay over the last `decay_steps`."""
+    """Warm-up, a constant rate, then linear decay over the last `decay_steps`."""
 
     kind: Literal["wsd"]
     warmup_steps: NonNegativeInt
@@ -152,12 +154,12 @@ class DppoLoss(Record):
 class Mismatch(Record):
     """Bounds on the difference between engines and trainer. Null: no bound.
 
-    Beyond `warn_*` the run logs a warning. Beyond `stop_*` it ends.
+    Above `warn_*` the run logs a warning. Above `stop_*` it ends.
 
-    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale tokens too (`mismatch_kl`).
-    - `*_logprob_difference`: mean |difference of log-probs| over the same tokens of one engine.
-    - `canary_logprob_difference`: the same over a fixed prompt, computed by every engine and the
-      trainer after each update. Beyond the bound the run ends. Null: no canary.
+    - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones included.
+    - `*_logprob_difference`: mean |difference of log-probs| over these tokens, for one engine.
+    - `canary_logprob_difference`: the same over a fixed prompt, which every engine and the trainer
+      evaluate after each update. Above the bound the run ends. Null: no canary.
     """
 
     warn_kl: Bound
@@ -168,13 +170,13 @@ class Mismatch(Record):
 
 
 class NoCheckpointing(Record):
-    """Keep all activations. With `compile` cheap activations are recomputed nevertheless."""
+    """Keep all activations. `compile` still recomputes cheap activations."""
 
     kind: Literal["none"]
 
 
 class FullCheckpointing(Record):
-    """Keep each block's input only. The block runs again in the backward pass."""
+    """Keep only each block's input. The block runs again in the backward pass."""
 
     kind: Literal["full"]
 
@@ -190,11 +192,12 @@ class SelectiveCheckpointing(Record):
 
 
 class Memory(Record):
-    """Trade compute or host memory for device memory in the trainer.
+    """Options that save device memory in the trainer, at a cost of compute or host memory.
 
-    - `activation_offload`: activations wait for the backward pass in pinned host memory.
-    - `optimizer_offload`: optimizer state is in pinned host memory, and on the device for the step.
-    - `lm_head_chunk_tokens`: rows of logits in memory. "auto" follows vocabulary and device.
+    - `activation_offload`: keep activations in pinned host memory until the backward pass.
+    - `optimizer_offload`: keep optimizer state in pinned host memory except during the update.
+    - `lm_head_chunk_tokens`: rows of logits in memory at a time. "auto" depends on vocabulary and
+      device.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
@@ -212,7 +215,7 @@ class Lora(Record):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B A, with W frozen.
 
     `targets`: projections of attention, dense feed-forwards (shared experts too), and routed
-    experts (one pair each). The model must have them.
+    experts (a pair A, B for each expert). The model must have them.
     """
 
     rank: PositiveInt
@@ -225,9 +228,9 @@ class Lora(Record):
 
 
 class Checkpoint(Record):
-    """A checkpoint every `interval_steps`, in RL also at the end. The newest `keep` are kept.
+    """Save every `interval_steps`, and keep the newest `keep` checkpoints.
 
-    SFT ends with `weights/sft` instead.
+    RL also saves at the end. SFT writes `weights/sft` instead.
     """
 
     interval_steps: PositiveInt
@@ -238,9 +241,9 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 
 
 class Trainer(Record):
-    """The RL trainer. SFT shares mesh, precision and memory.
+    """The RL trainer. SFT uses the same mesh, precision and memory.
 
-    `attention`: the kernel to prefer. `auto` takes the fastest that the device and the layout have.
+    `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
     """
 
     mesh: Mesh
@@ -269,9 +272,9 @@ class Trainer(Record):
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Return the outputs recomputed whatever `keep` says.
+        """Return the outputs that are always recomputed, even if `keep` names them.
 
-        Parts around an exchange between ranks are compiled. Compiled products have no names, unlike
-        this project's operators for attention and experts.
+        With `cp` or `ep` the parts of a block around an exchange are compiled. Products in compiled
+        parts have no names to keep them by.
         """
         return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()

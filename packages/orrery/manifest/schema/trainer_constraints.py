@@ -1,4 +1,4 @@
-"""Constraints of the trainer and its model, for manifests and for benchmarks of other meshes."""
+"""Constraints of the trainer and its model, for manifests and `orrery bench trainer`."""
 
 from collections.abc import Iterator
 
@@ -123,7 +123,7 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
 
 
 def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why the mesh cannot divide one context, and name products cp·dp_shard that can."""
+    """Yield why `mesh` cannot divide a context among ranks, with meshes that can."""
     sharded = devices // mesh.dp_replicate
     if devices % mesh.dp_replicate:
         sharded = mesh.dp_shard * mesh.cp
@@ -167,7 +167,7 @@ def _spread_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterato
         )
 
 
-KERNELS = {  # of attention: the least compute capability, and the greatest head size
+KERNELS = {  # attention kernel → least compute capability, greatest head size
     "fa2": (AMPERE, 256),
     "fa4": (HOPPER, 128),
     "cudnn": (HOPPER, 128),
@@ -175,7 +175,7 @@ KERNELS = {  # of attention: the least compute capability, and the greatest head
 
 
 def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
-    """Yield why the device or the model lacks the kernel of `trainer.attention`."""
+    """Yield why `trainer.attention` does not support the device or the model."""
     choice = trainer.attention
     if choice == "auto":
         return
@@ -200,9 +200,9 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
 
 
 def head_divisors(model: Model) -> list[int]:
-    """Return the numbers of ranks that the heads can be divided among.
+    """Return the numbers of ranks that can share the heads.
 
-    Ranks get equal numbers of query heads, and separate key heads or one shared key head.
+    Ranks get equal numbers of query heads, and either whole key heads or one key head together.
     """
     groups = model.num_kv_heads
     return [n for n in divisors(model.num_heads) if groups % n == 0 or n % groups == 0]
