@@ -106,7 +106,7 @@ def test_a_device_named_twice_serves_two_processes_and_never_one():
     assert share_devices("012301", plans)["trainer", 1] == ("1",)
     with pytest.raises(
         ValueError,
-        match=r"inference\.0 would get the devices 0,0 of 0,0,1,2,3,4, which has a device twice",
+        match=r"inference\.0 would get the devices 0,0 of 0,0,1,2,3,4, but a device is named twice",
     ):
         share_devices("001234", plans)
 

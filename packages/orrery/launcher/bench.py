@@ -40,7 +40,6 @@ class Figure:
 
 
 def figures(root: Path) -> list[Figure]:
-    """Return all recorded figures. Raise OrreryError if a file is not a record."""
     found = []
     for path in sorted(root.glob("**/*.json")):
         try:

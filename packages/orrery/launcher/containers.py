@@ -190,7 +190,6 @@ def without_apptainer_options(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def image_of(site: Containers, workspace: Workspace, hardware: schema.Hardware, role: str) -> Path:
-    """Return the image file of a role. Raise OrreryError if it is missing."""
     kind = hardware_of(hardware.accelerator)
     return find_image(workspace, workspace.root / site.images, IMAGE_OF[role], kind)
 

@@ -36,7 +36,6 @@ def overview(path: Path) -> str:
 
 
 def describe(run: Run, now_s: float | None = None, on_cluster: bool = False) -> list[str]:
-    """Return the lines of `orrery status RUN`. Raise OrreryError if the status is unreadable."""
     now_s = time.time() if now_s is None else now_s
     name, status = run.path.name, statuses.read(run.path)
     jobs, no_answer = _jobs(run.path) if on_cluster else ([], [])

@@ -157,7 +157,6 @@ def _dead(workspace: Workspace) -> list[Finding]:
 
 
 def _patches(python: Sequence[str]) -> Finding:
-    """List the patches of vLLM with `python`, the interpreter of the engines."""
     return judge_patches(_ask(*python, "-m", PATCHES, within_s=PROBE_S))
 
 
@@ -175,7 +174,7 @@ def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Findi
 
 
 def judge_patches(listed: Answer) -> Finding:
-    """Return a finding from the registry's output, which has a line of JSON for each patch."""
+    """Return a finding from the registry's output, a line of JSON for each patch."""
     try:
         patches = [json.loads(line) for line in listed.out.splitlines()]
         lines = [f"{one['name']} (vLLM {one['versions']}, {one['target']})" for one in patches]

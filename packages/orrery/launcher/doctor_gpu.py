@@ -34,7 +34,6 @@ print(json.dumps(found))
 
 
 def examine_gpus(ask: Callable[..., Answer]) -> list[Finding]:
-    """Return findings if the .venv is for GPUs or the machine has a driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = ask(*query)
     if installed_hardware() == "cuda":

@@ -217,7 +217,6 @@ def parse_probes(text: str) -> list[Probe]:
 def judge_probe(
     probes: Sequence[Probe], asked: Sequence[str], num_nodes: int, gpus: int, site: Site
 ) -> list[Finding]:
-    """Return findings on the nodes `asked`, each of which should have `gpus` GPUs."""
     name = {one["rank"]: one["node"] for one in probes}
     lost = {node: "said nothing" for node in asked if node not in name.values()}
     lost |= {one["node"]: "ran out of time" for one in probes if one["ended"] != "in time"}

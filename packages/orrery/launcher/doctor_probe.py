@@ -23,7 +23,7 @@ import time
 
 PIECE = 800
 POLL_S = 0.02
-LOCK_S = 10  # time limit of flock, which blocks if the lock service does not answer
+LOCK_S = 10  # flock blocks if the lock service does not answer
 MINE, THEIRS = "mine", "theirs"
 IN_IMAGE = """
 import importlib.metadata, json, platform

@@ -62,7 +62,6 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    """Return `code`. Raise OrreryError if this node does not see the folder that the job wrote."""
     # List the parent, because a network file system may cache that a name is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(

@@ -89,7 +89,6 @@ def _model_files(source: HubRepository) -> tuple[list[str], list[str]]:
 
 
 def _check_axis(axis: Path, source: HubRepository) -> None:
-    """Raise OrreryError if the file `axis` exists and describes another model."""
     if not axis.exists():
         return
     first = axis.read_text(errors="replace").partition("\n")[0]
@@ -166,8 +165,6 @@ def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[s
 
 
 def _spec(path: str, found: dict[str, Any]) -> list[str]:
-    """Return the lines of a task of kind `dataset`, to be copied into a spec."""
-
     def side(split: str) -> str:
         return (
             f"{{ kind: 'source', path: '{path}', sha256: '{found['sha256']}', split: '{split}' }}"

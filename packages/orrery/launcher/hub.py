@@ -42,8 +42,6 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository at a commit, and its files by path."""
-
     kind: Kind
     repository: str
     revision: hub.ResolvedRevision
@@ -95,7 +93,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot in the cache, which names files by their digests."""
+    """Return the files of a snapshot in the cache. The cache names files by their digests."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -160,8 +158,6 @@ def _verify(source: HubRepository, name: str, path: Path) -> None:
 
 
 def _check_disk(source: HubRepository, names: list[str], folder: Path) -> None:
-    """Raise OrreryError if the disk of the cache or of `folder` has too little space."""
-
     def is_cached(name: str) -> bool:
         known = hub.try_to_load_from_cache(
             source.repository, name, revision=source.revision.resolved, repo_type=source.kind

@@ -111,7 +111,6 @@ def requeue(stage: RunningStage) -> None:
 
 
 def _job_ends_at_s(job: Job) -> float | None:
-    """Return the time on the monotonic clock at which Slurm ends this job."""
     if job.allocation is None:
         return None
     try:

@@ -60,7 +60,7 @@ class Process:
             )  # fmt: skip
         self.pid = self._popen.pid
         if cores is not None:
-            # Pin before the process starts threads, which inherit it. It may have ended already.
+            # Pin before the process starts threads. It may have ended already.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, cores)
 
@@ -134,7 +134,6 @@ def signal_or_code(code: int | None) -> str | None:
 
 
 def last_line(log: Path, begin: int) -> str:
-    """Return the last line of the log after byte `begin`, shortened, or ""."""
     try:
         with open(log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -185,7 +184,6 @@ def installed_hardware() -> str | None:
 
 
 def check_packages(needs_gpus: bool) -> None:
-    """Raise OrreryError if this .venv was set up for the other hardware."""
     needed, found = "cuda" if needs_gpus else "cpu", installed_hardware()
     if found in (None, needed):
         return
@@ -207,7 +205,7 @@ def share_devices(
         if len(set(share)) < len(share):
             raise ValueError(
                 f"{process.role}.{process.index} would get the devices {','.join(share)} "
-                f"of {','.join(offered)}, which has a device twice"
+                f"of {','.join(offered)}, but a device is named twice"
             )
         shares[process.role, process.index] = share
     if needed > len(offered):
@@ -243,7 +241,7 @@ def cluster_environment(site: Site, start: str, cpus: int, num_nodes: int) -> di
         **({INTERFACE: site.network.interface} if site.network and num_nodes > 1 else {}),
         "NO_PROXY": "*",
         "no_proxy": "*",
-        LAUNCHER_PID: "0",  # do not check the parent, which Slurm chooses
+        LAUNCHER_PID: "0",  # the parent is unknown, because Slurm starts the process
     }
 
 

@@ -129,7 +129,6 @@ class EngineRestarts:
             self._kill_hung({name: seen[name] for name in running & seen.keys()})
 
     def kill_fenced(self) -> None:
-        """Kill the engines that the orchestrator has fenced (excluded from the run)."""
         stage = self.stage
         if not stage.job.max_restarts:
             return
@@ -143,7 +142,6 @@ class EngineRestarts:
             forget_fence(stage.run_dir, stage.name, stage.attempt, one)
 
     def _kill_hung(self, running: dict[str, Health]) -> None:
-        """Make hanging engines write their stacks, then kill them."""
         stage, ended = self.stage, []
         hung = {
             name: hang_detector.hung_s(one, stage.health_view.now_s)

@@ -33,7 +33,7 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest, and the path of its run's folder, which may not exist yet."""
+    """A manifest and the path of its run's folder. The folder may not exist yet."""
 
     manifest: Manifest
     path: Path
@@ -87,7 +87,6 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
 
 
 def planned(word: str, workspace: Workspace) -> Run:
-    """Return the run of a manifest's path (`*.json`), or `find(word)`."""
     if not word.endswith(".json"):
         return find(word, workspace)
     manifest = load(word)
@@ -175,14 +174,13 @@ def _check_lock(run: Run, workspace: Workspace) -> None:
 
 
 def lock_of(manifest: Manifest) -> str:
-    """Return the path of the lock whose hash is `python_lock_sha256`."""
     return f"locks/{'cpu' if manifest.hardware.accelerator == 'cpu' else 'cuda'}.txt"
 
 
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the run, or ORRERY_RESUME, which `make demo` sets."""
+    """Return the command that resumes the run. `make demo` sets it in ORRERY_RESUME."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)

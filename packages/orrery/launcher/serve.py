@@ -105,7 +105,6 @@ def exported(run: Run) -> Path | None:
 
 
 def summary_line(word: str, run: Run) -> str:
-    """Return the summary's line about the run's weights and the command that serves them."""
     folder = exported(run)
     if folder is None:
         return f"weights: `orrery export {word}` writes those of its newest checkpoint"
@@ -113,7 +112,6 @@ def summary_line(word: str, run: Run) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Return `folder`. Raise OrreryError if it is not a Hugging Face folder with weights."""
     if not (folder / CONFIG).is_file():
         raise OrreryError(
             f"{folder}: no {CONFIG}, so no Hugging Face folder. Name one that a run or "
@@ -139,13 +137,11 @@ def check_port(port: int) -> None:
             [free] = network.free_ports(1, host)
             why = error.strerror or str(error)
             raise OrreryError(
-                f"--port {port}: {host} does not give it ({why}). Type `--port {free}`, which is "
-                "free"
+                f"--port {port}: {host} does not give it ({why}). Type `--port {free}`"
             ) from None
 
 
 def _token() -> tuple[str, str]:
-    """Return the token as a shell word, and the token."""
     file = os.environ.get(TOKEN_FILE)
     if not file:
         token = secrets.token_hex(16)
@@ -190,7 +186,6 @@ def _await_end(process: Process, run_dir: Path, folder: Path, interrupts: Interr
 
 
 def _check(process: Process, run_dir: Path, folder: Path) -> None:
-    """Raise RunFailed with the server's error if the server has ended."""
     if process.poll() is None:
         return
     health = read_health(run_dir, STAGE).get(process.name)
@@ -209,7 +204,6 @@ def _end(process: Process, interrupts: Interrupts) -> None:
 
 
 def _how_to_ask(url: str, folder: Path, token: str) -> str:
-    """Return the text for the user: the address, the token and an example command."""
     messages = _example(folder)
     path = "completions"
     question: dict[str, object] = {"prompt": messages[-1]["content"]}
@@ -228,7 +222,6 @@ def _how_to_ask(url: str, folder: Path, token: str) -> str:
 
 
 def _example(folder: Path) -> list[dict[str, str]]:
-    """Return the messages of the run's first held-out problem, or a greeting."""
     messages = []
     with (
         suppress(OSError, ValueError, KeyError, TypeError),

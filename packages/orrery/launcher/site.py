@@ -146,7 +146,6 @@ def site_path(workspace: Workspace) -> Path | None:
 
 
 def load_site(workspace: Workspace) -> Site:
-    """Return the site, or the default without a file. Raise OrreryError for a wrong field."""
     path = site_path(workspace)
     if path is None:
         return Site()
@@ -168,7 +167,6 @@ def load_site(workspace: Workspace) -> Site:
 
 
 def cluster(workspace: Workspace) -> Slurm:
-    """Return the site's Slurm settings. Raise OrreryError if the site has none."""
     site = load_site(workspace)
     if site.slurm is None:
         where = site_path(workspace)

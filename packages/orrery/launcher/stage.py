@@ -74,8 +74,6 @@ class Outcome:
 
 
 class Interrupts:
-    """Count signals. The first ends the stage, the second skips the grace period."""
-
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self.preemption_requested = False

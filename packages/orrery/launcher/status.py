@@ -42,8 +42,6 @@ class RoleStatus:
 
 @dataclass
 class Status:
-    """The content of `status.json`. Every start of a stage increases `attempt`."""
-
     stage: str
     attempt: int
     state: State

@@ -74,7 +74,6 @@ RESTART_LOCK_S = 90.0  # a network file system keeps a dead node's lock for a wh
 
 
 def run_stage(job: Job) -> Outcome:
-    """Run the stage. Raise OrreryError if it cannot start."""
     log_level()  # raises for an unknown level, before any role starts
     restarted = job.allocation is not None and job.allocation.restarts > 0
     os.umask(os.umask(0o077) | 0o002)  # no other user may write into the run

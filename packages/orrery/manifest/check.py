@@ -18,7 +18,6 @@ _URGENCY = {"extra_forbidden": 0, "missing": 2}
 
 
 def check(data: Any, where: str) -> Manifest:
-    """Return the manifest in `data`. Raise OrreryError with `where` and the first wrong field."""
     version = data.get("schema_version") if isinstance(data, dict) else SCHEMA_VERSION
     if type(version) is int and version != SCHEMA_VERSION:
         raise OrreryError(

@@ -47,7 +47,6 @@ def diff(before: Manifest, after: Manifest) -> list[Difference]:
 
 
 def read_receipt(path: Path) -> Receipt:
-    """Return the receipt in a file. Raise OrreryError for any other file."""
     remedy = "remove it, the next stage writes a new one"
     receipt = read_object(path, remedy)
     try:

@@ -1,4 +1,4 @@
-"""The id of a run, which is the sha256 of its canonical JSON, and the folders of a checkout.
+"""The id of a run (the sha256 of its canonical JSON), and the folders of a checkout.
 
 - Canonical JSON is parsed by the schema, in ASCII, with sorted keys, without spaces and NaN.
 - A run's folder is `<root>/<name>-<first 12 hex digits of the id>`, so an edited spec is a new run.
@@ -16,7 +16,6 @@ from orrery.manifest.schema import Manifest
 
 
 def load(path: str | Path) -> Manifest:
-    """Return the manifest in a JSON file. Raise OrreryError for an invalid file."""
     example = "manifests/reverse_text.json, which `orrery render` writes"
     remedy = f"give a rendered manifest, such as {example}"
     return check(read_json(Path(path), remedy), str(path))
@@ -30,7 +29,6 @@ def canonical_json(manifest: Manifest) -> bytes:
 
 
 def pretty_json(manifest: Manifest) -> str:
-    """Return the text of a checked-in manifest."""
     return (
         json.dumps(manifest.model_dump(mode="json"), sort_keys=True, indent=2, allow_nan=False)
         + "\n"
@@ -46,7 +44,6 @@ def id12(manifest: Manifest) -> str:
 
 
 def run_dir(root: str | Path, manifest: Manifest) -> Path:
-    """Return the run's folder under `root`."""
     return Path(root) / f"{manifest.name}-{id12(manifest)}"
 
 

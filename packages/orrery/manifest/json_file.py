@@ -36,7 +36,6 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise OrreryError for other values."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise OrreryError(f"{path}: holds {kind_of(value)}, and an object is expected; {remedy}")
@@ -44,7 +43,6 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the value in a file as `kind`. Raise OrreryError if a value has another type."""
     value = read_json(path, remedy)
     try:
         return _adapter(kind).validate_json(  # type: ignore[arg-type]  # a type is hashable

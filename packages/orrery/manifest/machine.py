@@ -117,7 +117,6 @@ def _is_visible(index: str, uuid: str) -> bool:
 
 
 def refuse_other_device(manifest: Manifest, name: str) -> None:
-    """Raise OrreryError if the manifest is for another type of GPU than `name`."""
     accelerator = manifest.hardware.accelerator
     if accelerator != "cpu" and name not in DEVICES[accelerator].names:
         raise OrreryError(
@@ -128,7 +127,6 @@ def refuse_other_device(manifest: Manifest, name: str) -> None:
 
 
 def describe(machine: Machine) -> str:
-    """Return a line about the devices and their data sheet."""
     if machine.accelerator == "cpu":
         return str(machine)
     device = DEVICES[machine.accelerator]

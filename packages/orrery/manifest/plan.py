@@ -76,7 +76,6 @@ class StagePlan:
 
 
 def plan(manifest: Manifest) -> list[StagePlan]:
-    """Return the stages, with nodes and devices of all processes."""
     return [on_devices(one, manifest.hardware.shared_devices) for one in _stages(manifest)]
 
 
@@ -111,7 +110,6 @@ def _stages(manifest: Manifest) -> list[StagePlan]:
 
 
 def stage(manifest: Manifest, name: str) -> StagePlan:
-    """Return one stage. Raise OrreryError for an unknown name."""
     stages = plan(manifest)
     for one in stages:
         if one.name == name:

@@ -154,7 +154,6 @@ def _of_all_files(
 
 
 def locate(workspace: Workspace, name: str) -> Path:
-    """Return the file of a run. Raise OrreryError with the nearest name if there is no such run."""
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
     if likely in workspace.run_files and name in _names(workspace, likely):
         return likely

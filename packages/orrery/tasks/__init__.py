@@ -57,7 +57,6 @@ def kinds() -> dict[str, str]:
 
 
 def make(task_use: TaskUse) -> Task:
-    """Build the task. Raise OrreryError on an unknown kind or bad args."""
     where, kind_name = f"task {task_use.name!r}", task_use.kind
     known = kinds()
     if kind_name not in known:
@@ -98,7 +97,7 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
 
 
 class FewShot:
-    """Put solved examples before every problem of another task, which helps small models.
+    """Put solved examples before every problem of another task.
 
     - A chat begins with the message `system`, if any, then `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.

@@ -150,11 +150,10 @@ class Renderer:
         return Message("assistant", text.strip() if calls else text, tuple(calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the tokens' text, with special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, which may name special tokens.
+        """Return the tokens of a text. It may name special tokens.
 
         Raise OrreryError on characters outside the tokenizer or tokens outside the model.
         """

@@ -83,7 +83,6 @@ def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequ
 def _checked_rows(
     path: str, use: TaskUse, renderer: Renderer | None, most_tokens: int
 ) -> int | None:
-    """Let the task check all rows of its file. Return their number, or None without a file."""
     check_rows = getattr(_task(use.model_dump_json()), "check_rows", None)
     if check_rows is None:
         return None
@@ -114,7 +113,7 @@ def _check_sides(manifest: Manifest) -> None:
 
 
 def _problems(use: TaskUse) -> tuple[str, dict[str, Any], int]:
-    """Return (kind, args, seed) of the problems, which for `few_shot` are the other task's."""
+    """Return (kind, args, seed) of the task, or of the other task inside `few_shot`."""
     if use.kind == "few_shot":
         return use.args["kind"], use.args["args"], use.seed
     return use.kind, use.args, use.seed

@@ -43,7 +43,6 @@ KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
 def columns_of(template: str) -> list[str]:
-    """Return the names of a template's columns."""
     return [found[1] for found in FIELD.finditer(template) if found[1]]
 
 
@@ -90,8 +89,6 @@ class Fraction(Record):
 
 
 class Column(Record):
-    """Hold out rows whose `column` is in `values`."""
-
     kind: Literal["column"]
     column: str
     values: Annotated[tuple[str | int | bool, ...], Field(min_length=1, strict=False)]
@@ -190,7 +187,6 @@ class Dataset(SingleTurn):
         raise OrreryError(f'prompt: {given!r} is no message {{"role": …, "content": …}}')
 
     def _answer(self, at: int, row: dict[str, Any]) -> str:
-        """Return the reference answer. Raise OrreryError if `answer_pattern` does not match."""
         text = filled(self.args.answer, row)
         if self.args.answer_pattern is None:
             return text.strip()
@@ -293,7 +289,6 @@ class Dataset(SingleTurn):
         return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
 
     def _check_against_training(self) -> None:
-        """Raise OrreryError if prompts are on the training side too."""
         train = Dataset(self.args.model_copy(update={"split": "train"}), self.seed)
         trained = set(map(train._prompt, train._kept))
         both = [int(at) for at in self._kept if self._prompt(at) in trained]

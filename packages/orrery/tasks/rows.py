@@ -22,8 +22,6 @@ from orrery.manifest.publish import DATA_SUFFIXES, data_files
 
 
 class DataRows(Protocol):
-    """A sequence of rows."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -91,7 +89,6 @@ def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
 
 
 def saved_split(path: Path, split: str | None) -> Path:
-    """Return the folder of a saved dataset's split. Raise OrreryError if there is none."""
     if (path / "dataset_dict.json").is_file():
         return path / _chosen(path, split, _json(path / "dataset_dict.json")["splits"])
     if split is not None:

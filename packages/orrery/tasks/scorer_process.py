@@ -28,7 +28,7 @@ from typing import Any
 
 from orrery.runtime.parent_watch import adopt_orphans, die_with_parent, drop_privileges, hide_memory
 
-KINDS = {  # kind -> module:function, which returns the scorer of a request
+KINDS = {  # kind -> module:function that returns the scorer of a request
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
@@ -129,7 +129,7 @@ def _read(reader: int, until_s: float) -> bytes:
 
 
 def _end_children() -> None:
-    """Kill the fork and its descendants, which become children of this process."""
+    """Kill the fork and its descendants. Orphans become children of this process."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in map(int, own.read_text().split()):

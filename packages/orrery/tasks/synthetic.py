@@ -6,7 +6,7 @@
 - Reward: the share of characters or words in the right place,
   Σ [reply[i] = answer[i]] / max(len(reply), len(answer)), for the stripped reply.
 - Metrics: `exact` (0 or 1). For text also `lcs_ratio` = 2·LCS / (len(reply) + len(answer)).
-- `reverse_words` is for pretrained tokenizers, whose tokens hold several characters.
+- `reverse_words` is for pretrained tokenizers: their tokens hold several characters.
 """
 
 import hashlib
@@ -112,7 +112,6 @@ def _share_in_place(reply: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def longest_common_subsequence(a: str, b: str) -> int:
-    """Return the length of the longest common subsequence, in len(a) · len(b) steps."""
     row = [0] * (len(b) + 1)
     for x in a:
         diagonal = 0

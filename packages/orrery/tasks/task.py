@@ -96,8 +96,6 @@ class Task(Protocol):
 
 
 class SingleTurn:
-    """A task whose episode ends with the first answer."""
-
     def __init__(self, args: Any, seed: int) -> None:
         self.args, self.seed = args, seed
 
@@ -135,7 +133,6 @@ def draw(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?`, or the first twelve known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     if near:

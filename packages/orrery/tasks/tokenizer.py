@@ -124,7 +124,6 @@ def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> Non
 
 
 def template_source(config: dict[str, Any], folder: Path) -> str:
-    """Return the chat template. `config` is `tokenizer_config.json`."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text()
     template = config.get("chat_template")
@@ -139,7 +138,7 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render the body of `{% generation %}…{% endgeneration %}`, which marks assistant text."""
+    """Render the body of `{% generation %}…{% endgeneration %}`, the mark of assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -53,7 +53,7 @@ class Exact(Record):
 
 
 class Pattern(Record):
-    """The reply matches `pattern`, in which the quoted answer replaces `{answer}`."""
+    """The reply matches `pattern`. The quoted answer replaces `{answer}` in it."""
 
     kind: Literal["pattern"]
     pattern: str
@@ -94,7 +94,6 @@ Verdict = Annotated[
 
 
 def compiled(pattern: str, flags: int = re.S) -> re.Pattern[str]:
-    """Compile a user's pattern. Raise ValueError if it is not a regular expression."""
     try:
         return re.compile(pattern, flags)
     except re.error as error:

@@ -102,7 +102,7 @@ def batch_command(
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
-    # The shell ignores USR1, which is for the launcher.
+    # USR1 is for the launcher, so the shell ignores it.
     script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
     return [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),

@@ -88,7 +88,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Run a command of Slurm, which Ctrl-C does not reach. Return its output."""
+    """Run a command of Slurm and return its output. Ctrl-C does not reach the command."""
     program = command[0]
     try:
         done = subprocess.run(

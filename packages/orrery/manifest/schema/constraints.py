@@ -245,7 +245,6 @@ def _node_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _sharing_misfits(hardware: "Hardware", trainer: int, engines: int) -> Iterator[str]:
-    """Yield why trainer and engines cannot run on the same devices."""
     if hardware.accelerator == "cpu" or hardware.num_nodes > 1:
         yield (
             f"hardware.shared_devices: roles share the GPUs of one node, and this run has "

@@ -22,7 +22,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The shape of the machine, which affects results by the order of reductions.
+    """The shape of the machine. It changes the order of reductions.
 
     `accelerator` is `cpu` or a key in `manifest/devices.py`. With `shared_devices`, trainer and
     engines run on the same GPUs of one node.
@@ -52,14 +52,12 @@ class Manifest(Record):
 
     @property
     def sft(self) -> Sft:
-        """Return the SFT stage. Raise OrreryError if the run has none."""
         if self.stages.sft is None:
             raise OrreryError(f"stages.sft: null, so run {self.name} has no SFT stage. Set it")
         return self.stages.sft
 
     @property
     def stage_before_rl(self) -> Literal["init", "sft"]:
-        """Return the stage whose weights RL starts from."""
         return "init" if self.stages.sft is None else "sft"
 
     @property

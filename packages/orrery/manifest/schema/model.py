@@ -128,10 +128,9 @@ class Model(Record):
 
     - `head_dim` is the width of queries and keys. Rotary embeddings apply to a `rotary_fraction`.
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5.
-    - `hugging_face` is any causal language model of transformers. `hf_config` is the content of its
-      `config.json`.
-    - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts are
-      feed-forwards. Routers, LM head, embedding and norms are never in FP8.
+    - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.
+    - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
+      are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """
 
     family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
@@ -159,7 +158,6 @@ class Model(Record):
 
     @property
     def mixture(self) -> MoE:
-        """Return `moe`. Raise OrreryError for a dense model."""
         if self.moe is None:
             raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts. Set it")
         return self.moe

@@ -41,7 +41,7 @@ class Mesh(Record):
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of a rank's cp group, whose ranks are neighbours and share documents."""
+        """Return the index of the rank's cp group. A group's ranks share documents."""
         return rank // self.cp
 
 
@@ -158,8 +158,8 @@ class Mismatch(Record):
 
     - `*_kl`: KL(engine || trainer) over a batch's trained tokens, stale ones included.
     - `*_logprob_difference`: mean |difference of log-probs| over these tokens, for one engine.
-    - `canary_logprob_difference`: the same over a fixed prompt, which every engine and the trainer
-      evaluate after each update. Above the bound the run ends. Null: no canary.
+    - `canary_logprob_difference`: the same over a fixed prompt, for each engine after each update.
+      Above the bound the run ends. Null: no canary.
     """
 
     warn_kl: Bound

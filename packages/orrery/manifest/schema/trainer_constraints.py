@@ -37,7 +37,6 @@ def trainer_field_misfits(trainer: Trainer) -> Iterator[str]:
 def trainer_misfits(
     trainer: Trainer, model: Model, accelerator: str, devices: int
 ) -> Iterator[str]:
-    """Yield why `trainer` cannot train the model on `devices`, with fitting meshes."""
     yield from trainer_field_misfits(trainer)
     if adapters := list(_adapter_misfits(trainer.lora, model)):
         yield from adapters
@@ -175,7 +174,6 @@ KERNELS = {  # attention kernel → least compute capability, greatest head size
 
 
 def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
-    """Yield why `trainer.attention` does not support the device or the model."""
     choice = trainer.attention
     if choice == "auto":
         return
