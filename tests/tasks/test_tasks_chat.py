@@ -151,7 +151,7 @@ def test_ids_are_the_specials_and_then_the_alphabet(characters):
 
 
 def test_a_strange_character_is_named(characters):
-    with pytest.raises(OrreryError, match=r"model.tokenizer.alphabet has no 'Éé', which stands in"):
+    with pytest.raises(OrreryError, match=r"model.tokenizer.alphabet has no 'Éé', which is in"):
         characters.prompt([Message("user", "caféÉ")])
 
 
