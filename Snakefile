@@ -1,7 +1,7 @@
-# The pipeline init → sft → rl → evaluate → report of every checked-in run; one job a stage, one target a run or a group of runs:
+# The pipeline init → sft → rl → evaluate → report of all checked-in runs. A stage is a job. A target is a run, or all runs of a spec file:
 #     snakemake --profile local reverse_text        snakemake --profile slurm reverse_text_seeds        snakemake --profile slurm -n glm5_run
-# A stage is done when its DONE is there. Folders are named by the manifest's hash: an edited spec makes a new run beside the old one.
-# No rule has a `log`: Snakemake would remove what the launcher has written to it in earlier stages and attempts.
+# A stage is done when its file DONE exists. A folder's name contains the manifest's hash, so an edited spec makes a new run.
+# No rule has a `log`, because Snakemake would remove the log of earlier attempts.
 import sys
 
 from orrery.launcher.pipeline import STAGES, checked_in, targets_of
@@ -14,7 +14,7 @@ try:
             f"warning: {sentence}; the runs of this file are left out", file=sys.stderr
         )
     if workflow.resource_settings.nodes and PIPELINE.site.slurm is None:
-        print(PIPELINE.no_slurm(), file=sys.stderr)  # jobs of a cluster are asked for
+        print(PIPELINE.no_slurm(), file=sys.stderr)  # the profile is for a cluster
     PIPELINE.check_targets(targets_of(sys.argv))
 except (OrreryError, OSError) as error:
     sys.exit(f"error: {error}")

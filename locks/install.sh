@@ -4,7 +4,7 @@
 #   bash locks/install.sh         everything: from cuda.txt where an NVIDIA driver answers, else from cpu.txt (`make setup`)
 #   bash locks/install.sh cuda    from cuda.txt, also where there is no driver (`make setup HARDWARE=cuda`); cpu likewise
 #   bash locks/install.sh login   what submits and watches runs on a cluster, from login.txt: no torch, no vLLM
-# .venv/hardware holds cpu or cuda. Whatever fails says what to do.
+# .venv/hardware contains cpu or cuda. Errors say what to do.
 set -euo pipefail
 
 NEEDS_DRIVER=580.65.06 # CUDA 13.0's, for Linux
@@ -42,14 +42,14 @@ elif [ "$lock" = cuda ] && [ "$(printf '%s\n' "$NEEDS_DRIVER" "$found" | sort -V
     fail "the NVIDIA driver is $found, and CUDA 13 needs $NEEDS_DRIVER or newer; install one and type again: $again, or without GPUs: make setup HARDWARE=cpu"
 fi
 version=$(<.python-version)
-if [ "$lock" = cuda ]; then # holds for 3.12 too, which serves where it runs and the pinned version does not
+if [ "$lock" = cuda ]; then # cuda.txt is also for 3.12, used if only that runs here
     for also in "$version" 3.12; do "python$also" -c '' 2>/dev/null && version=$also && break; done
 fi
 uv_version=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' locks/uv.txt)
 
 [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] || fail "$(uname -s) $(uname -m): the lock is for Linux on x86_64"
-had=$([ ! -x .venv/bin/python ] || echo "${is:-cpu}") # before .venv/hardware there was cpu alone
-[ "$lock" != login ] || had=${had:+login}             # its packages are in both
+had=$([ ! -x .venv/bin/python ] || echo "${is:-cpu}") # a .venv without this file is for CPUs
+[ "$lock" != login ] || had=${had:+login}             # both locks contain login's packages
 free_kib=$(df -Pk . | awk 'NR == 2 {print $4}')
 [ "$had" = "$lock" ] || [ "$free_kib" -gt "${needs_mb}000" ] ||
     fail "$((free_kib / 1000)) MB are free here; the environment needs about $needs_mb MB"

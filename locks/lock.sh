@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes the locks anew: `bash locks/lock.sh` all of them (`make lock`), `bash locks/lock.sh login trainer.cpu` those. With --keep before
-# the names, versions that are locked stay where the lists allow them, and only what a list gained or changed moves.
-# Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images take every version from cpu.txt,
-# those of the GPU images from cuda.txt.
+# Write the locks: `bash locks/lock.sh` all (`make lock`), `bash locks/lock.sh login trainer.cpu` these two. With --keep before the names,
+# locked versions stay if the lists allow them.
+# Run at the root of the checkout, after `make setup`. The locks of login and of the CPU images use the versions of cpu.txt,
+# the locks of the GPU images use the versions of cuda.txt.
 set -euo pipefail
 
 upgrade=(--upgrade)
@@ -33,7 +33,7 @@ for name in "${names[@]}"; do
         uv) compile uv ;;
         cpu) compile cpu "${from[@]}" --overrides locks/overrides.txt ;;
         login | orchestrator | *.cpu) compile "$name" "${from[@]}" --overrides locks/overrides.txt --constraints locks/cpu.txt ;;
-        # The default index has torch's CUDA build. The orchestrator and the login node are of both kinds of machines.
+        # The default index has torch's CUDA build. Orchestrator and login node run on both kinds of machines.
         cuda) UV_FIND_LINKS='' compile cuda --overrides <(grep '^ll' locks/overrides.txt) --constraints locks/orchestrator.txt --constraints locks/login.txt ;;
         *.cuda) UV_FIND_LINKS='' compile "$name" --constraints locks/cuda.txt ;;
         *) echo "lock failed: there is no locks/$name.in" >&2 && exit 2 ;;

@@ -1,5 +1,5 @@
-# Sourced by install.sh and `make lock`: where uv finds packages. What pip is told on this machine holds for uv too;
-# without a find-links folder, torch's CPU build comes from PyTorch's own index. Sets `from` and exports UV_*; needs `python`.
+# Tell uv where packages are. Sourced by install.sh and lock.sh. uv uses pip's settings on this machine. Without a find-links
+# folder, torch's CPU build comes from PyTorch's index. Sets `from` and exports UV_*. Needs `python`.
 pip_says() { "$python" -m pip config get "global.$1" 2>/dev/null || true; }
 
 from=()

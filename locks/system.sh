@@ -2,7 +2,7 @@
 # Install the Debian packages that the Python packages need. Run at the root of the checkout:
 #   bash locks/system.sh cpu      what `make demo` and `make test` need (locks/install.sh calls this); cuda is the same
 #   bash locks/system.sh login    what a login node needs
-#   bash locks/system.sh nix      Nix, with which tests/test_nix.py evaluates the flake (`make nix`)
+#   bash locks/system.sh nix      Nix for tests/test_nix.py (`make nix`)
 # It installs them as root or if sudo asks for no password. Otherwise it prints the command to type.
 set -euo pipefail
 

@@ -1,4 +1,4 @@
-// Machines without an accelerator: one of 2 cores with one engine and one trainer rank in float32; a run file may ask for more of each.
+// One machine of 2 cores without an accelerator: one engine and one trainer rank in float32. A run file may set more of each.
 {
   layout:: { trainer_ranks: 1, engines: 1, prefill_engines: 0, devices_per_engine: 1 },
   hardware+: { accelerator: 'cpu', num_nodes: 1, devices_per_node: 2 },

@@ -1,10 +1,10 @@
-// Nodes of eight H200 that compute in bfloat16: twelve train, sixteen serve, and of those half prefill and half decode; one engine fills one node.
+// Nodes of eight H200 that compute in bfloat16: twelve train, eight prefill, eight decode. One engine fills one node.
 {
   local axis = self,
   layout:: { trainer_ranks: 96, engines: 16, prefill_engines: 8, devices_per_engine: 8 },
   hardware+: {
     accelerator: 'h200',
-    // whole nodes of one role each, as many as the layout fills
+    // each node has a single role
     num_nodes: std.ceil((axis.layout.trainer_ranks + axis.layout.engines * axis.layout.devices_per_engine) / self.devices_per_node),
     devices_per_node: 8,
   },

@@ -1,4 +1,4 @@
-// Two nodes of eight H200: one trains, one serves. Weights are kept in float32, computed with in bfloat16, summed over ranks in float32.
+// Two nodes of eight H200: one trains, one serves. Weights and sums over ranks are float32, products are bfloat16.
 {
   layout:: { trainer_ranks: 8, engines: 8, prefill_engines: 0, devices_per_engine: 1 },
   hardware+: { accelerator: 'h200', num_nodes: 2, devices_per_node: 8 },

@@ -1,9 +1,9 @@
-// Constraints on hidden settings, which the schema does not see, each with a sentence and its numbers.
-// lib/run.libsonnet mixes them into every run. All other constraints are in the schema (constraints.py).
+// Constraints on hidden settings, each with an error sentence. The schema cannot see hidden settings.
+// lib/run.libsonnet adds them to every run. All other constraints are in manifest/schema/constraints.py.
 local unknown(object, known) = [field for field in std.objectFieldsAll(object) if !std.member(known, field)];
 local settings = ['layout', 'problems', 'context_tokens', 'answer_tokens', 'seeds'];
 local layout = ['trainer_ranks', 'engines', 'prefill_engines', 'devices_per_engine'];
-// Bounded by the schema's largest count, so that absurd counts do not take forever.
+// Counts above the schema's largest count would take too long here.
 local dividing(whole) = [n for n in std.range(1, std.min(whole, 65536)) if whole % n == 0];
 local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
 
@@ -20,7 +20,7 @@ local listed(numbers) = std.join(', ', ['%d' % n for n in numbers]);
   assert unknown(run.seeds, ['training', 'warm_start', 'held_out']) == [] :
          'seeds: there is no %s; seeds has training, warm_start and held_out' % std.join(', ', unknown(run.seeds, ['training', 'warm_start', 'held_out'])),
 
-  // dp_shard is the quotient, which the schema would refuse as a fraction
+  // dp_shard is the quotient of two settings, and must be whole
   assert ranks % mesh.dp_replicate == 0 :
          'trainer.mesh.dp_replicate: %d does not divide %d trainer ranks; choose dp_replicate from %s' % [
     mesh.dp_replicate,

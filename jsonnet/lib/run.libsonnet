@@ -1,8 +1,8 @@
-// A run: the fields that axes must set, and the values that follow from several axes, late-bound.
-// A run file adds one axis of each kind, then its own choices: run + model + hardware + algorithm + tasks + memory + { ... }.
-// Hidden fields (::) are settings for derived fields; lib/constraints.libsonnet lists their names.
-// The lock of the machine's kind covers all roles and is part of the id, because all software affects the result.
-// Hash each once: a lock has half a megabyte.
+// A run: the fields that axes must set, and the late-bound values that follow from several axes.
+// A run file adds one axis of each kind, then its own fields: run + model + hardware + algorithm + tasks + memory + { ... }.
+// Hidden fields (::) are settings for derived fields. lib/constraints.libsonnet lists their names.
+// All software affects the result, so the lock's hash is part of the id.
+// Each lock is hashed once, because it has half a megabyte.
 local cpu_lock = std.sha256(importstr 'locks/cpu.txt');
 local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
 
@@ -14,7 +14,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
   seed: error 'seed: say it in the run file, for example seed: 1',
   python_lock_sha256: if self.hardware.accelerator == 'cpu' then cpu_lock else cuda_lock,
 
-  // Settings: processes of each role (hardware), and needs of the problems (tasks).
+  // Settings: numbers of processes (set by hardware), and the problems and their context (set by tasks).
   layout:: error 'layout: no hardware axis; add (import "hardware/cpu.libsonnet")',
   problems:: error 'problems: no task axis; add (import "tasks/reverse_text.libsonnet")',
   context_tokens:: error 'context_tokens: no task axis; add (import "tasks/reverse_text.libsonnet")',
@@ -22,7 +22,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
   model: {
     family: error 'model: no model axis; add (import "models/qwen3_tiny.libsonnet")',
     init: { kind: 'random', seed: run.seed },
-    // the chat format has 8 special tokens before the alphabet
+    // the chat format adds 8 special tokens
     vocab_size: 8 + std.length(self.tokenizer.alphabet),
     rotary_fraction: 1.0,
     rope_scaling: null,
@@ -49,8 +49,8 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     attention: 'auto',
     compile: run.hardware.accelerator != 'cpu' && run.model.family != 'hugging_face',
     lora: null,
-    // Far above the values of tokens up to eight versions old, far below those of forged answers. On a canary, engine and
-    // trainer agree to rounding in float32; bfloat16 and fp8 round more, and a mixture may choose other experts for a token.
+    // Far above the values of tokens up to eight versions old, far below those of forged answers. In float32 engine and
+    // trainer agree on a canary to rounding. bfloat16 and FP8 round more, and a mixture may choose other experts for a token.
     mismatch: {
       warn_kl: 2.0,
       stop_kl: 10.0,
@@ -82,13 +82,13 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     kv_offload: { kind: 'none' },
     max_restarts: 0,
     max_model_len_tokens: run.context_tokens,
-    // each engine can take every rollout in flight, whatever the router does
+    // each engine can hold all rollouts in flight, however the router spreads them
     max_num_sequences: run.orchestrator.admission.max_in_flight,
     // with prefill engines, the orchestrator sends requests to both engines itself
     router: if run.layout.engines == 1 || run.layout.prefill_engines > 0 then { kind: 'none' } else {
       kind: 'vllm_router',
       policy: 'cache_aware',
-      // vllm-router's default thresholds keep all requests of a small pool on one engine; other policies have none
+      // vllm-router's default thresholds would send all requests of a small pool to one engine
       balance_abs_threshold: if self.policy == 'cache_aware' then 2,
       balance_rel_threshold: if self.policy == 'cache_aware' then 1.1,
     },
@@ -104,11 +104,11 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
 
   transport: { rollouts: 'zmq', weights: 'files', routed_experts: false },
 
-  // Seeds of problems: training follows the run's seed, held-out problems do not, and streams are disjoint (see constraints).
+  // Seeds of problems are disjoint (see constraints). Training problems depend on the run's seed, held-out problems do not.
   seeds:: { training: run.seed, warm_start: 10000 + run.seed, held_out: 20000 },
-  // Tasks with a `split` argument keep the texts of both sides apart too.
+  // Tasks with the argument `split` also keep both sides' texts apart.
   local of_side(args, split) = args + if std.objectHas(args, 'split') then { split: split } else {},
-  // A task within a task has its own `args`.
+  // A task inside `few_shot` has its own `args`.
   local side(problem, split) =
     of_side(problem.args, split) + if std.objectHas(problem.args, 'args') then { args: of_side(problem.args.args, split) } else {},
   tasks: {
@@ -117,7 +117,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
   },
 
   stages: {
-    // `sft: null` in the run file skips the warm start.
+    // `sft: null` in the run file skips SFT.
     sft: {
       num_steps: error 'stages.sft.num_steps: say it in the run file, or stages+: { sft: null } to leave the warm start out',
       examples_per_batch: error 'stages.sft.examples_per_batch: say it in the run file',

@@ -1,7 +1,7 @@
-// Micro-batches of 16384 tokens for models that leave much memory: nothing is recomputed on purpose, weights stay gathered for the backward pass.
+// Micro-batches of 16384 tokens for small models: all activations are kept, and weights stay gathered for the backward pass.
 {
   trainer+: {
-    // whole float32 gradients of several micro-batches would not fit beside 8B
+    // whole float32 gradients would not fit beside an 8B model
     fsdp+: { reshard_after_forward: false, reduce_gradients: 'micro_batch' },
     memory+: {
       activation_checkpointing: { kind: 'none' },

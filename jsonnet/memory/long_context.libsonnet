@@ -1,5 +1,5 @@
-// Contexts of 131072 tokens: every layer is recomputed, the eight devices of a node share one sequence, 16384 tokens each, and optimizer state
-// stays in host memory.
+// Contexts of 131072 tokens: every layer is recomputed, the eight devices of a node share one sequence (16384 tokens each),
+// and optimizer state is in host memory.
 {
   trainer+: {
     mesh+: { cp: 8 },

@@ -1,4 +1,4 @@
-// GLM-4.5-Air's shape, weights drawn: 106 B parameters, 12 B active, 128 experts of which 8 and a shared one serve a token.
+// GLM-4.5-Air's shape with random weights: 106 B parameters, 12 B active, 8 of 128 experts and a shared one for each token.
 {
   model+: {
     family: 'glm4_moe',

@@ -1,4 +1,4 @@
-// GLM-5: 743 B parameters, 40 B active; latent attention over the 2048 tokens that an indexer chooses, 256 experts.
+// GLM-5: 743 B parameters, 40 B active, 256 experts, latent attention over the 2048 tokens that an indexer chooses.
 {
   model+: {
     family: 'glm5',

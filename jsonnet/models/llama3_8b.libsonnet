@@ -1,4 +1,4 @@
-// Llama-3.1-8B's shape, weights drawn: 8.0 B parameters.
+// Llama-3.1-8B's shape with random weights: 8.0 B parameters.
 {
   model+: {
     family: 'llama',

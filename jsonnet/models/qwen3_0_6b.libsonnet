@@ -1,4 +1,4 @@
-// Qwen3-0.6B's shape, weights drawn: 0.6 B parameters, embeddings tied.
+// Qwen3-0.6B's shape with random weights: 0.6 B parameters, embeddings tied.
 {
   model+: {
     family: 'qwen3',

@@ -1,4 +1,4 @@
-// Qwen3-30B-A3B's shape, weights drawn: 30.5 B parameters, 3.3 B active, 128 experts of which 8 serve a token.
+// Qwen3-30B-A3B's shape with random weights: 30.5 B parameters, 3.3 B active, 8 of 128 experts for each token.
 {
   model+: {
     family: 'qwen3_moe',
@@ -11,7 +11,7 @@
     num_heads: 32,
     num_kv_heads: 4,
     head_dim: 128,
-    // As Qwen3-30B-A3B-Instruct-2507, of the same shapes; the first release turns by 1e6 and has 40,960 positions.
+    // As in Qwen3-30B-A3B-Instruct-2507. The first release has a base of 1e6 and 40,960 positions.
     max_positions: 262144,
     rope_theta: 10000000,
     rms_norm_eps: 1e-6,

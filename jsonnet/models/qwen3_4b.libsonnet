@@ -1,4 +1,4 @@
-// Qwen3-4B's shape, weights drawn: 4.0 B parameters, embeddings tied.
+// Qwen3-4B's shape with random weights: 4.0 B parameters, embeddings tied.
 {
   model+: {
     family: 'qwen3',

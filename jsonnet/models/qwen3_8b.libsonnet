@@ -1,4 +1,4 @@
-// Qwen3-8B's shape, weights drawn: 8.2 B parameters.
+// Qwen3-8B's shape with random weights: 8.2 B parameters.
 {
   model+: {
     family: 'qwen3',

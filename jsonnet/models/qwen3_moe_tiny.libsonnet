@@ -1,4 +1,4 @@
-// Qwen3-MoE, 2.5 M parameters (1 M active), 8 experts of which 2 serve a token.
+// Qwen3-MoE with 2.5 M parameters (1 M active), 2 of 8 experts for each token.
 {
   model+: {
     family: 'qwen3_moe',

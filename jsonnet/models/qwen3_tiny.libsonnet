@@ -1,4 +1,4 @@
-// Qwen3 dense, 1.6 M parameters, one token a character: learns on a laptop CPU.
+// Dense Qwen3 with 1.6 M parameters and one token per character, for a laptop's CPU.
 {
   model+: {
     family: 'qwen3',
@@ -11,7 +11,7 @@
     num_kv_heads: 4,
     head_dim: 64,
     max_positions: 1024,
-    rope_theta: 20,  // for words of a few letters; a larger base would leave most dimensions unrotated
+    rope_theta: 20,  // for words of a few letters. With a larger base most dimensions would hardly rotate
     rms_norm_eps: 1e-6,
     tie_embeddings: true,
   },

@@ -1,4 +1,4 @@
-// SmolLM2-135M-Instruct as benchmarks/async/smollm2.py writes it: a llama with real weights, small enough for a CPU.
+// SmolLM2-135M-Instruct, written by benchmarks/async/smollm2.py: a Llama with pretrained weights, small enough for a CPU.
 {
   model+: {
     family: 'llama',

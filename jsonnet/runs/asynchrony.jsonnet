@@ -1,5 +1,5 @@
-// The whole loop with random weights and answers of drawn lengths, on 1, 2, 4 and 8 H200 and in small on two CPU cores: half of the devices
-// train, half serve. Each has a synchronous twin (bound 0). One run has engines with FP8 weights,
+// The whole loop with random weights and answers of random lengths, on 1, 2, 4 and 8 H200 and, smaller, on two CPU cores. Half of the
+// devices train, half serve. Each run has a synchronous twin (bound 0). One run has engines with FP8 weights,
 // and one layers in FP8 on both sides.
 local run =
   (import 'lib/run.libsonnet') +
@@ -40,7 +40,7 @@ local shapes = {
   },
   h200_8: run + (import 'models/qwen3_30b_a3b.libsonnet') + h200 + (import 'memory/keep_products_16k.libsonnet') + {
     layout+:: { trainer_ranks: 4, engines: 4 },
-    // float32 weights and gradients take 61 GB a device; the optimizer state would take as much
+    // float32 weights and gradients take 61 GB a device, and optimizer state would take as much
     trainer+: { mesh+: { ep: 4 }, fsdp+: { reduce_gradients: 'micro_batch' }, memory+: { optimizer_offload: true } },
   },
 };

@@ -1,4 +1,4 @@
-// Several turns with a tool: sums done by a calculator, on two CPU cores.
+// Several turns with a tool: sums with a calculator, on two CPU cores.
 (import 'lib/named.libsonnet')({
   calculator:
     (import 'lib/run.libsonnet') +

@@ -13,7 +13,7 @@
         optimizer+: { lr: 1e-6 },
         checkpoint+: { interval_steps: 50 },
       },
-      // caches of 131072 tokens leave room for few sequences at a time, and small batches leave room for caches
+      // caches of 131072 tokens leave room for few sequences at a time
       inference+: { max_num_sequences: 96, max_restarts: 16 },
       orchestrator+: {
         algorithm+: { group_size: 16 },

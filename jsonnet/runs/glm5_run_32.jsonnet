@@ -1,4 +1,4 @@
-// GLM-5 with sixteen nodes that train instead of twelve: half of the context parallelism, so half of the exchange.
+// GLM-5 with sixteen trainer nodes instead of twelve: half the context parallelism, so half the exchanges.
 (import 'lib/named.libsonnet')({
   glm5_run_32:
     (import 'runs/glm5_run.jsonnet').glm5_run {

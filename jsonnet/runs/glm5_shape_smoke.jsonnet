@@ -1,4 +1,4 @@
-// The shape of glm5_run over four nodes without accelerators: one prefills, one decodes, two train, with a tiny policy and few steps.
+// The shape of glm5_run on four nodes without accelerators: one prefills, one decodes, two train. Tiny policy, few steps.
 (import 'lib/named.libsonnet')({
   glm5_shape_smoke:
     (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke {

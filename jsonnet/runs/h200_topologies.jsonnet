@@ -1,5 +1,5 @@
-// Engines of every shape on two H200, in small, a few minutes each: a prompt's cache from device to device, a cache that goes on in host memory
-// and on disk, and one engine whose ranks share the experts; the first two with a mixture's routes too. CUDA_VISIBLE_DEVICES puts a trainer beside an engine: what is said below, engines first.
+// Shapes of engines on two H200, a few minutes each: separate prefill, caches in host memory and on disk, and expert parallelism. The first
+// two also with router replay. Set CUDA_VISIBLE_DEVICES as noted below (engines first) to put the trainer beside an engine.
 local pair = (import 'lib/run.libsonnet') + (import 'hardware/h200_pair.libsonnet') + (import 'memory/plain.libsonnet') + {
   seed: 1,
   hardware+: { devices_per_node: 3 },
@@ -13,7 +13,7 @@ local smollm2 = pair + (import 'models/smollm2_135m.libsonnet') + (import 'algor
   trainer+: { memory+: { max_tokens_per_micro_batch: 8192 } },
   orchestrator+: { rollouts_per_batch: 256, evaluation+: { rollouts_per_problem: 1 } },
 };
-// four layers of Qwen3-30B-A3B; the trainer replays the engines' routes
+// four layers of Qwen3-30B-A3B. The trainer replays the engines' routes
 local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algorithms/grpo.libsonnet') + (import 'tasks/lengths.libsonnet') + {
   answer_tokens:: { median: 64, max: 1024 },
   model+: { num_layers: 4 },
@@ -27,12 +27,12 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
     layout+:: { engines: 2, prefill_engines: 1 },
     inference+: { router: { kind: 'none' } },
   },
-  // a cache of some 60 rollouts, and 256 in flight
+  // a cache for about 60 rollouts, and 256 in flight
   h200_kv_tiers: smollm2 {
     hardware+: { devices_per_node: 2 },
     inference+: { kv_cache_bytes: 50331648, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },
   },
-  // 0,1,1: each of two ranks attends to its own requests, and experts are apart
+  // 0,1,1: two ranks, each with its own requests and half of the experts
   h200_data_parallel: mixture {
     layout+:: { devices_per_engine: 2 },
     inference+: { data_parallel: 2 },
@@ -42,7 +42,7 @@ local mixture = pair + (import 'models/qwen3_30b_a3b.libsonnet') + (import 'algo
     layout+:: { engines: 2, prefill_engines: 1 },
     inference+: { router: { kind: 'none' } },
   },
-  // a preempted prompt comes back from host memory or disk, with its routes
+  // a preempted prompt's cache returns from host memory or disk, with its routes
   h200_kv_tiers_mixture: mixture {
     hardware+: { devices_per_node: 2 },
     inference+: { kv_cache_bytes: 67108864, kv_offload: { kind: 'tiers', host_bytes: 1073741824, disk_bytes: 4294967296 } },

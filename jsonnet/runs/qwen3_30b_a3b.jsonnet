@@ -1,4 +1,4 @@
-// Qwen3-30B-A3B on two nodes: eight devices train, eight serve. One run for each length of context that the trainer is measured at.
+// Qwen3-30B-A3B on two nodes: eight devices train, eight serve. One run for each measured length of context.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'models/qwen3_30b_a3b.libsonnet') +
@@ -7,14 +7,14 @@ local run =
   (import 'tasks/countdown.libsonnet') + {
     seed: 1,
     trainer+: {
-      // whole float32 gradients are 122 GB: no device keeps them until the end of a step
+      // whole float32 gradients are 122 GB, too much for one device
       fsdp+: { reduce_gradients: 'micro_batch' },
       optimizer+: { lr: 1e-6 },
       checkpoint+: { interval_steps: 50 },
     },
     orchestrator+: {
       rollouts_per_batch: 256,
-      // of a context, a thousand tokens are for the question
+      // a question takes a thousand tokens of a context
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },
@@ -32,7 +32,7 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
     context_tokens:: 131072,
     trainer+: { mesh+: { cp: 2 }, memory+: { max_tokens_per_micro_batch: 131072 } },
   },
-  // a node more: eight engines prefill, eight decode
+  // one more node: eight engines prefill, eight decode
   qwen3_30b_a3b_16k_prefill_decode: self.qwen3_30b_a3b_16k {
     hardware+: { num_nodes: 3 },
     layout+:: { engines: 16, prefill_engines: 8 },
@@ -40,13 +40,13 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
   },
   // the trainer replays the engines' experts
   qwen3_30b_a3b_16k_replay: self.qwen3_30b_a3b_16k { transport+: { routed_experts: true } },
-  // caches move from a device to the node's memory, then to its scratch disk: 1 TiB and 2 TiB for eight engines
+  // caches move to the node's memory (1 TiB for eight engines), then to its scratch disk (2 TiB)
   qwen3_30b_a3b_16k_kv_tiers: self.qwen3_30b_a3b_16k {
     inference+: { kv_offload: { kind: 'tiers', host_bytes: 137438953472, disk_bytes: 274877906944 } },
   },
   // eight engines in FP8
   qwen3_30b_a3b_16k_fp8: self.qwen3_30b_a3b_16k { inference+: { quantization: 'fp8' } },
-  // two engines of four devices each: attention over requests, whole experts over all four
+  // two engines of four devices each: data parallel attention, whole experts over all four
   qwen3_30b_a3b_16k_wide: self.qwen3_30b_a3b_16k {
     layout+:: { engines: 2, devices_per_engine: 4 },
     inference+: { data_parallel: 4 },
@@ -54,7 +54,7 @@ local lora = { trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention',
   qwen3_30b_a3b_16k_offload: self.qwen3_30b_a3b_16k { trainer+: { memory+: { optimizer_offload: true } } },
   // the least device memory for full fine-tuning on eight devices
   qwen3_30b_a3b_16k_kitchen_sink: run + (import 'memory/kitchen_sink.libsonnet') + { context_tokens:: 16384 },
-  // without gradients and optimizer state of whole weights there is room to keep the logits
+  // with adapters only, there is memory to keep the logits
   qwen3_30b_a3b_lora_16k: self.qwen3_30b_a3b_16k + lora + { trainer+: { memory+: { lm_head_keeps_logits: true } } },
   qwen3_30b_a3b_lora_64k: self.qwen3_30b_a3b_64k + lora,
 })

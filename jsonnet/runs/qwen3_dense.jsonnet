@@ -1,4 +1,4 @@
-// Qwen3's dense models: 8B and 4B on two nodes, of which one trains; 0.6B on two devices of one node.
+// Qwen3's dense models: 8B and 4B on two nodes (one trains), 0.6B on two devices of one node.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'algorithms/grpo.libsonnet') +
@@ -8,7 +8,7 @@ local run =
     trainer+: { optimizer+: { lr: 1e-6 }, checkpoint+: { interval_steps: 50 } },
     orchestrator+: {
       rollouts_per_batch: 256,
-      // of a context, a thousand tokens are for the question
+      // a question takes a thousand tokens of a context
       sampling+: { max_tokens_per_turn: $.context_tokens - 1024 },
       evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
     },

@@ -1,4 +1,4 @@
-// A procedural task of reasoning-gym, by its family's name, on two CPU cores.
+// A family of reasoning-gym, on two CPU cores.
 (import 'lib/named.libsonnet')({
   reasoning_gym:
     (import 'lib/run.libsonnet') +

@@ -1,4 +1,4 @@
-// The demo: a warm-started 1.6 M parameter policy learns to reverse words by asynchronous RL on two CPU cores.
+// The demo: a policy of 1.6 M parameters learns to reverse words by SFT and asynchronous RL on two CPU cores.
 (import 'lib/named.libsonnet')({
   reverse_text:
     (import 'lib/run.libsonnet') +

@@ -1,4 +1,4 @@
-// The demo in small with adapters: the engines are sent these alone, and serve them beside the weights that they started with.
+// The demo, smaller, with adapters: engines receive adapters only, and serve them beside their first weights.
 (import 'lib/named.libsonnet')({
   reverse_text_adapters:
     (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke {

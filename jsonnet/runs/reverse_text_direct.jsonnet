@@ -1,4 +1,4 @@
-// The demo's task with a mixture whose weights go straight from expert-parallel trainer ranks into two engines, a few steps of it.
+// The demo's task with a mixture for a few steps: expert-parallel trainer ranks send weights directly to two engines.
 (import 'lib/named.libsonnet')({
   reverse_text_direct:
     (import 'runs/reverse_text_moe.jsonnet').reverse_text_moe {

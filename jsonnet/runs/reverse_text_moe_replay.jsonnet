@@ -13,7 +13,7 @@
       transport+: { routed_experts: true },
       orchestrator+: {
         rollouts_per_batch: 256,
-        max_off_policy_steps: 0,  // one version per rollout: engine and trainer differ in arithmetic alone
+        max_off_policy_steps: 0,  // one version per rollout, so engine and trainer differ in arithmetic only
         evaluation+: { interval_steps: 2, num_problems: 32, rollouts_per_problem: 1 },
       },
       stages+: {

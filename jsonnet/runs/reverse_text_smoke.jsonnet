@@ -1,4 +1,4 @@
-// The demo in small, in its widest layout: two engines behind a router, two trainer ranks, a few steps. The end-to-end tests run it.
+// The demo, smaller, with two engines behind a router, two trainer ranks and a few steps. The end-to-end tests run it.
 (import 'lib/named.libsonnet')({
   reverse_text_smoke:
     (import 'runs/reverse_text.jsonnet').reverse_text {

@@ -1,6 +1,6 @@
-// The demo in small on engines that divide their work (prefill apart from decode), and on two that share a store. Runs with Mooncake need a machine without other networks (docs/inference.md).
+// The demo, smaller, with separate prefill and decode engines, and with two engines that share a store. Runs with Mooncake need a machine without other networks (docs/inference.md).
 local small = (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke { layout+:: { trainer_ranks: 1 } };
-// A question of more than one block, because partial blocks are not moved.
+// A question fills more than one block, because partial blocks are not moved.
 local long = {
   problems:: [problem { args+: { instruction: 'write the letters of this word from last to first: ' } } for problem in super.problems],
 };

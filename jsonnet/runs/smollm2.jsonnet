@@ -1,4 +1,4 @@
-// A pretrained model of 135 M parameters learns three tasks, each under three seeds: one H200 trains, one serves.
+// A pretrained model of 135 M parameters learns three tasks, each with three seeds. One H200 trains, one serves.
 local base =
   (import 'lib/run.libsonnet') +
   (import 'models/smollm2_135m.libsonnet') +
@@ -7,7 +7,7 @@ local base =
   (import 'memory/plain.libsonnet') + {
     // Two devices, and short runs: compiling and capturing graphs would take longer than they save here.
     hardware+: { devices_per_node: 2 },
-    // float32 on both sides, so that engine and trainer differ in staleness alone.
+    // float32 on both sides, so that engine and trainer differ in staleness only.
     trainer+: {
       compile: false,
       compute_dtype: 'float32',

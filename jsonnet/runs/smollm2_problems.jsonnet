@@ -1,4 +1,4 @@
-// A pretrained model of 135 M parameters learns from a file of problems, under three seeds: a short warm start on its answers, then RL.
+// A pretrained model of 135 M parameters learns from a file of problems, with three seeds: a short SFT on its answers, then RL.
 // Engine and trainer share one GPU and compute in bfloat16. `smollm2_problems_smoke` is the same on two CPU cores.
 local model = import 'models/smollm2_135m.libsonnet';
 local task = import 'tasks/problem_file.libsonnet';

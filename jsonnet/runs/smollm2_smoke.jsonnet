@@ -1,4 +1,4 @@
-// All three tasks of the pretrained model in small: two steps on two CPU cores, the whole path.
+// The three tasks of the pretrained model, all stages, two steps on two CPU cores.
 local tasks = [
   import 'tasks/smollm2_reverse_words.libsonnet',
   import 'tasks/smollm2_arithmetic.libsonnet',

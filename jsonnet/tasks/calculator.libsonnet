@@ -1,4 +1,4 @@
-// Sums that a calculator tool can do: call it, read its answer, reply. Several turns.
+// Sums with a calculator tool: call it, read its answer, reply. Several turns.
 {
   problems:: [
     {

@@ -1,4 +1,4 @@
-// Reach a number with given numbers and four operations: a puzzle of reasoning-gym that rewards thinking for long.
+// Reach a number with given numbers and four operations: a puzzle of reasoning-gym that needs long reasoning.
 {
   problems:: [
     {

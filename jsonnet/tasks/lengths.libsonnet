@@ -1,4 +1,4 @@
-// Answers of random lengths with a long tail, for measurements with untrained weights: of a thousand, the longest has twenty medians.
+// Answers of random lengths with a long tail, to measure speed with untrained weights. The longest of a thousand is twenty medians long.
 {
   local answers = self.answer_tokens,
   answer_tokens:: { median: 32, max: 512 },

@@ -1,5 +1,5 @@
 // Problems with whole numbers as answers, from a file (docs/datasets.md). A fifth of the rows is held out. One turn, short answers.
-// For another file change `data`. The verdict is on the reply's last number.
+// For another file change `data`. The verdict compares the reply's last number.
 local data = { path: 'examples/problems/arithmetic.jsonl', sha256: std.sha256(importstr 'examples/problems/arithmetic.jsonl') };
 {
   problems:: [

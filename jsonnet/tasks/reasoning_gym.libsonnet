@@ -1,4 +1,4 @@
-// A family of reasoning-gym by its name: `spell_backward` with short words.
+// The family `spell_backward` of reasoning-gym, with short words.
 {
   problems:: [
     {

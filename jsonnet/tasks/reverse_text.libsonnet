@@ -1,4 +1,4 @@
-// Write a word backwards; the reward is the share of characters that are in their place. One turn.
+// Write a word backwards. The reward is the share of characters in the right place. One turn.
 {
   problems:: [
     {

@@ -1,4 +1,4 @@
-// Sums and differences of two or three digits, from reasoning-gym's `chain_sum`, shown by examples. One turn.
+// Sums and differences of two or three digits, from reasoning-gym's `chain_sum`, with examples. One turn.
 {
   problems:: [
     {

@@ -1,4 +1,4 @@
-// Sums that a calculator tool can do, for a chat format without tools: the call is text, which examples show. Several turns.
+// Sums with a calculator tool, for a chat format without tools: calls are text, as in the examples. Several turns.
 {
   problems:: [
     {

@@ -1,4 +1,4 @@
-// Words in reverse order, shown by examples; the reward is the share of words in their place. One turn.
+// Words in reverse order, with examples. The reward is the share of words in the right place. One turn.
 {
   problems:: [
     {

@@ -368,7 +368,7 @@ def test_json_fits_the_answers_schema():
     assert score('Here:\n```json\n{"x": 1}\n```', schema, kind="json_schema") == 1.0
     assert score('{"y": 1}', schema, kind="json_schema") == 0.0
     assert score("{", schema, kind="json_schema") == 0.0
-    with pytest.raises(ValueError, match="no JSON schema"):
+    with pytest.raises(ValueError, match="not a JSON schema"):
         score("1", '{"type": "strange"}', kind="json_schema")
 
 
