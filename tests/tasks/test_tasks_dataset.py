@@ -413,6 +413,13 @@ async def test_a_reply_is_judged_in_an_isolated_process(path, tmp_path):
         assert (judgement.reward, judgement.metrics["unscorable"]) == (reward_, float(not reward_))
 
 
+async def test_a_reward_file_is_found_from_the_working_directory(path, tmp_path, monkeypatch):
+    verdict = reward(tmp_path, "def reward(reply, answer, row): return 0.75")
+    monkeypatch.chdir(tmp_path)
+    one = task(**args(path, verdict=verdict | {"path": "reward.py"}))
+    assert (await one.judge(one.problem(3), [Message("assistant", "any")])).reward == 0.75
+
+
 async def test_a_request_that_its_verdict_refuses_fails_the_rollout_with_a_sentence(path):
     one = task(**args(path, verdict={"kind": "choice", "num_choices": 2}))
     with pytest.raises(OrreryError, match=r"the answer '\d+' is none of the letters AB"):

@@ -221,8 +221,11 @@ class Dataset(SingleTurn):
         return scored(await SCORERS.score("verdict", request, messages[-1].content))
 
     def _request(self, at: int, answer: str) -> dict[str, Any]:
-        row = self._row(at) if self.args.verdict.kind == "python" else None
-        return {"verdict": self.args.verdict.model_dump(), "answer": answer, "row": row}
+        verdict, row = self.args.verdict.model_dump(), None
+        if self.args.verdict.kind == "python":
+            # The scorer has another working directory.
+            verdict["path"], row = str(Path(self.args.verdict.path).absolute()), self._row(at)
+        return {"verdict": verdict, "answer": answer, "row": row}
 
     def demonstration(self, index: int) -> list[Message]:
         row = self._row(self._place(index))
