@@ -207,6 +207,28 @@ def test_other_widths_are_refused(call, words):
         call()
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("groups", [None, GROUPS])
+def test_a_gpu_has_the_bytes_of_the_reference(groups):
+    x = draw(512, 1024)
+    on_device = None if groups is None else RowGroups(*(each.to(DEVICE) for each in groups))
+    rows, columns = (Quantized(*(each.cpu() for each in part)) for part in quantize(x, on_device))
+    clean, last = x.cpu().clone(), 512 if groups is None else 384
+    if groups is not None:
+        clean[259:] = 0
+    wanted = reference_quantize_rows(clean)
+    here = slice(0, last)
+    found = Quantized(rows.value[here], rows.scale[here])
+    assert same_bytes(found, Quantized(wanted.value[here], wanted.scale[here]))
+    wanted = reference_quantize_columns(clean, groups)
+    if groups is not None:
+        columns, wanted = (
+            Quantized(each.value[: last * 1024], each.scale[: last // BLOCK])
+            for each in (columns, wanted)
+        )
+    assert same_bytes(columns, wanted)
+
+
 def exact(*shape: int) -> Tensor:
     """Return numbers of e4m3 whose every block has the scale 1."""
     generator = torch.Generator().manual_seed(0)

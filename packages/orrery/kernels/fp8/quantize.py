@@ -4,7 +4,7 @@ M rows · K columns · N outputs · E groups. A block is 1 × 128 in rows of act
 128 × 1 in their columns (`columns`, stored transposed), and 128 × 128 in weights.
 
 - Bytes are those of vLLM 0.32 with VLLM_USE_DEEP_GEMM_E8M0=0: of its `per_token_group_fp8_quant`
-  for rows, and of its `per_block_cast_to_fp8` for weights.
+  for rows, and of its `per_block_cast_to_fp8` for weights. Columns never meet the engine's.
 - With groups (`RowGroups`) blocks of columns never cross a group, and padding counts as zero.
 - Backends: plain torch (CPU), Triton (GPU).
 """
@@ -92,14 +92,15 @@ def quantize_weight(weight_NK: Tensor) -> Weight:
 def reference_quantize_rows(x_MK: Tensor) -> Quantized:
     x_MGB = x_MK.float().unflatten(-1, (-1, BLOCK))
     scale_MG = x_MGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) / MAX
-    value_MGB = (x_MGB / scale_MG[..., None]).clamp(-MAX, MAX).to(DTYPE)
-    return Quantized(value_MGB.flatten(-2), scale_MG)
+    return _scaled(x_MGB / scale_MG[..., None], scale_MG)
 
 
 def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) -> Quantized:
     """Return `quantize`'s columns of x, whose padding is zero."""
     x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
-    value_KM, scale_KG = reference_quantize_rows(x_MK.T.contiguous())
+    x_KGB = x_MK.T.contiguous().float().unflatten(-1, (-1, BLOCK))
+    scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) / MAX
+    value_KM, _ = _scaled(x_KGB * (1.0 / scale_KG[..., None]), scale_KG)
     if groups is not None:
         ends = [0, *groups.ends_E.tolist(), x_MK.shape[0]]
         sizes = [end - begin for begin, end in pairwise(ends)]
@@ -143,6 +144,10 @@ def group_of_rows(groups: RowGroups, num_rows: int) -> Tensor:
     start_E = F.pad(groups.ends_E[:-1], (1, 0))
     real_end_M = (start_E + groups.counts_E)[group_M.clamp(max=last)]
     return torch.where((group_M <= last) & (row_M < real_end_M), group_M, -1).int()
+
+
+def _scaled(ratio: Tensor, scale: Tensor) -> Quantized:
+    return Quantized(ratio.clamp(-MAX, MAX).to(DTYPE).flatten(-2), scale)
 
 
 def _nothing(x: Tensor) -> Quantized:

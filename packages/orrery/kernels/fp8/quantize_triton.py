@@ -1,7 +1,8 @@
 """Triton kernels of FP8 quantization: one program a tile of 128 × 128, which it reads once.
 
-Divisions are as in vLLM: exact for activations (its CUDA kernel), and for weights products with
-approximate reciprocals (its code for `per_block_cast_to_fp8`, compiled by Inductor).
+Rows of activations are divided exactly, as in vLLM's CUDA kernel: a product with the reciprocal,
+corrected by its remainder (Markstein 1990, theorem 8.3). Weights are products with approximate
+reciprocals, as in vLLM's `per_block_cast_to_fp8` compiled by Inductor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,6 +14,7 @@ from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
+NUM_WARPS = 8
 
 
 def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
@@ -43,7 +45,7 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
             IS_GROUPED=groups is not None,
             HAS_ROWS=has_rows,
             HAS_COLUMNS=has_columns,
-            num_warps=8,
+            num_warps=NUM_WARPS,
         )
     return value, scale.T[:num_rows], value_t, scale_t
 
@@ -100,7 +102,10 @@ def _quantize(
         if HAS_ROWS:
             top = tl.maximum(tl.max(size, axis=1), 1e-10)
             unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
-            ratio = tl.div_rn(number, tl.broadcast_to(unit[:, None], (128, 128)))
+            inverse = tl.broadcast_to(_inverse(unit)[:, None], (128, 128))
+            divisor = tl.broadcast_to(unit[:, None], (128, 128))
+            ratio = number * inverse
+            ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
             ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
             is_row = row < num_rows
             tl.store(value + place, ratio.to(value.dtype.element_ty), mask=is_row[:, None])
@@ -108,11 +113,16 @@ def _quantize(
         if HAS_COLUMNS:
             top = tl.maximum(tl.max(size, axis=0), 1e-10)
             unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
-            ratio = tl.div_rn(number, tl.broadcast_to(unit[None, :], (128, 128)))
+            ratio = number * tl.broadcast_to(_inverse(unit)[None, :], (128, 128))
             ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
             place_t = start * width + column[:, None] * length + (row - start)[None, :]
             tl.store(value_t + place_t, tl.trans(ratio.to(value_t.dtype.element_ty)))
             tl.store(scale_t + tile * width + column, unit)
+
+
+@triton.jit
+def _inverse(unit):
+    return tl.div_rn(tl.full([128], 1.0, tl.float32), unit)
 
 
 def quantize_weight(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
