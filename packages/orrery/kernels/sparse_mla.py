@@ -1,0 +1,135 @@
+"""Attention of latent queries to chosen latent keys, as in absorbed MLA with sparse attention.
+
+T queries · H heads · S keys · K chosen keys a query · D key width · V value width (first columns)
+
+    p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without j = −1
+    out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
+
+All heads share one key, and the first V columns of a key are its value (DeepSeek-V2,
+https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**24  # of gathered keys: 64 MiB in float32
+
+
+def sparse_mla(
+    q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
+
+    q and kv of one floating dtype. indices: i32 rows of kv, each at most once a query. −1 is none,
+    in any place. A query without keys gets zeros and lse −∞. q and kv get gradients, `lse` does not
+    pass any. Raise ValueError if shapes or dtypes do not match.
+    """
+    width = kv_SD.shape[-1]
+    if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
+        raise ValueError(
+            f"q {q_THD.dtype} {list(q_THD.shape)}, kv {kv_SD.dtype} {list(kv_SD.shape)} "
+            f"and value_width {value_width} do not go together"
+        )
+    if indices_TK.dtype != torch.int32 or indices_TK.shape[:1] != q_THD.shape[:1]:
+        raise ValueError(
+            f"indices {indices_TK.dtype} {list(indices_TK.shape)} "
+            f"must be torch.int32 [{q_THD.shape[0]}, K]"
+        )
+    out_THV, lse_TH = torch.ops.orrery.sparse_mla(q_THD, kv_SD, indices_TK, scale, value_width)
+    return out_THV, lse_TH.detach()
+
+
+def reference_sparse_mla(
+    q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
+) -> tuple[Tensor, Tensor]:
+    """Return `sparse_mla`'s result from all gathered keys at once, with plain autograd."""
+    dtype = _wide(q_THD)
+    kv_TKD = kv_SD.to(dtype)[indices_TK.clamp(min=0).long()]
+    logit_THK = torch.einsum("thd,tkd->thk", q_THD.to(dtype), kv_TKD) * scale
+    is_none_T1K = (indices_TK < 0)[:, None]
+    lse_TH = logit_THK.masked_fill(is_none_T1K, -torch.inf).logsumexp(dim=-1)
+    is_empty_TH1 = lse_TH.isinf()[..., None]
+    p_THK = (logit_THK - lse_TH[..., None].masked_fill(is_empty_TH1, 0.0)).exp()
+    p_THK = p_THK.masked_fill(is_none_T1K, 0.0)
+    out_THV = torch.einsum("thk,tkv->thv", p_THK, kv_TKD[..., :value_width])
+    return out_THV.to(q_THD.dtype), lse_TH
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(indices_TK: Tensor, width: int) -> list[slice]:
+    num_queries, num_chosen = indices_TK.shape
+    step = max(1, CHUNK_ELEMENTS // max(1, num_chosen * width))
+    return [slice(start, start + step) for start in range(0, num_queries, step)]
+
+
+@torch.library.custom_op("orrery::sparse_mla", mutates_args=())
+def _forward(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_width: int
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:2], value_width)
+    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
+    for rows in _chunks(indices, kv.shape[1]):
+        arguments = (q[rows], kv, indices[rows], scale, value_width)
+        out[rows], lse[rows] = reference_sparse_mla(*arguments)
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, kv, indices, scale, value_width):
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:2], value_width), lse
+
+
+@torch.library.custom_op("orrery::sparse_mla_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return both gradients. d logit = p (grad · value − grad · out), summed in float32."""
+    dtype, value_width = _wide(q), grad.shape[-1]
+    grad_q, grad_kv = torch.empty_like(q), torch.zeros_like(kv, dtype=dtype)
+    for rows in _chunks(indices, kv.shape[1]):
+        chosen = indices[rows].clamp(min=0).long()
+        q_THD, kv_TKD, grad_THV = q[rows].to(dtype), kv.to(dtype)[chosen], grad[rows].to(dtype)
+        logit_THK = torch.einsum("thd,tkd->thk", q_THD, kv_TKD) * scale
+        p_THK = (logit_THK - lse[rows, :, None]).exp()
+        p_THK = p_THK.masked_fill((indices[rows] < 0)[:, None], 0.0)
+        delta_TH1 = (grad_THV * out[rows].to(dtype)).sum(dim=-1, keepdim=True)
+        grad_p_THK = torch.einsum("thv,tkv->thk", grad_THV, kv_TKD[..., :value_width])
+        grad_logit_THK = p_THK * (grad_p_THK - delta_TH1) * scale
+        grad_q[rows] = torch.einsum("thk,tkd->thd", grad_logit_THK, kv_TKD).to(q.dtype)
+        grad_TKD = torch.einsum("thk,thd->tkd", grad_logit_THK, q_THD)
+        grad_TKD[..., :value_width] += torch.einsum("thk,thv->tkv", p_THK, grad_THV)
+        _add_rows(grad_kv, chosen.flatten(), grad_TKD.flatten(0, 1))
+    return grad_q, grad_kv.to(kv.dtype)
+
+
+def _add_rows(total_SD: Tensor, row_M: Tensor, value_MD: Tensor) -> None:
+    """Add each value to its row in a fixed order: a GPU's `index_put_` sorts, without atomics."""
+    if total_SD.is_cuda:
+        total_SD.index_put_((row_M,), value_MD, accumulate=True)
+    else:
+        total_SD.index_add_(0, row_M, value_MD)
+
+
+@_backward.register_fake
+def _(grad, q, kv, indices, out, lse, scale):
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+def _setup_context(ctx, inputs, output):
+    q, kv, indices, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, kv, indices, *output)
+
+
+def _gradients(ctx, grad_out, grad_lse):
+    grads = torch.ops.orrery.sparse_mla_backward(
+        grad_out.contiguous(), *ctx.saved_tensors, ctx.scale
+    )
+    return *grads, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
