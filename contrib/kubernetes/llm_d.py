@@ -55,7 +55,7 @@ def _deployment(manifest: Manifest, place: Place, engine: Engine) -> dict[str, A
         "metadata": {"name": f"{name_of(manifest)}-engine-{engine.index}", "labels": own},
         "spec": {
             "replicas": 1,
-            "strategy": {"type": "Recreate"},  # no GPU is free for a second engine
+            "strategy": {"type": "Recreate"},  # the old engine must free its GPU first
             "selector": {"matchLabels": own},
             "template": {"metadata": {"labels": template}, "spec": pod},
         },
@@ -84,7 +84,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return {
         "router": {
             "epp": {
-                "replicas": 1,  # it shares no state
+                "replicas": 1,  # replicas would not share their state
                 "pluginsConfigFile": PICKER_FILE,
                 "pluginsConfig": picker(manifest),
             },

@@ -67,13 +67,13 @@ def check_servable(manifest: Manifest) -> None:
     """Raise OrreryError if a deployment cannot serve the manifest."""
     if manifest.inference.kv_offload.kind == "mooncake":
         raise OrreryError(
-            "inference.kv_offload.kind 'mooncake': the store's master is a role that the launcher "
-            "starts, and nobody does here. Set it to 'tiers' or 'none'"
+            "inference.kv_offload.kind 'mooncake': the store's master is started by the launcher, "
+            "which does not run here. Set it to 'tiers' or 'none'"
         )
     if manifest.transport.weights == "adapters":
         raise OrreryError(
-            "transport.weights 'adapters': engines that wait for an adapter begin with one of the "
-            "run's own making. Set it to 'files', and serve the merged weights"
+            "transport.weights 'adapters': engines would wait for an adapter of the run. "
+            "Set it to 'files', and serve the merged weights"
         )
     check_supported(manifest)
 
@@ -129,7 +129,7 @@ def weights_volume(place: Place) -> dict[str, Any]:
 
 
 def _of_any_start(arguments: list[str]) -> list[str]:
-    """Remove the `engine_id`: it is for one start, and a pod may start again."""
+    """Remove the `engine_id`. It is for one start, and a pod may start several times."""
     if "--kv-transfer-config" not in arguments:
         return arguments
     at = arguments.index("--kv-transfer-config") + 1

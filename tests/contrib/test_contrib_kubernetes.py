@@ -245,7 +245,7 @@ def test_vllms_own_parsers_take_every_engines_arguments():
     [
         ("llm_d", RUNS["nixl"], Place("engine:1", "policy"), "Name its image with --proxy-image"),
         ("dynamo", routed("round_robin", num_replicas=25), PLACE, "Set it to at most 24"),
-        ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "nobody does here"),
+        ("llm_d", routed("round_robin", kv_offload=STORE), PLACE, "which does not run here"),
         (
             "llm_d",
             apart({"kind": "nixl"}, kv_offload=TIERS),

@@ -1,7 +1,6 @@
 """Adopt another run's state, on other devices or in another layout.
 
 - The manifests may differ only in the fields in `FREE`. They do not change the training.
-- Finished stages and complete checkpoints are copied or hard-linked.
 - The run's folder is created in one step, so it is never incomplete.
 """
 

@@ -1,7 +1,6 @@
 """The `orrery` command. Results go to stdout, the rest to stderr.
 
-An `OrreryError` or `OSError` is one line `error: …` and an exit code. Commands import the launcher
-lazily, to keep `orrery show` fast.
+Commands import the launcher lazily, to keep `orrery show` fast.
 """
 
 import sys

@@ -1,10 +1,9 @@
 """The image of a role, and the container that its command runs in.
 
-- An image holds packages, not the code of Orrery. For each image `containers/images.lock` has the
-  recipe (a digest of the files that determine its content) and the sha256 of the SIF file.
-- The code is a read-only snapshot in the run's folder.
-- A role sees /dev, its run folder, the site's mounts, and the job's scratch folder as /tmp.
-  `--contain` is not used, because ranks, engines and NCCL share /dev/shm and InfiniBand.
+- An image holds packages, not the code of Orrery. `containers/images.lock` has the recipe (a digest
+  of all files that determine the content) and the sha256 of each image.
+- A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
+  scratch folder as /tmp. Without `--contain`, ranks and engines share /dev/shm and InfiniBand.
 - Environment variables are passed as APPTAINERENV_*: other users could read a command line.
 """
 

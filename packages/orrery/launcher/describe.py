@@ -156,7 +156,6 @@ def log_paths(path: Path, role: str | None) -> list[Path]:
 
 
 def log_lines(paths: list[Path], num_lines: int, follow: bool) -> Iterator[str]:
-    """Yield the last `num_lines` lines of each log (0: all), and new lines if `follow`."""
     offsets: dict[Path, int] = {}
     for path in paths:
         with open_regular(path) as log:

@@ -1,8 +1,7 @@
 """Check whether this machine and the site's cluster can run a run.
 
-- Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
-  `doctor_judge.py` turns them into findings.
-- `sbatch --test-only` checks whether Slurm accepts a job.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
+`doctor_judge.py` turns them into findings.
 """
 
 import json
@@ -161,7 +160,6 @@ def _patches(python: Sequence[str]) -> Finding:
 
 
 def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Finding:
-    """List the patches of vLLM in an engine's image, or in this interpreter without images."""
     engines = [image for name, image in images.items() if name.endswith("/inference")]
     image = next((one for one in engines if isinstance(one, Path)), None)
     if image is None and engines:

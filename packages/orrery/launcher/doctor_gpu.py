@@ -1,7 +1,6 @@
 """Check the NVIDIA GPUs of this machine, as torch sees them.
 
-`PROBE` runs in a separate process, so that the doctor allocates no device memory. The pure function
-`judge_gpus` returns findings with remedies.
+`PROBE` runs in a separate process, so that the doctor allocates no device memory.
 """
 
 import json

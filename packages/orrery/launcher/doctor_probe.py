@@ -1,9 +1,8 @@
 """Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
 
 - It needs only `python3` (3.6 or newer).
-- A task publishes its address in a shared folder by a rename. It asks all other tasks over TCP for
-  their time, and measures the delay until it sees their renamed files.
-- Rank 0 locks a file while all other tasks try to lock it.
+- Tasks find each other by files in a shared folder, compare clocks over TCP, and measure the delay
+  until they see renamed files. Rank 0 locks a file while all others try to lock it.
 - Every check has a time limit. A task out of time prints its results so far.
 """
 

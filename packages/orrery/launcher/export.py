@@ -1,7 +1,6 @@
 """Export a run's checkpoint as a Hugging Face folder.
 
-With Slurm a small job exports, because a login node has no torch and little memory. A complete
-checkpoint never changes, so no lock is needed.
+With Slurm a small job exports, because a login node has no torch and little memory.
 """
 
 import os

@@ -68,7 +68,6 @@ def lost_outcome(stage: RunningStage, seen: str) -> Outcome | None:
 
 
 def lost_nodes(stage: RunningStage, ended: Sequence[Process | SlurmTask] = ()) -> list[str]:
-    """Return the names of the job's lost nodes. Probe the nodes of `ended` first."""
     if stage.job.allocation is None or stage.job.plan.num_nodes == 1:
         return []
     tasks = [one for one in stage.processes if isinstance(one, SlurmTask)]

@@ -1,10 +1,10 @@
 """Fetch a model or a dataset by name: `orrery fetch`.
 
-- A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- Only weights in safetensors, configs, the tokenizer and its chat template are fetched, never code.
-- A model is examined before its weights are downloaded, and again with them.
+- A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`. It is
+  examined before its weights are downloaded, and again with them.
 - A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
   its split, because `tasks/rows.py` reads the split from the name.
+- Code is never fetched.
 """
 
 import json
@@ -101,7 +101,6 @@ def _check_axis(axis: Path, source: HubRepository) -> None:
 def _examine(
     folder: Path, path: str, source: HubRepository, tokenizer: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the axis and notes on a model's folder. The weights may be missing."""
     words = ["--path", path, "--title", source.title]
     words += ["--revision", f"{source.repository}@{source.revision.resolved}"]
     found = _ask("orrery.models.axis", str(folder), *words, "--tokenizer", tokenizer["sha256"])
@@ -229,7 +228,6 @@ def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]
 
 
 def _chosen(source: HubRepository, config: str | None, configs: dict[str, Splits]) -> Splits:
-    """Return the files of `config`, or of the only config if it is None."""
     choices = ", ".join(sorted(configs))
     if not any(names for splits in configs.values() for names in splits.values()):
         raise OrreryError(

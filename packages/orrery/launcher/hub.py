@@ -1,10 +1,8 @@
 """Download files of a Hugging Face repository at one commit, and verify each.
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
-  `HF_HUB_OFFLINE`) and resumes broken downloads.
-- It checks sizes only. This module checks digests (sha256 of large files, git's sha1 of others),
-  and removes a wrong file from the cache.
-- Finished files stay in the cache, so the same command can resume after a failure.
+  `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads.
+- It checks sizes only. This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
 
@@ -205,7 +203,6 @@ def _patient(call: Callable[[], T]) -> T:
 
 @contextmanager
 def _explained(kind: Kind, repository: str, revision: str) -> Iterator[None]:
-    """Turn the library's errors into OrreryErrors that name the next step."""
     prefix = "" if kind == "model" else "datasets/"
     page = f"{constants.ENDPOINT}/{prefix}{repository}"
     try:

@@ -1,8 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
 - The text shows a missing run folder, image or job as a word in <>.
-- Without Slurm a written script holds the stage's command, otherwise the `sbatch` command of
-  Snakemake's executor.
 - A checked-in manifest that differs from its rendered spec raises OrreryError.
 """
 

@@ -1,10 +1,8 @@
 """End a stage early: preemption, and `orrery stop`.
 
 - Slurm's SIGUSR1, or the end of the job's time, preempts the RL stage. The stage writes a
-  checkpoint and ends. The launcher then asks Slurm to requeue the job.
+  checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
 - Other stages are not preempted: they are short, or have their own checkpoints.
-- The job is requeued only if the stage has written a new checkpoint.
-- `orrery stop` ends the launcher, or cancels the run's Slurm jobs.
 """
 
 import os

@@ -2,11 +2,8 @@
 
 - It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- The variable `PROCESS` marks its descendants, also outside its process group.
 - Trainers and engines are pinned to cores. If a stage has both, each kind gets half of the cores.
   Each process of a kind gets equally many neighbouring cores.
-- If only one kind runs beside an orchestrator, cores left over by the division are the
-  orchestrator's.
 """
 
 import os

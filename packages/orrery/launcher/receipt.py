@@ -1,10 +1,8 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- `record` writes the receipt after each attempt. `orrery diff` reads it.
 - Code, software and images are examined while the stage runs, so that the stage ends quickly.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- It has no environment variables and no absolute paths. The values of variables whose name contains
-  TOKEN, SECRET or the like are replaced.
+- It has no environment variables, no absolute paths and no values of variables such as TOKEN.
 """
 
 import hashlib

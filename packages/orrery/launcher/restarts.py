@@ -1,6 +1,5 @@
 """Restart an engine that has ended, as its next incarnation.
 
-- `Restarts` decides whether an engine is restarted. `EngineRestarts` kills and starts processes.
 - An engine is not restarted after a user's mistake (exit code 2), or if two incarnations in a row
   ended before they served.
 - The old incarnation's endpoint, health file and processes are removed before the next one starts.

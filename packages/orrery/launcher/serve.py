@@ -1,9 +1,7 @@
 """Serve a run's weights, or a Hugging Face folder, by vLLM on this machine.
 
 - The server is a role in a temporary run directory. If it fails, its log stays there.
-- The address is printed once /health answers. The token is new at each start, or the content of
-  the file ORRERY_TOKEN_FILE.
-- Ctrl-C or SIGTERM ends the server and its children with exit code 0.
+- The token is new at each start, or the content of the file ORRERY_TOKEN_FILE.
 """
 
 import json
@@ -51,7 +49,6 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 
 
 def serve(word: str, port: int, workspace: Workspace) -> int:
-    """Serve until a signal, and return the exit code. Raise OrreryError if it cannot serve."""
     folder = check_folder(folder_of(word, workspace))
     check_port(port)
     shown, token = _token()
@@ -169,7 +166,6 @@ def _start(run_dir: Path, folder: Path, port: int, token: str, workspace: Worksp
 
 
 def _await_url(process: Process, run_dir: Path, folder: Path, interrupts: Interrupts) -> str | None:
-    """Return the server's address once it is healthy, or None after a signal."""
     endpoint = endpoints_dir(run_dir, STAGE) / "inference.0.json"
     while not endpoint.exists():
         if interrupts.received:

@@ -1,7 +1,6 @@
 """The site file: the settings of a cluster. They do not change a run's id.
 
-ORRERY_SITE names this TOML file. The default is `site.toml` in the checkout. Without a file, runs
-use only this machine.
+ORRERY_SITE names this TOML file. The default is `site.toml` in the checkout.
 """
 
 import os

@@ -1,7 +1,6 @@
 """The state of a run in its folder: `status.json` and the run's lock.
 
 - A run's launcher holds an flock on the lock file. The kernel releases it when the launcher ends.
-- The lock file contains host, pid and start time. The start time tells a reused pid apart.
 - If `status.json` says `running` and no process holds the lock, the launcher was killed.
 """
 
@@ -104,7 +103,6 @@ class Holder:
 
 @contextmanager
 def hold_lock(run_dir: Path, within_s: float = LOOKED_AT_S) -> Iterator[None]:
-    """Hold the run's lock. Raise OrreryError if it is not free after `within_s`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(_path(run_dir), os.O_RDWR | os.O_CREAT, 0o644)
     try:

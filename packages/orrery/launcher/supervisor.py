@@ -3,8 +3,7 @@
 - It holds the run's lock, so two launchers never share a run directory.
 - If a process fails, or a server ends early, all others are ended within seconds. An engine is
   restarted instead if the manifest allows it (`restarts.py`).
-- No process, shared memory or cache on a scratch disk outlives the stage. If the launcher is
-  killed, the roles end by themselves, and the next start removes the leftovers.
+- If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
 

@@ -1,8 +1,7 @@
 """Pass metric rows to the sinks, and show the stage's progress on stderr.
 
-- A sink that fails is reported once and no longer used. A failed read is reported once, and the
-  next read returns the missed rows.
-- `View` draws a live table in a terminal, and prints plain lines elsewhere.
+A sink that fails is reported once and no longer used. A failed read is reported once, and the next
+read returns the missed rows.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """Devices that `hardware.accelerator` may name, as data.
 
 Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a second
-to a peer in one direction. `measured` has this project's measurements of kernels, NCCL gathers and
-pinned copies.
+to a peer in one direction. `measured` has this project's measurements.
 """
 
 from dataclasses import dataclass

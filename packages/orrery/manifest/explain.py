@@ -1,8 +1,8 @@
 """Explain which file and which axis gave a field its value.
 
 - An axis sets a field if the axis contains the field when evaluated alone. Run files override axes.
-- `lib/run.libsonnet` derives all other fields. To find the sources of a derived value, each axis is
-  left out in turn, without constraints: the value then changes or is missing.
+- `lib/run.libsonnet` derives all other fields. An axis is a source of a derived value if the value
+  changes or is missing without the axis.
 """
 
 import json

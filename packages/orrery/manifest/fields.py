@@ -32,7 +32,6 @@ def leaves(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(data: Any, path: Path, where: str) -> Any:
-    """Return the value at `path`. Raise OrreryError with the known fields if there is none."""
     for depth, element in enumerate(path):
         if (isinstance(data, list) and isinstance(element, int) and element < len(data)) or (
             isinstance(data, dict) and element in data

@@ -1,8 +1,7 @@
 """Fit runs to the GPUs of this machine.
 
-- `nvidia-smi` lists the GPUs, so a login node needs no torch. Without it the machine counts as one
-  without GPUs. `CUDA_VISIBLE_DEVICES` selects among them.
-- An adapted run is a new file in `jsonnet/runs`: an import of the run, and the changed fields.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. Without it the machine counts as one
+without GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
 """
 
 import os
@@ -250,7 +249,6 @@ def _changes(manifest: Manifest, machine: Machine) -> list[str]:
 
 
 def _write(workspace: Workspace, path: Path, text: str) -> None:
-    """Write a file. Raise OrreryError if `path` exists without the mark WRITTEN."""
     if path.exists() and WRITTEN not in path.read_text(errors="replace").partition("\n")[0]:
         raise OrreryError(
             f"{workspace.shown(path)}: exists, and this command did not write it. Move it away or "

@@ -1,7 +1,6 @@
 """The processes of each stage of a run, as data, and whether this release can start them.
 
-- `after`: the stages that must be done before. Without `stages.sft`, rl follows init.
-- `ends`: a process "itself" ends when its work is done. A process "with_stage" is a server. It is
+- A process whose `ends` is "itself" ends when its work is done. "with_stage" is a server. It is
   stopped when all "itself" processes have exited with 0.
 - Nodes are numbered within the stage. In a stage of several nodes each node belongs to one group:
   inference (or prefill, then decode), then trainer. All other roles are on the first node.

@@ -1,10 +1,8 @@
 """Publish files and folders by renames that survive a power cut, and hash files.
 
-- A file is written under a temporary name, synced and renamed. Readers see the old or the new
-  content. The folder is synced last, because a power cut may undo a rename.
+- A file is written under a temporary name, synced and renamed. The folder is synced last, because a
+  power cut may undo a rename.
 - A marker is published after its files, so if the marker exists, the files are complete.
-- Durable: manifests, status, markers, receipts, results, reports, weights, tokenizers, checkpoints,
-  snapshots, kept batches, copies of the code.
 - Not synced: logs, metrics, samples, health, endpoints, scratch disks, weights and batches in
   transit.
 """
@@ -77,10 +75,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(files: Sequence[Path]) -> str:
-    """Return the sha256 of one file, or the sha256 of the lines "sha256  name" of several.
-
-    The shell equivalent is `sha256sum FILES | sha256sum`, with files sorted by name.
-    """
+    """Return the sha256 of one file, or of the output of `sha256sum FILES`, sorted by name."""
     files = sorted(files, key=lambda path: path.name)
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(sha256, files))

@@ -1,9 +1,7 @@
 """Tasks: problems, replies and judges, by kind.
 
-- `make` builds the task of a `TaskUse`. `KINDS` has the built-in kinds.
-- A package adds a kind by an entry point in the group `orrery.tasks`: name = new kind, value = a
-  `task.Task` class.
-- The class's `Args` check the args of the spec.
+A package adds a kind by an entry point in the group `orrery.tasks`: name = new kind, value = a
+`task.Task` class.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -2,8 +2,8 @@
 
 - The model calls `calculator` with the argument `input`, gets the value as a tool message, and must
   answer with the value alone. At most three calls per turn are answered.
-- `call_syntax` "chat_format" uses the chat format's tool calls. With "text", for models without
-  them, `calculator(12+7)` in an answer is a call. The prompt does not mention this.
+- `call_syntax` "chat_format" uses the chat format's tool calls. With "text", `calculator(12+7)` in
+  an answer is a call.
 - Reward: `call_reward` for any valid call, plus 1 − `call_reward` for the right answer.
 - A malformed call counts as text, so it ends the episode.
 """
@@ -32,8 +32,6 @@ MAX_CALLS_PER_TURN = 3
 
 
 def evaluate(expression: str) -> int:
-    """Return the value of an expression with integers, + - * and (). Raise ValueError on others."""
-
     def value(node: ast.AST) -> int:
         match node:
             case ast.Constant(value=int(number)) if not isinstance(number, bool):

@@ -2,10 +2,9 @@
 
 Print one line per task that fits, or one error.
 
-- Every task builds, and makes its first problems within `MAX_CPU_S` of CPU time.
+- Every task makes its first problems within `MAX_CPU_S` of CPU time.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless
   a pretrained tokenizer is missing on this machine.
-- A task with a file checks all its rows (`check_rows`).
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 

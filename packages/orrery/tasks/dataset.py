@@ -4,8 +4,7 @@
   may hold chat messages. `answer_pattern` cuts the answer out of a longer text.
 - `held_out` divides rows into two sides, training and evaluation. `split` chooses the side.
 - Each epoch has another random order, a function of (seed, epoch).
-- A reply is judged in an isolated process (`scorer_pool.py`). A reply that cannot be judged is
-  wrong (metric `unscorable`).
+- A reply that cannot be judged is wrong (metric `unscorable`).
 """
 
 import re
@@ -279,7 +278,7 @@ class Dataset(SingleTurn):
         verdict = self.args.verdict
         try:
             scorer = scorer_of(self._request(at, answer))
-            if verdict.kind in ("json_schema", "python"):  # the answer has not the form of a reply
+            if verdict.kind in ("json_schema", "python"):  # the answer does not look like a reply
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
             if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:

@@ -1,6 +1,5 @@
 """Any family of the `reasoning-gym` library, judged by its scorer. Single turn.
 
-- Args: `family`, its options `config`, and `split`. The Python lock pins the default options.
 - Problem `index` is item 0 of a dataset whose seed is a hash of (seed, index, draw), for the first
   draw on the side `split`. The library seeds item i with seed + i, so neighbouring seeds would
   share problems. A small family may repeat problems.

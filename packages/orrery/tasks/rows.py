@@ -3,7 +3,6 @@
 - A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
   dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`).
 - JSONL, Parquet and Arrow files are mapped, so they may exceed memory. JSON and CSV are read whole.
-- A row is an object whose keys are the columns. A CSV file's values are text.
 """
 
 import csv
@@ -32,7 +31,6 @@ class DataRows(Protocol):
 
 
 def open_rows(path: Path, split: str | None = None) -> DataRows:
-    """Open a file, or a folder's `split`. Raise OrreryError if it cannot be read."""
     if path.is_dir():
         return _open_folder(path, split)
     if split is not None:
@@ -70,7 +68,6 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
 
 
 def splits(path: Path) -> dict[str, list[Path]]:
-    """Return a fetched folder's data files by split. Raise OrreryError if it has none."""
     found: dict[str, list[Path]] = {}
     for file in data_files(path):
         found.setdefault(file.name.split("-")[0].split(".")[0], []).append(file)

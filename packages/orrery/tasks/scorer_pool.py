@@ -1,9 +1,8 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
 - In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
-- The process makes a problem of reasoning-gym again from its seed. Some families order words by
-  hash, so all processes need the same PYTHONHASHSEED. The launcher sets it.
-- Each of at most NUM_SCORERS processes scores one answer at a time, in a fork.
+- Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
+  The launcher sets it.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 - Processes end with this process, even if it is killed, and inherit no files.
@@ -110,7 +109,7 @@ class ScorerPool:
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
-        except BaseException:  # cancelled: the next answer uses this process
+        except BaseException:  # cancelled: keep the process for the next answer
             self._idle.append(scorer)
             raise
         return scorer

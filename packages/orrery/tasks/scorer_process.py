@@ -3,11 +3,10 @@
 - In, a line per answer: `[number, kind, request, text, limit_s]`. Out: an empty line when ready,
   then `[number, score]`. The score is null if the scorer raises, exits, is slow or gives no finite
   number, and a sentence if the request is wrong.
-- A function in KINDS makes the scorer of a request in this process, so libraries are imported once.
 - This process never interprets an answer. It has no secret, no capability and no open file except
-  its socket. It ends with its parent (`scorer_pool.py`).
-- A fork (`_answer`) scores one answer, without output, in a removed folder, and is then killed with
-  its children. Its limits are MEMORY_BYTES of address space, the answer's time, empty files and,
+  its socket.
+- A fork scores one answer, without output, in a removed folder, and is then killed with its
+  children. Its limits are MEMORY_BYTES of address space, the answer's time, empty files and,
   unless the user is root, no new processes.
 """
 

@@ -5,7 +5,6 @@
   a reward of 0. A judge must accept any text.
 - A function that is not a coroutine blocks the event loop. Do slow work, and run code that a model
   wrote, in another process (`scorer_pool.py`).
-- The orchestrator calls `problem` in one thread, concurrently with `reply` and `judge`.
 """
 
 import difflib

@@ -101,7 +101,6 @@ def compiled(pattern: str, flags: int = re.S) -> re.Pattern[str]:
 
 
 def scorer_of(request: dict[str, Any]) -> Callable[[str], float]:
-    """Return the function that scores a reply. Raise ValueError for an unusable answer."""
     verdict, answer = request["verdict"], request["answer"]
     match verdict["kind"]:
         case "math":

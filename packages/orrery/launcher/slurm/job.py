@@ -1,12 +1,9 @@
 """The Slurm job of a stage: its components, its `sbatch` command, and its `srun` steps.
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
-  only some devices (on CPUs: cores) of a node gets the same share of processors and memory. The
-  launcher runs on the first node of component 0.
+  only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
 - Each engine has a step, and so has each other role in each node group. A task computes its index
-  from its rank in the step, and writes its own log on its node.
-- srun prints how a task ended (`node2: task 3: Killed`). The first failed task ends the step
-  (`--kill-on-bad-exit`).
+  from its rank in the step. The first failed task ends the step (`--kill-on-bad-exit`).
 """
 
 import math

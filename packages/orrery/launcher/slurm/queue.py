@@ -1,10 +1,8 @@
 """Slurm's queue: a user's jobs and their states.
 
 - `sacct` is used only for jobs that `squeue` no longer lists.
-- Every documented state of Slurm maps to a `JobState`. Other states raise OrreryError.
 - A heterogeneous job has the id of its first component.
-- A job's name contains the run, a hash of the run folder's path, and the stage. So two checkouts of
-  a run have different job names.
+- A job's name contains a hash of the run folder's path, so two checkouts have different names.
 """
 
 import os

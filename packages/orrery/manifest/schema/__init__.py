@@ -2,7 +2,6 @@
 """The manifest: all settings that determine a run's result.
 
 - Every field is required, because a reviewer would not see a default.
-- Objects are frozen, and unknown fields are errors.
 - Hosts, partitions, mounts, ports and log levels belong to a site.
 - Quantities carry their unit in the name: `_s`, `_bytes`, `_tokens`, `_steps`, `num_`.
 """

@@ -1,8 +1,7 @@
 """The constraints between fields of a manifest. The trainer's are in `trainer_constraints.py`.
 
-- Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
-  basic first. `Manifest` raises the first sentence.
-- Jsonnet asserts only constraints on settings that are not in the manifest.
+Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
+basic first. `Manifest` raises the first sentence.
 """
 
 from collections.abc import Iterator
@@ -354,7 +353,6 @@ def _cannot_hold(field: str, held: int, inference: Inference, needed: int) -> st
 
 
 def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> Iterator[str]:
-    """Yield why a tier of the KV cache cannot hold the longest rollout."""
     offload, longest = inference.kv_offload, longest_host_bytes(model, inference)
     if offload.kind == "tiers":
         host, disk = offload.host_bytes, offload.disk_bytes
@@ -471,7 +469,6 @@ def _transport_misfits(run: "Manifest") -> Iterator[str]:
 
 
 def _group_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield why groups of processes do not fill whole nodes."""
     num_nodes, per_node = run.hardware.num_nodes, run.hardware.devices_per_node
     if num_nodes == 1:
         return

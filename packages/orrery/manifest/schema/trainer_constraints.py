@@ -48,7 +48,6 @@ def trainer_misfits(
 
 
 def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:
-    """Yield why the layers of `model.fp8` cannot be multiplied in FP8."""
     if model.fp8 is None:
         return
     what, off = f"model.fp8 {list(model.fp8)}", "set model.fp8 to null"
@@ -94,7 +93,7 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 
 
 def block_parts(model: Model) -> list[str]:
-    """Return the parts of a block that the model has: of `trainer.lora.targets`, `model.fp8`."""
+    """Return the parts of a block that `trainer.lora.targets` and `model.fp8` may name."""
     moe = model.moe
     parts = {
         "attention": True,
@@ -122,7 +121,6 @@ def _adapter_misfits(lora: Lora | None, model: Model) -> Iterator[str]:
 
 
 def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
-    """Yield why `mesh` cannot divide a context among ranks, with meshes that can."""
     sharded = devices // mesh.dp_replicate
     if devices % mesh.dp_replicate:
         sharded = mesh.dp_shard * mesh.cp
