@@ -1,4 +1,4 @@
-"""The orchestrator's process: `python -m orrery.orchestrator --run-dir R --stage rl|evaluate …`."""
+"""Run the orchestrator: `python -m orrery.orchestrator --run-dir R --stage rl|evaluate …`."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ async def rl(ctx: RoleContext) -> None:
     try:
         try:
             pool = await assemble.engine_pool(ctx, assemble.leases(ctx, wire))
-        except Preempted as preempted:  # before any batch was sent
+        except Preempted as preempted:  # raised before any batch was sent
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines:
             await (await assemble.loop(ctx, engines, wire)).run()
@@ -29,13 +29,12 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage under a heartbeat, because other roles wait for this event loop."""
+    """Run the stage. Its heartbeat shows the launcher that the event loop is alive."""
     async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's faster event loop if installed."""
     try:
         import uvloop
     except ImportError:

@@ -4,9 +4,9 @@
 - The adaptive limit is `engines / share`. `share` is the part of one engine's cache that a rollout
   in flight uses.
 - `share` rises at once. It falls slowly, as rollouts end, and only while all permits are taken and
-  queues are short. Otherwise young rollouts, which use little, would raise the limit.
-- A preemption in an engine lowers the limit by at most BACKOFF. The next lowers it only after the
-  rollouts in flight fit the new limit.
+  queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
+- A preemption in an engine lowers the limit by at most BACKOFF. The next preemption counts only
+  after the rollouts in flight fit the new limit.
 """
 
 import math
@@ -21,9 +21,9 @@ from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import Pace, period_s
 
-BACKOFF = 0.05  # largest cut of the limit after preemptions, as a fraction
+BACKOFF = 0.05  # largest cut of the limit at once, as a fraction
 LEAST = 1e-9  # smallest share of a cache
-DECAY = 3.0  # after all rollouts have ended once, e^-DECAY of an old share remains
+DECAY = 3.0  # e^-DECAY of an old share remains after all rollouts have ended once
 ENGINE_POLL_S = 0.5
 PIECE_S = 5.0  # length of an activity span, longer in long runs
 
@@ -44,8 +44,8 @@ class AdaptiveLimit:
     ) -> None:
         """Update share and limit from one poll.
 
-        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) count since
-        the last poll.
+        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) cover the time
+        since the last poll.
         """
         preempted = self._newly_preempted(loads)
         if not loads:
@@ -81,7 +81,7 @@ class AdaptiveLimit:
         return min(1.0, self.max_model_len_tokens / kv_tokens)
 
     def _newly_preempted(self, loads: Mapping[int, EngineMetrics]) -> int:
-        """Count preemptions since the last poll. A restarted engine counts from 0."""
+        """Count preemptions since the last poll. A restarted engine counts from 0 again."""
         before = self._preemptions
         totals = {index: load.preemptions_total for index, load in loads.items()}
         self._preemptions = before | totals
@@ -130,11 +130,11 @@ async def poll_engines(
 ) -> dict[int, EngineMetrics]:
     """Return every engine's load by index, or {} if an engine does not answer in time.
 
-    Writes rows when `pace` is due, or always if it is None.
+    Write rows when `pace` is due, or always if it is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
-    except OrreryError as error:  # a slow metrics page must not end the run
+    except OrreryError as error:  # slow metrics must not end the run
         ctx.log.warning("no numbers from the engines: %s", error)
         return {}
     due = pace is None or pace.due(time.monotonic())
@@ -149,7 +149,7 @@ async def poll_engines(
             preemptions=load.preemptions_total,
             external_hit_tokens=load.external_hit_tokens_total,
         )
-    # Skip the first engines, which only prefill. Rollouts use the caches of the others.
+    # The first engines only prefill. Rollouts use the caches of the others.
     first = ctx.manifest.inference.prefill_replicas
     before = admission.limit
     admission.observe({index: load for index, load in loads.items() if index >= first})

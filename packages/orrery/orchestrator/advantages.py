@@ -1,8 +1,8 @@
-"""Advantages: collect the rollouts of a group, and compute their advantages from all rewards.
+"""Collect the rollouts of a group, and compute their advantages from all rewards.
 
     Rollout | Failed ─▶ Groups.add ─▶ Group ─▶ with_advantages ─▶ RolloutBuffer
 
-- An algorithm is a pure function from the rewards of one group to its advantages.
+- An algorithm is a pure function from one group's rewards to its advantages.
 - Equal rewards give advantages of exactly 0.
 - Timeouts with a reward of 0 count in the baseline, but are not trained.
 - To add an algorithm, write a function, list it in `ALGORITHMS`, and add its record to the schema.
@@ -18,14 +18,14 @@ from orrery.manifest.schema import Algorithm, Grpo, MaxRl
 from orrery.orchestrator.dispatch import GroupDropped, GroupRequest, Request
 from orrery.orchestrator.rollout import Failed, Rollout
 
-STD_FLOOR = 1e-6  # keeps rounding errors of nearly equal rewards small
+STD_FLOOR = 1e-6  # limits the rounding errors of nearly equal rewards
 
 
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    `normalize_std` divides by the population's standard deviation, as in the paper. It favours
-    easy and hard problems (Liu et al. 2025, "Dr. GRPO").
+    `normalize_std` divides by the population's standard deviation, as in the paper. It favours easy
+    and hard problems (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -58,7 +58,7 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """A group's finished and failed members. `num_zeros` failed members have the reward 0."""
+    """The finished rollouts of a group. `num_zeros` failed members count with reward 0."""
 
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Group:
 
 
 def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
-    """Return a group's finished rollouts with their advantages. It has at least two rewards."""
+    """Return the finished rollouts with their advantages. The group has at least two rewards."""
     rewards = [*(rollout.reward for rollout in group.survivors), *[0.0] * group.num_zeros]
     gained = advantages(np.asarray(rewards, dtype=np.float32), algorithm)
     return [
@@ -87,7 +87,7 @@ class Groups:
         return sum(len(group.survivors) for group in self._groups.values())
 
     def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
-        """Add a member. Return its group if it is complete."""
+        """Add a member. Return its group once complete."""
         group = self._groups.setdefault(request.group.key, Group(request.group))
         group.num_ended += 1
         if isinstance(outcome, Rollout):

@@ -27,8 +27,8 @@ from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
 
-READ_S = 1800.0  # longest loading from a slow shared file system, scaled
-SERVERS_START_S = 600.0  # longest time of vLLM's imports and compilation, scaled
+READ_S = 1800.0  # longest load of weights from a slow shared file system, scaled
+SERVERS_START_S = 600.0  # longest imports and compilation of vLLM, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
@@ -55,7 +55,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
 
 
 async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous.Endpoint]:
-    """Wait for `count` servers of `role`. Cancelling ends the thread."""
+    """Wait in a thread for `count` servers of `role`. Cancelling ends the thread."""
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
@@ -80,7 +80,7 @@ def tasks(manifest: Manifest) -> dict[str, list]:
 
 
 def policy_dir(ctx: RoleContext, *stages: str) -> Any:
-    """Return the weights folder of the run's first stage among `stages`."""
+    """Return the weights folder of the first of `stages` that the run has."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
     return weights_path(ctx.run_dir, names[0])
 
@@ -98,7 +98,7 @@ def sender(ctx: RoleContext) -> RolloutSender:
 
 
 def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
-    """Return the client of a direct weight wire's leases, or None on other wires."""
+    """Return the client that leases weight versions on a direct wire, or None on other wires."""
     if ctx.manifest.transport.weights not in DIRECT_KINDS:
         return None
     client = LeaseClient.over(wire.control)
@@ -109,9 +109,9 @@ def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
 def scheduler(ctx: RoleContext) -> Scheduler:
     """Return a new scheduler, or that of the newest complete checkpoint.
 
-    Remove earlier attempts' incomplete checkpoints and the finished SFT stage's checkpoints.
+    Remove incomplete checkpoints of earlier attempts, and the checkpoints of a finished SFT stage.
     """
-    # This is safe, because checkpoints begin only after the next batch is taken.
+    # Safe here: a checkpoint begins only after the next batch is taken.
     checkpoints.discard_incomplete(ctx.run_dir)
     if removed := checkpoints.discard_all(ctx.run_dir, "sft"):
         steps = ", ".join(map(str, removed))

@@ -1,8 +1,8 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
-- A document's columns are views. Only the wire copies them, when it sends a micro-batch.
+- A document's columns are views. The wire alone copies them, when it sends a micro-batch.
 - Samples are rollouts as text, one per line, in `rollouts/samples.jsonl` and
-  `rollouts/evaluate.jsonl`. The first file grows with every batch, so messages are `shortened`.
+  `rollouts/evaluate.jsonl`. Messages are `shortened`, because every batch adds samples.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ from orrery.wire.rollout_wire import Batch
 from orrery.wire.routed_experts import COLUMN
 
 _NONE = np.float32(0.0)
-NUM_MESSAGES = 16  # kept of a sample's conversation
-TEXT_CHARACTERS = 4000  # kept of a message or its tool calls
+NUM_MESSAGES = 16  # messages kept of a sample
+TEXT_CHARACTERS = 4000  # characters kept of a message or its tool calls
 
 
 def document(rollout: Rollout, temperature: float) -> Columns:
@@ -51,7 +51,7 @@ def document(rollout: Rollout, temperature: float) -> Columns:
 
 
 def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str]:
-    """Return {version: digest} of the versions that sampled the batch. Keys are texts, for JSON."""
+    """Return {version: digest} of the versions that sampled the batch. JSON needs text keys."""
     versions = np.unique(np.concatenate([each.sampled_versions for each in rollouts]))
     return {str(version): known[version] for version in versions.tolist()}
 
@@ -59,8 +59,8 @@ def digests(rollouts: Sequence[Rollout], known: dict[int, str]) -> dict[str, str
 def packed(step: int, documents: Sequence[Columns], manifest: Manifest, info: dict) -> Batch:
     """Pack the documents into batch `step`.
 
-    `totals` has the number of tokens of each loss component, and sizes. All ranks of a
-    context-parallel group get the same micro-batches, and each takes its part.
+    `totals` counts the tokens of each loss component. All ranks of a context-parallel group get the
+    same micro-batches, and each takes its part.
     """
     lengths = np.array([each.num_tokens for each in documents], dtype=np.int64)
     mesh, shares = manifest.trainer.mesh, micro_batches(documents, pack_for(manifest, lengths))
@@ -92,7 +92,7 @@ def row(batch: TrainBatch, manifest: Manifest, now_s: float) -> dict:
     elapsed_s = now_s - (tally.since_s if tally.since_s is not None else now_s)
     return {
         "event": "batch",
-        # Include dropped groups, because the mean without groups of equal rewards is biased.
+        # Include dropped groups: without groups of equal rewards the mean is biased.
         "reward_mean": float(rewards.mean()) if len(rewards) else trained_mean,
         "batch_reward_mean": trained_mean,
         "num_sampled": len(tally.rewards),
@@ -121,7 +121,7 @@ def sample(rollout: Rollout, **about: Any) -> dict[str, Any]:
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the first and last messages, texts shortened, as JSON types."""
+    """Return the first and last messages, with shortened texts, as JSON types."""
     half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
     if left_out <= 0:
         return [_short(message) for message in messages]
@@ -148,7 +148,7 @@ def _short_text(text: str) -> str:
 
 
 def append_samples(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append samples, with messages `shortened`. First end an incomplete last line."""
+    """Append samples with `shortened` messages, after ending an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = b"".join(
         msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n"

@@ -1,8 +1,8 @@
-"""The rollout buffer: complete groups come in, and batches leave.
+"""Collect complete groups, and give out batches.
 
 - A group with fewer than two rewards is dropped (`too_few_survivors`).
-- With `drop_zero_advantage_groups`, groups of zero advantages go into `spare`. They are used once
-  `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
+- With `drop_zero_advantage_groups`, groups whose advantages are all zero go into `spare`. They are
+  used once `max_sampled_ratio` · `rollouts_per_batch` rollouts were sampled for a batch.
 - A batch has exactly `rollouts_per_batch` rollouts, oldest group first. It may split a group.
 - Stale rollouts are dropped before each batch, which guarantees the staleness bound.
 """
@@ -15,8 +15,8 @@ from orrery.manifest.schema import Orchestrator
 from orrery.orchestrator.advantages import Group, with_advantages
 from orrery.orchestrator.rollout import ENGINE_GONE, Rollout
 
-BARREN_BATCHES = 10  # after so many batches of untrainable rollouts the run ends
-RAISE = {  # reason → setting that the user should raise
+BARREN_BATCHES = 10  # the run ends after so many batches of untrainable rollouts
+RAISE = {  # reason → setting to raise
     "timeout": "rollout_timeout_s",
     "stale_in_flight": "max_off_policy_steps",
     "stale_in_queue": "max_off_policy_steps",
@@ -29,10 +29,10 @@ class RolloutBuffer:
         self.drop_zero = settings.drop_zero_advantage_groups
         # The most rollouts to sample for a batch.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # The most rollouts that generation may be ahead.
+        # The most rollouts by which generation may be ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
-        self.queue: deque[list[Rollout]] = deque()  # in order of completion
-        self.spare: deque[list[Rollout]] = deque()  # groups of zero advantages
+        self.queue: deque[list[Rollout]] = deque()  # by time of completion
+        self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
         self.num_sampled = 0  # each taken batch subtracts its budget
         self.dropped: Counter[str] = Counter()  # rollouts by reason
         self._barren: Counter[str] = Counter()  # since the last trainable group
@@ -44,12 +44,12 @@ class RolloutBuffer:
 
     @property
     def has_batch(self) -> bool:
-        """Whether a batch is ready. Spare groups count after the budget is spent."""
+        """Return whether a batch is ready. Spare groups count once the budget is spent."""
         lacking = self.rollouts_per_batch - self.num_queued
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many more rollouts than queued the next `num_batches` need.
+        """Return how many more rollouts the next `num_batches` need than are queued.
 
         It may exceed the budget after stale rollouts were dropped.
         """
@@ -108,7 +108,7 @@ class RolloutBuffer:
             self._details[reason] = detail
 
     def check_not_starved(self) -> None:
-        """Raise RunFailed if too many rollouts in a row cannot train."""
+        """Raise RunFailed if too many rollouts in a row cannot be trained."""
         num_lost = sum(self._barren.values())
         if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return

@@ -1,11 +1,11 @@
-"""Dispatch: turn group requests into rollouts in flight, and end slow rollouts.
+"""Turn group requests into rollouts in flight, and end slow rollouts.
 
     Source → GroupRequest → Dispatch → Request (one per member) → Rollout | Failed | GroupDropped
 
 - The next task is the task furthest behind its share, so the mixture holds at any time.
 - Every request leaves exactly once: finished, failed, or inside a `GroupDropped(reason)`.
-- Order: evaluation, then started groups (their prompt is cached), then new groups.
-- A group's cache salt is the engines' version at its first member's start.
+- Evaluation goes first, then started groups (their prompt is cached), then new groups.
+- A group's cache salt is the engines' version when its first member starts.
 - Failed rollouts are not retried. Evaluations restart rollouts of a lost engine.
 - This module only decides. The caller runs and cancels the requests.
 """
@@ -29,7 +29,7 @@ PROOF_S = 30.0  # metrics of a generating engine change within a second, scaled
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`size` rollouts of one problem. Each purpose numbers its groups separately."""
+    """`size` rollouts of one problem. Training and evaluation number their groups separately."""
 
     purpose: Purpose
     group_id: int
@@ -52,12 +52,11 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The rollout's name, unique in a run. The engine's request id appends the turn."""
+        """Return the rollout's name, unique in a run. Engine request ids append the turn."""
         return f"{self.group.key}-{self.member}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the fields of `Rollout` that name its request."""
         return {
             "group_id": self.group.group_id,
             "member": self.member,
@@ -69,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupDropped:
-    """A dropped group. Cancel `in_flight`. `num_undispatched` members never started."""
+    """A dropped group: requests `in_flight` to cancel, and the number of undispatched members."""
 
     group: GroupRequest
     reason: str
@@ -193,9 +192,9 @@ class Dispatch:
         return True
 
     def expired(self, now_s: float, timeout_s: float, is_served: bool) -> list[Request]:
-        """Return the requests that were served for longer than `timeout_s`. They stay in flight.
+        """Return the requests served for longer than `timeout_s`. They stay in flight.
 
-        While `is_served` is false, time does not count, and no request expires.
+        While `is_served` is false, time does not count and no request expires.
         """
         if not is_served:
             self._unserved_since = now_s if self._unserved_since is None else self._unserved_since
@@ -256,7 +255,9 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare the engines' metrics with the first poll. `loads` is {} if one did not answer."""
+        """Compare the engines' metrics with the first poll. `loads` is {} if an engine did not
+        answer.
+        """
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

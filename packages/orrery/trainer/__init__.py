@@ -10,9 +10,9 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grow_segments() -> None:
-    """Make torch's CUDA allocator grow its segments, unless the environment configures it.
+    """Let torch's CUDA allocator grow its segments, unless the environment configures it.
 
-    Micro-batches differ in length, so memory in segments of fixed size would become fragmented.
+    Micro-batches differ in length and would fragment segments of fixed size.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(ALLOCATOR, EXPANDABLE)

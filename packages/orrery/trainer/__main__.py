@@ -1,6 +1,6 @@
 """Run one rank of the trainer in one stage: `python -m orrery.trainer --stage init|sft|rl`.
 
-Torch is imported late, so that the health file and the parent watch exist while it loads.
+The health file and the parent watch start first, because the import of torch is slow.
 """
 
 import shutil
@@ -24,10 +24,10 @@ def main() -> None:
 
 
 def initialize(ctx: RoleContext) -> None:
-    """Write start weights and tokenizer as the Hugging Face folder `weights/init`.
+    """Write the start weights and the tokenizer as the Hugging Face folder `weights/init`.
 
-    Draw the weights from the seed or copy a pretrained folder, one file at a time. Equal manifests
-    give equal bytes.
+    The weights are drawn from the seed or copied from a pretrained folder. Equal manifests give
+    equal bytes.
     """
     import torch
 

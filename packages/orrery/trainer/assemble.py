@@ -40,20 +40,21 @@ from orrery.wire.weight_wire import (
     make_weight_sender,
 )
 
-STEP_DEADLINE_S = 600.0  # longest wait for a batch, in addition to its rollouts' time
-ORCHESTRATOR_DEADLINE_S = 900.0  # its start is slow while engines load from the same disks
+STEP_DEADLINE_S = 600.0  # longest wait for a batch, beyond the time of its rollouts
+ORCHESTRATOR_DEADLINE_S = 900.0  # includes the start of engines, which may load from the same disks
 
 
 @contextmanager
 def assemble_world(ctx: RoleContext) -> Iterator[World]:
-    """Join the other ranks. After an error, do not shut the process group down.
+    """Join the other ranks.
 
-    nccl's shutdown would wait for collectives that other ranks never start.
+    After an error the process group is not shut down: nccl would wait for collectives that other
+    ranks never start.
     """
     trainer = ctx.manifest.trainer
     ctx.health.doing("joining the other ranks")
     device = device_for(ctx.manifest.hardware.accelerator, ctx.index)
-    if device.type == "cuda":  # another node may have other GPUs than the launcher's
+    if device.type == "cuda":  # the launcher's node may have other GPUs
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
     store = open_rendezvous(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
@@ -90,7 +91,7 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 @contextmanager
 def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
-    """Build the RL loop, at the newest checkpoint if any."""
+    """Build the RL loop and load the newest checkpoint, if there is one."""
     manifest = ctx.manifest
     if world.is_first:
         _check_room(ctx)
@@ -131,10 +132,10 @@ def _batch_behind_s(manifest: Manifest, world: World) -> float:
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:
-    """Return after how many seconds without progress a publication has stalled.
+    """Return the seconds without progress after which a publication has stalled.
 
-    On a direct wire this exceeds `weight_wire.coordinator.MEET_S`, after which rank 0 names the
-    absent ranks.
+    On a direct wire this exceeds `weight_wire.coordinator.MEET_S`, so that rank 0 can first name
+    the absent ranks.
     """
     is_local = manifest.transport.weights not in DIRECT_KINDS and num_nodes == 1
     return step_stall_s(world, manifest.trainer) if is_local else io_stall_s(world.size)
@@ -154,12 +155,12 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
 
 
 def _num_kept(manifest: Manifest) -> int:
-    # Versions: loaded by engines, in training, queued, and ahead.
+    # Versions on disk: loaded by engines, in training, queued, and ahead.
     return manifest.orchestrator.max_batches_ahead + 3
 
 
 def _check_room(ctx: RoleContext) -> None:
-    """Raise OrreryError if kept weight versions do not fit on disk. Adapters are not checked."""
+    """Raise OrreryError if the kept weight versions do not fit on disk. Adapters are small."""
     manifest = ctx.manifest
     if manifest.transport.weights != "files":
         return

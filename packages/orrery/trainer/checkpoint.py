@@ -3,12 +3,12 @@
     checkpoints/step_<n>.attempt_<k>/trainer/
         state.json            {"format", "step", "world_size", "frozen", "base_sha256"}
         rank_<i>.json         {name: {"shape", "dtype", "box"}}, box: [start, stop) per dimension
-        rank_<i>.safetensors  these boxes, and random-number state
-        rank_<i>.sha256.json  size and sha256 of these two files
+        rank_<i>.safetensors  the values in these boxes, and random-number state
+        rank_<i>.sha256.json  size and sha256 of the two files above
         published.json        {version: digest} (`publish.py`)
 
 Names are `weight/<parameter>`, or `<key>/<parameter>` for optimizer state.
-`torch.distributed.checkpoint` is not used: it stores pickles.
+`torch.distributed.checkpoint` is not used because it stores pickles.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """This rank's part of a tensor: the `box` of a tensor of `shape`."""
+    """The part of one tensor that this rank holds: a `box` within the full `shape`."""
 
     shape: tuple[int, ...]
     box: Box
@@ -71,16 +71,16 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights, which have adapters. They are not stored."""
+    """Return the names of frozen weights with adapters. Checkpoints do not store them."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 
 
 def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
-    """Return one sha256 of all weight files in `start`: of lines "digest  name", sorted by name.
+    """Return one sha256 of all weight files in `start`.
 
-    A checkpoint of adapters is valid only for these weights. If the launcher's `inputs.json` has
-    the digests, no file is read.
+    It hashes lines "digest  name", sorted by name. A checkpoint of adapters is valid only for these
+    weights. Digests in the launcher's `inputs.json` save reading the files.
     """
     file = inputs_path(run_dir, stage)
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -92,7 +92,7 @@ def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
 
 
 def state_header(learner: Learner) -> dict[str, Any]:
-    """Return `state.json`."""
+    """Return the content of `state.json`."""
     return {
         "format": FORMAT,
         "step": learner.step,
@@ -111,13 +111,13 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_rng(file: Any, device: torch.device) -> None:
     torch.set_rng_state(file.get_tensor("rng/cpu"))
-    # The checkpoint of a run on CPUs has no CUDA state.
+    # Checkpoints written on CPUs have no CUDA state.
     if device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
         torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), device)
 
 
 def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
-    """Return whether no earlier rank holds the same box."""
+    """Return whether no lower rank holds the same box."""
     if not isinstance(weight, DTensor):
         return world.is_first
     coordinate = weight.device_mesh.get_coordinate()
@@ -133,7 +133,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
 def load(learner: Learner, folder: Path) -> None:
     """Load `folder` into the learner. Raise RunFailed if it does not fit the manifest.
 
-    The same world size also restores random-number state.
+    Random-number state is restored only at the same world size.
     """
     stored, state = CheckpointReader(folder), state_of(learner)
     _check_fits(stored, state, learner, folder)

@@ -1,12 +1,12 @@
 """Write checkpoints during training, and resume from them. `checkpoint.py` describes the files.
 
-- Training waits only for the copy into host memory, and for the previous checkpoint.
-- A thread of each rank writes the rank's files, then a checksum file, without collectives. If it
-  fails, the next step raises its error.
-- The first rank's thread waits for all checksum files, renames the folder, writes the marker, then
+- Training waits only for the copy into host memory and for the previous checkpoint.
+- Each rank writes its files, then a checksum file, in a thread without collectives. The next step
+  raises an error of that thread.
+- The first rank's thread waits for all checksum files, renames the folder, writes the marker and
   removes old checkpoints.
-- The step's metrics are written between `copy` and `write`, so every complete checkpoint has them.
-- State with non-finite values is refused, because every attempt that resumes from it would fail.
+- A step's metrics are written between `copy` and `write`, so a complete checkpoint has them.
+- Non-finite state is refused, because every attempt to resume from it would fail.
 """
 
 import json
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def save(learner: Learner, folder: Path) -> None:
-    """Write the state into `folder`, and sync it. A collective."""
+    """Write the state into `folder` and sync it. A collective."""
     with CheckpointWriter(learner.world) as writer:
         writer.copy(learner, folder)
         writer.write()
@@ -65,10 +65,11 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """One rank's writer. Call `copy` and `write` for every checkpoint, `check` at every step.
+    """Write one rank's part of checkpoints in the background.
 
-    Every wait runs inside the context manager `waiting(what, deadline_s, behind_s)`. Leaving the
-    `with` block completes the last checkpoint, except after an exception.
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
+    context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
+    last checkpoint, except after an exception.
     """
 
     def __init__(self, world: World, waiting: Waiting = _no_wait):
@@ -101,7 +102,7 @@ class CheckpointWriter:
     def copy(
         self, learner: Learner, folder: Path, files: Mapping[str, bytes] | None = None
     ) -> float:
-        """Copy the state with `files`, and return the seconds taken. A collective.
+        """Copy the state and `files` into host memory, and return the seconds taken. A collective.
 
         Raise RunFailed if replicas differ or a value is not finite.
         """
@@ -135,7 +136,7 @@ class CheckpointWriter:
     ) -> None:
         """Write the copy in the background. The first rank calls `on_written` after the rename.
 
-        `on_written` creates `marker` (default: the folder) last.
+        The last act of `on_written` must be to create `marker` (default: the folder).
         """
         copied, self._copied = self._copied, None
         assert copied is not None, "copy first"
@@ -148,7 +149,7 @@ class CheckpointWriter:
         return self._work is None or self._work.is_done
 
     def check(self) -> None:
-        """Raise the error of the background write, if it has failed."""
+        """Raise the error of a failed background write."""
         if self.is_idle:
             self.wait()
 
@@ -160,7 +161,7 @@ class CheckpointWriter:
         is_done = work.is_done
         with nullcontext() if is_done else self._waiting(work.what, deadline_s, None):
             work.join(deadline_s)
-        self._work = None  # only after the wait, which may be interrupted
+        self._work = None  # stays set if the wait is interrupted
         if work.error is not None:
             raise work.error
 
@@ -170,7 +171,7 @@ class CheckpointWriter:
         self._world.barrier()
 
     def _await_complete(self) -> None:
-        """Wait for the marker file, because a collective would time out earlier."""
+        """Wait for the marker file. A collective would time out earlier."""
         self.wait()
         expected, self._incomplete = self._incomplete, None
         if expected is not None and not self._world.is_first:
@@ -246,7 +247,7 @@ class _BackgroundWork:
 def _await_checksums(partial: Path, world_size: int, stop: Stop) -> None:
     end_s = time.monotonic() + scaled(WRITE_DEADLINE_S)
     while True:
-        found = set(os.listdir(partial))  # network file systems cache that a name is missing
+        found = set(os.listdir(partial))  # network file systems cache the absence of a name
         missing = [rank for rank in range(world_size) if checksum_file(rank) not in found]
         if not missing:
             return
@@ -277,7 +278,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def compare_replicas(weights: Iterable[torch.Tensor], world: World, step: int) -> None:
     """Raise RunFailed on every rank if replicas (HSDP) differ in any bit. A collective.
 
-    Only the first replica is stored and published, so a difference would be lost.
+    Only the first replica is stored and published.
     """
     count = world.axis_size("dp_replicate")
     if count == 1:
@@ -334,9 +335,9 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 class StageCheckpoints:
-    """One rank's checkpoints in a stage. Leaving the `with` block completes the last checkpoint.
+    """Write one rank's checkpoints of a stage. Leaving the `with` block completes the last.
 
-    The role `beside` writes its half of step n's checkpoint before batch n is sent.
+    The role `beside` writes its half of checkpoint n before it sends batch n.
     """
 
     def __init__(self, ctx: RoleContext, learner: Learner, stage: str, beside: str | None = None):
@@ -359,11 +360,10 @@ class StageCheckpoints:
         return checkpoints.is_due(step, self._ctx.manifest, self._stage)
 
     def check(self) -> None:
-        """Raise RunFailed if a write failed."""
         self._writer.check()
 
     def copy(self, files: Mapping[str, bytes] | None = None) -> float:
-        """Copy the state with `files`. Return the seconds waited. A collective."""
+        """Copy the state and `files`. Return the seconds waited. A collective."""
         step, trainer = self._learner.step, self._ctx.manifest.trainer
         still_s = step_stall_s(self._learner.world, trainer)
         self._ctx.health.doing("copying a checkpoint", step=step, still_s=still_s)
@@ -371,7 +371,6 @@ class StageCheckpoints:
             return self._writer.copy(self._learner, self._folder / "trainer", files)
 
     def write(self) -> None:
-        """Write the copy in the background."""
         ctx, folder = self._ctx, self._folder
         step, num_ranks, begin_s = self._learner.step, self._learner.world.size, time.time()
 
@@ -390,7 +389,6 @@ class StageCheckpoints:
         self._writer.write(complete, marker=folder / checkpoints.MARKER)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. A collective."""
         self._writer.finish()
 
     @property
@@ -407,7 +405,7 @@ def resume(ctx: RoleContext, learner: Learner, stage: str) -> Path | None:
     if stage != "rl" and world.is_first:
         checkpoints.discard_incomplete(ctx.run_dir, stage)
     newest = checkpoints.latest(ctx.run_dir, stage) or (0, 0)
-    # Other nodes may see a new folder with a delay.
+    # Other nodes may see a new folder late, so the first rank decides.
     step, attempt = (world.all_gather(number)[0] for number in newest)
     if not step:
         return None

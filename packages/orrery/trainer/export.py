@@ -2,12 +2,13 @@
 
     python -m orrery.trainer.export RUN_DIR [--stage rl] [--step N] [--to FOLDER]
 
-`orrery export RUN …` runs it on one CPU, also during a stage.
+`orrery export RUN …` runs it on one CPU, even during a stage.
 
-- A folder appears only when it is complete. An exported checkpoint has the same bytes as the
-  stage's weights after that step, except that merged adapters round differently on other devices.
-- `export_checkpoint` holds the tensors of only one output file in memory.
-- Frozen weights and buffers come from the folder with the stage's start weights.
+- A folder appears only when it is complete.
+- An exported checkpoint equals the stage's weights after that step byte for byte. Merged adapters
+  are the exception, because devices round differently.
+- `export_checkpoint` holds at most one output file's tensors in memory.
+- Frozen weights and buffers come from the stage's start weights.
 """
 
 import argparse
@@ -37,13 +38,13 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # of network parameters
+PREFIX = "weight/network."  # of the network's parameters
 
 
 def export_policy(
     policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
 ) -> None:
-    """Write the policy and the files of `tokenizer`, and sync them. A collective."""
+    """Write the policy beside the files of `tokenizer`, and sync them. A collective."""
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,10 +68,7 @@ def _copy_tokenizer(start: Path, folder: Path) -> None:
 def export_checkpoint(
     run_dir: Path, stage: str = "rl", step: int | None = None, to: Path | None = None
 ) -> Path:
-    """Write the policy after `step` (default: newest) as `to`, and return `to`.
-
-    Raise OrreryError if impossible.
-    """
+    """Write the policy after `step` (default: newest) as folder `to`, and return `to`."""
     if not (run_dir / MANIFEST).exists():
         raise OrreryError(
             f"{run_dir}: has no manifest.json, so it is no run; "
@@ -120,7 +118,7 @@ def write(
     folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights in `stored`, the others from `start`, and `config.json`."""
+    """Write the weights in `stored`, the rest from `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.assign_files(tensors, max_file_bytes)
@@ -159,7 +157,7 @@ def _choose_step(run_dir: Path, stage: str, step: int | None) -> int:
 
 
 class _Tensors:
-    """The policy's tensors. If read in the order of `hf_tensors`, each byte is read only once."""
+    """The policy's tensors. Reading in the order of `hf_tensors` reads each byte once."""
 
     def __init__(self, stored: CheckpointReader, network: CausalLm, base: dict[str, Any]):
         self._stored, self._network, self._base = stored, network, base
@@ -178,13 +176,13 @@ class _Tensors:
         self._parts: dict[str, list[HfTensor]] = {}
         for hf in hf_tensors(network):
             self._parts.setdefault(hf.parameter_name, []).append(hf)
-        self._merged: tuple[str, Tensor] | None = None  # the last merged parameter
+        self._merged: tuple[str, Tensor] | None = None  # the parameter merged last
 
     def __getitem__(self, hf: HfTensor) -> Tensor:
         name = hf.parameter_name
         if name in self._adapter_of:
             if self._merged is None or self._merged[0] != name:
-                self._merged = None  # hold only one at a time
+                self._merged = None  # frees memory: only one is held at a time
                 self._merged = (name, self._merge(name))
             return hf.view_of(self._merged[1])
         if name not in self._held:

@@ -1,9 +1,9 @@
 """Report this rank's progress to the launcher's hang detector.
 
-- Every PERIOD_S the health file gets the counts of this rank's started and completed collectives,
-  and of its marks.
-- Collectives are counted by torch's private flight recorder. Without it the counts are 0.
-- A mark is a micro-batch that the device has begun, or a tensor or file finished on the host.
+- Every PERIOD_S the health file gets the counts of started collectives, completed collectives and
+  marks.
+- Torch's private flight recorder counts collectives. Without it the counts are 0.
+- A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """
 
@@ -26,30 +26,31 @@ from orrery.runtime.timing import scaled
 from orrery.trainer.parallel.world import World
 
 PERIOD_S = 3.0
-WARM_UP_STALL_S = 600.0  # longest step with compilation and connecting, or on a single rank
+WARM_UP_STALL_S = 600.0  # longest step that compiles or connects, or runs on a single rank
 IO_STALL_S = 300.0  # longest access to one tensor or file on a shared file system
 
 
 def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> float:
-    """Return after how many seconds without a collective or a mark a step has stalled."""
+    """Return the seconds without a collective or a mark after which a step has stalled."""
     is_warm_up = is_first and warms_up(trainer, world.device)
     return scaled(WARM_UP_STALL_S if is_warm_up or world.size == 1 else STILL_S)
 
 
 def io_stall_s(num_ranks: int) -> float:
-    """Return after how many seconds without a mark file access has stalled."""
+    """Return the seconds without a mark after which file access has stalled."""
     return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
 def warms_up(trainer: Trainer, device: torch.device) -> bool:
-    """Return whether the first step may compile. On a GPU, libraries may compile too."""
+    """Return whether the first step may compile. On a GPU, libraries may also compile."""
     return trainer.compile or device.type == "cuda"
 
 
 class _Progress:
-    """Count marks. A separate thread waits for CUDA events.
+    """Count marks. A thread beside the heartbeat's waits for CUDA events.
 
-    The heartbeat's thread must not: `Event.query` holds the GIL while another CUDA call blocks.
+    The heartbeat's thread must not wait: `Event.query` holds the GIL while another CUDA call
+    blocks.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class _Progress:
         self._ahead: SimpleQueue[torch.cuda.Event] | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Count a GPU's micro-batches from now on."""
+        """Count this GPU's micro-batches from now on."""
         ahead = self._ahead = SimpleQueue()
 
         def wait() -> None:
@@ -82,7 +83,7 @@ _PROGRESS = _Progress()
 
 
 def mark_micro_batch(device: torch.device) -> None:
-    """Count a micro-batch when `device` reaches it."""
+    """Count a micro-batch when `device` begins it."""
     _PROGRESS.add(device)
 
 
@@ -125,7 +126,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 
 def _report_compilation(ctx: RoleContext) -> None:
-    """Report every compilation as a wait, because any step may recompile."""
+    """Report each compilation as a wait, because any step may recompile."""
     from torch._dynamo import on_compile_end, on_compile_start  # a slow import
 
     compiling = ExitStack()
@@ -139,7 +140,7 @@ def _report_compilation(ctx: RoleContext) -> None:
 
 
 def count_collectives(device: torch.device) -> tuple[int, int]:
-    """Return collectives (started, completed) over all groups."""
+    """Return the collectives (started, completed) over all process groups."""
     dump = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if dump is None:
         return 0, 0
@@ -153,7 +154,7 @@ def count_collectives(device: torch.device) -> tuple[int, int]:
 
 
 def dump_flight_recorder(path: Path, device: torch.device) -> None:
-    """Write torch's record of the last collectives."""
+    """Write torch's record of recent collectives."""
     if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
         write_atomic(path, dump())
 

@@ -1,9 +1,10 @@
 """Measure available host memory, and allocate blocks that a GPU copies to at full speed.
 
-- Processes above the limit of their control group (Slurm job, container) are killed silently.
-- A container may see its own control group as the root of the mount. Missing folders are skipped.
-- A block is registered with CUDA until its pages are freed. If pages were freed while registered,
-  the next use of their addresses would fail (CUDA error 712).
+- Linux kills a process above the limit of its control group (Slurm job, container) without a
+  message.
+- A container may see its control group as the mount's root, so missing folders are skipped.
+- A block stays registered with CUDA until its pages are freed. Freeing registered pages would make
+  the next use of their addresses fail (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
 """
 
@@ -22,7 +23,9 @@ ROOT = Path("/")
 
 
 class CgroupVersion(NamedTuple):
-    """A version of control groups: its mount, its files, and `memory.stat`'s page-cache rows."""
+    """A version of control groups: its mount, its files, and its page-cache rows of
+    `memory.stat`.
+    """
 
     mount: str
     limit: str
@@ -36,7 +39,7 @@ V2 = CgroupVersion("", "memory.max", "memory.current", ("inactive_file", "active
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Return the bytes that can be used without swapping. `root` contains proc/ and sys/."""
+    """Return the bytes free without swapping. `root` contains proc/ and sys/."""
     found = [cgroup_available_bytes(root)]
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -45,7 +48,7 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 def cgroup_available_bytes(root: Path = ROOT) -> int:
-    """Return the least of limit − used + page cache over all groups, or `sys.maxsize`."""
+    """Return the least limit − used + page cache over all groups, or `sys.maxsize`."""
     found = [sys.maxsize]
     for version, path in _groups(root):
         mount = root / "sys/fs/cgroup" / version.mount
@@ -56,7 +59,7 @@ def cgroup_available_bytes(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[CgroupVersion, str]]:
-    """Parse `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
+    """Yield groups from lines such as `4:cpu,memory:/a/b` (V1) and `0::/a/b` (V2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -82,7 +85,7 @@ def _group_available_bytes(folder: Path, version: CgroupVersion) -> int:
 
 
 def host_number() -> int:
-    """Return a number that is equal in all processes of this host until it reboots."""
+    """Return a number shared by all processes of this host until it reboots."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -91,7 +94,7 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory pages, unregistered before they are freed. `weakref.finalize` runs too late."""
+    """Memory pages, unregistered before they are freed. `weakref.finalize` would run too late."""
 
     address: int | None = None  # set while registered
     unregister: Callable[[int], Any]
@@ -102,11 +105,11 @@ class _Pages(mmap.mmap):
 
 
 def host_block(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return resident zeros u8 [num_bytes], registered on a GPU, and the CUDA error or 0."""
+    """Return resident zeros u8 [num_bytes], and the CUDA error of registering them or 0."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8), 0
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Zero first: many threads then map the pages, whereas registration would use one thread.
+    # Zeroing maps the pages with many threads. Registration would map them with one.
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     if device.type != "cuda":
         return block, 0

@@ -1,9 +1,9 @@
-"""Train one batch in one optimizer step, the same for SFT and RL.
+"""Train one batch in one optimizer step, for SFT and RL alike.
 
 - All ranks have equally many micro-batches, and train each when it arrives.
 - With `reduce_gradients: step`, only the last backward pass of a step reduces gradients.
-- If a loss or gradient is not finite, or the number of a loss's tokens is not as announced, an
-  error is raised before the weights change.
+- Raise before the weights change if a loss or gradient is not finite, or if a loss has not the
+  announced number of tokens.
 """
 
 import math
@@ -33,7 +33,7 @@ from orrery.wire.routed_experts import route_shape
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's metrics, and phases' (begin, end) as `time.time()`."""
+    """The metrics of a step, and the (begin, end) of its phases as `time.time()`."""
 
     metrics: dict[str, float | int | None]
     wait_s: float  # time spent waiting for micro-batches
@@ -46,7 +46,7 @@ class StepResult:
 
 
 class Learner:
-    """The policy and its optimizer. `step` is the version of the weights."""
+    """The policy and its optimizer. `step` is also the version of the weights."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Learner:
         parameters = policy.named_parameters()
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
-        self.base_sha256: str | None = None  # of the frozen weights under adapters
-        self.guard: MismatchGuard | None = None  # only for batches from engines
+        self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
+        self.guard: MismatchGuard | None = None  # set only for batches from engines
         self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
-        # Gradients in backward order: at cp exchanges, and of the embedding's output.
+        # Gradients in backward order: those at cp exchanges, then that of the embedding's output.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -83,13 +83,13 @@ class Learner:
     ) -> StepResult:
         """Train one batch. `totals` has N_c of each loss component (`loss.py`).
 
-        Raise RunFailed, or OrreryError if blocks do not compile.
+        Raise RunFailed for a bad batch or number, and OrreryError if blocks do not compile.
         """
         step = self.step + 1
         begin_s = time.time()
         with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queue this early, so that the device does not wait.
+        # Queue the norm before waiting for the device, which then stays busy.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
@@ -113,7 +113,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest |log π − log μ|, number of scored tokens) of rollouts. A collective.
 
-        The first is over samples made by the current version alone, or None without any.
+        Only samples drawn wholly from the current version count. Without any the first is None.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
@@ -133,7 +133,7 @@ class Learner:
 
         Blocks run uncompiled, because a graph for this length would change later compilations.
         """
-        positions = np.arange(len(token_ids), dtype=np.float32)  # in place of log-probs
+        positions = np.arange(len(token_ids), dtype=np.float32)  # positions stand in for log-probs
         token = {
             "token_id": np.asarray(token_ids, dtype=np.int32),
             "trained": positions > 0,
@@ -159,7 +159,7 @@ class Learner:
             )
 
     def weights_to_blame(self) -> str:
-        """Return the end of an error message about non-finite numbers. A collective."""
+        """Return the part of an error message that names non-finite weights. A collective."""
         name = self._not_finite()
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
@@ -214,7 +214,9 @@ class Learner:
         return _metrics(values, float(sums.peaks))
 
     def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
-        """Sum over all ranks, in place. Raise RunFailed if not finite."""
+        """Sum `sums` in place over all ranks. Raise RunFailed if one is not finite. A
+        collective.
+        """
         mine = sums.sums.clone()
         self.world.sum(sums.sums)
         self.world.max(sums.peaks)
@@ -222,20 +224,20 @@ class Learner:
         for index, name in enumerate(StepSums.NAMES):
             if not math.isfinite(values[name]):
                 is_bad = self.world.all_gather(int(not torch.isfinite(mine[index])))
-                # The sum of finite numbers may overflow.
+                # "none alone": each rank's number is finite, and their sum overflows.
                 where = is_bad.index(1) if any(is_bad) else "none alone"
                 blame = self.weights_to_blame()
                 raise RunFailed(f"{what}: {name} is {values[name]} on rank {where}{blame}")
         return values
 
     def _not_finite(self) -> str:
-        """Return the last non-finite weight's name, or "". A collective."""
+        """Return the name of the last non-finite weight, or "". A collective."""
         last = max(self.world.all_gather(last_not_finite(self.weights.values())))
         return list(self.weights)[last] if last >= 0 else ""
 
     def _watch_embedding(self, embedding: nn.Module, ids: object, hidden: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            if not hidden.requires_grad:  # frozen embedding: only observe its gradient
+            if not hidden.requires_grad:  # the embedding is frozen, so only observe its gradient
                 hidden.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)
             self._watch(hidden)
 
@@ -249,8 +251,8 @@ class Learner:
     def _name_gradient(self, step: int) -> None:
         """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
 
-        A bad value spreads from the head to the embedding, so the bad weight nearest to the head is
-        named. If only the sum over ranks is not finite, its shard is named.
+        A bad value spreads from the head towards the embedding, so name the bad weight nearest to
+        the head. If only the sum over ranks is not finite, name the weight of the bad shard.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())
@@ -270,13 +272,13 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks whose own gradients are not finite, the first of each cp group."""
+        """Return the ranks with non-finite gradients, at most one per cp group."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
         groups = self.world.all_gather(
             self.world.data_rank
-        )  # all ranks of a cp group have the same data
+        )  # a cp group shares its data, so its first rank stands for all
         first: dict[int, int] = {}
         for group, index in zip(groups, broke, strict=True):
             if index >= 0:
@@ -307,7 +309,7 @@ class _TimedIterator:
 
 
 def count_totals(micro_batches: Iterable[Columns], world: World) -> dict[str, int]:
-    """Return N_c over all ranks, counting each cp group once. A collective."""
+    """Return N_c over all ranks. Each cp group counts once. A collective."""
     counts = []
     if world.axis_rank("cp") == 0:
         counts = [count_members(columns) for columns in micro_batches]
@@ -343,9 +345,9 @@ def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | Non
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:
-    """Return the peak rate's factor, in [0, 1], at `step` (1 … num_steps).
+    """Return the learning rate at `step` (1 … num_steps) as a fraction of the peak.
 
-    The factor rises to 1 at step `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
+    It rises to 1 at `warmup_steps`. A decay reaches `final_fraction` at `num_steps`.
     """
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps

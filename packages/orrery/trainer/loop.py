@@ -1,11 +1,10 @@
 """Train the RL stage. Batch n (from 1) trains version n − 1 and makes version n.
 
-- The final batch, marked `compare`, holds rollouts of the last version alone. Their log-probs are
-  compared, and it is not trained. It comes early if the policy is good enough.
-- A batch marked `wind_down` is not trained. Every rank writes a checkpoint of the last step, and
-  ends.
-- A step's metrics are written before its checkpoint is complete. The orchestrator writes its half
-  of step n's checkpoint before it sends batch n.
+- The final batch, marked `compare`, is not trained. It holds rollouts of the last version alone,
+  and their log-probs are compared. It comes early if the policy is good enough.
+- At a batch marked `wind_down` every rank writes a checkpoint of the last step and ends.
+- A step's metrics are written before its checkpoint is complete.
+- The orchestrator writes its half of checkpoint n before it sends batch n.
 """
 
 import time
@@ -26,7 +25,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs, in float32 on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs, for float32 on a CPU
 
 
 @dataclass
@@ -38,8 +37,8 @@ class RlLoop:
     receiver: RolloutReceiver
     checkpoints: StageCheckpoints
     batch_deadline_s: float
-    batch_behind_s: float  # longest wait for a batch that other ranks have
-    publish_still_s: float  # longest time without progress in a publication
+    batch_behind_s: float  # longest wait for a batch that another rank has received
+    publish_still_s: float  # longest publication without progress
     start_step: int = field(init=False)  # the resumed step, or 0
 
     def __post_init__(self) -> None:
@@ -133,7 +132,9 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare our log-probs with the engines'. Raise RunFailed if they differ too much."""
+        """Compare the trainer's log-probs with the engines'. Raise RunFailed if they differ too
+        much.
+        """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"
         ctx.health.doing(what, step=version, still_s=self._step_stall_s())
@@ -163,7 +164,7 @@ class RlLoop:
         ctx = self.ctx
         still_s = io_stall_s(self.world.size)
         ctx.health.doing("exporting weights", step=self.learner.step, still_s=still_s)
-        self.learner.check_weights()  # the comparison may not use every expert
+        self.learner.check_weights()  # the compared tokens may miss some experts
         start, made = start_weights(ctx), weights_path(ctx.run_dir, "rl")
         export_policy(self.learner.policy, self.world, ctx.manifest.model, start, made)
 

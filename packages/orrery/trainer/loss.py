@@ -1,14 +1,14 @@
-"""Divide each loss component's weighted sum over its members by their global number.
+"""Compute the RL, cross-entropy and reference-KL losses of scored tokens.
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c      for c in rl, cross_entropy, reference_kl
 
-Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c is the members' number over all ranks,
-at least 1.
-`rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and Kimi K2.5's
-squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ, advantage A:
+Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c counts members over all ranks, at
+least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and
+Kimi K2.5's squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ,
+advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
-`reference_kl` is the same with A = log π_ref − log π, detached. `cross_entropy` is −log π.
+`reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ COMPONENTS = ("rl", "cross_entropy", "reference_kl")
 
 @dataclass(frozen=True)
 class Targets:
-    """The loss's constants for M scored tokens, float32 [M]. Non-members have weight 0."""
+    """The loss's constants of M scored tokens, float32 [M]. Non-members have weight 0."""
 
     engine_logprob: torch.Tensor
     advantage: torch.Tensor
@@ -30,12 +30,12 @@ class Targets:
     rl_weight: torch.Tensor
     cross_entropy_weight: torch.Tensor
     reference_kl_weight: torch.Tensor
-    same_weights: torch.Tensor  # bool [M]: the current weights sampled the whole document
+    same_weights: torch.Tensor  # bool [M]: the current weights sampled this token's whole document
 
 
 @dataclass
 class StepSums:
-    """Sums for a step's metrics. They can be added up over micro-batches and ranks."""
+    """Sums for a step's metrics, additive over micro-batches and ranks."""
 
     NAMES = (
         "loss_rl", "loss_cross_entropy", "loss_reference_kl",
@@ -44,7 +44,7 @@ class StepSums:
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
-    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
+    sums: torch.Tensor  # float64 [len(NAMES)], because float32 counts only up to 2^24
     peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, or −1
 
     @classmethod
@@ -64,7 +64,7 @@ class StepSums:
         routes_replayed: int,
         routes_differ: torch.Tensor | None,
     ) -> None:
-        """Add to the last five sums."""
+        """Add to the last five sums, which count samples, tokens and routes."""
         counts = (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ)
         for index, number in enumerate(counts, -len(counts)):
             if number is not None:
@@ -83,7 +83,7 @@ def policy_gradient(
         shift = logprob.exp() - engine_logprob.exp()
         keep = ~torch.where(advantage > 0, shift > spec.mask_high, shift < -spec.mask_low)
         kept_advantage = keep * advantage
-    # For a token that is not kept, r may overflow, and 0 · inf is NaN.
+    # The ratio of a masked token may overflow, and 0 · inf is NaN.
     ratio = torch.where(kept_advantage != 0, log_ratio, torch.zeros_like(log_ratio)).exp()
     return -kept_advantage * ratio + spec.penalty * log_ratio.square(), keep
 
@@ -97,7 +97,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. The last five sums stay 0.
+    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` fills the last five sums.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
@@ -120,7 +120,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine  # 0 for tokens outside rl
-        # The mean estimates KL(engine || trainer). Ratios of masked tokens need float64.
+        # The mean estimates KL(engine || trainer). Large ratios of masked tokens need float64.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -1,8 +1,8 @@
 """Choose changes of the manifest that free device memory.
 
-An option frees the difference between two plans' peaks. Prefer one option on the same devices, then
-several, then all state in host memory (tier 1), then more devices (tier 2). Options must fit into a
-node's host memory.
+An option's gain is the difference between two plans' peaks. The order of preference is: one option
+on the same devices, several, all state in host memory (tier 1), more devices (tier 2). Options must
+fit into a node's host memory.
 """
 
 import sys
@@ -19,13 +19,13 @@ KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention", "projections"),
     ("attention",),
 )
-HOST_LINK_BYTES_PER_S = 50e9  # of pinned copies, PCIe 5
+HOST_LINK_BYTES_PER_S = 50e9  # pinned copies over PCIe 5
 WORTH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """The change of a field, with the resulting trainer and workload."""
+    """A change of one field, with the trainer and workload that result."""
 
     field: str
     value: Any
@@ -52,7 +52,7 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options still to apply, cheapest first. `before`: the trainer's plan."""
+    """Yield the options not yet in use, cheapest first. `before` is the trainer's plan."""
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     for kind, cost in _checkpointing(model, trainer):
@@ -70,9 +70,9 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option that frees `needed_bytes`, or the most effective together.
+    """Return the cheapest option that frees `needed_bytes`, or else the most effective combination.
 
-    `host_bytes`: free host memory for a rank.
+    `host_bytes` is the free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 

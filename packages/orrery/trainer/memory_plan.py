@@ -1,7 +1,7 @@
-"""Plan the bytes of a trainer rank at every moment of a step, from formulas without fitted factors.
+"""Plan the bytes of a trainer rank at each moment of a step. No factor is fitted.
 
-The formulas predict torch's allocated bytes. The allocator reserves more. Activations are in bytes
-a token of this rank.
+The plan predicts the bytes that torch allocates. Its allocator reserves more. Activations are bytes
+per token of this rank.
 
 n parameters of an FSDP unit as gathered on one rank · s ranks that shard it · T tokens here
 M scored tokens · V vocabulary · D hidden · bytes of a value: p weights, c compute, r reductions
@@ -33,8 +33,8 @@ CATEGORIES = (
     "recomputation",
     "LM head",
 )
-BLOCKS_ON_DEVICE = 2  # blocks whose activations stay on the device with activation offload
-MUON_COPIES = 4  # temporary bfloat16 copies of a batch of matrices in Muon
+BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
+MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
 
 Bytes = dict[str, int]
 
@@ -44,7 +44,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes a token: `kept` from forward to backward, and the most that `backward` adds."""
+    """Bytes per token: `kept` from forward to backward, and the maximum that `backward` adds."""
 
     kept: int
     backward: int
@@ -54,7 +54,7 @@ class ActivationBytes:
 class _Results:
     """Bytes of a block's results: `named` (kept by selective checkpointing) and `rest`.
 
-    No backward pass reads the part `unread` of `named`. Only attention reads `for_attention`.
+    `unread` of the named bytes are read by no backward pass, `for_attention` by attention's alone.
     """
 
     named: dict[str, int]
@@ -66,8 +66,8 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    `none` keeps all results, `full` the input (c·D), `selective` also the named results. A block
-    with exchanges keeps the unread results too: they have no name inside its graphs.
+    `none` keeps all results, `full` the input (c·D), `selective` the input and the named results. A
+    block with exchanges also keeps unread results, because its graphs hide their names.
     """
     results = _results(model, trainer, layer)
     entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
@@ -82,7 +82,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     again = max(0, every - kept)
     if "attention" not in trainer.kept or not is_graph:
         return ActivationBytes(kept, again + max(attention, feed_forward))
-    # Attention's inputs are recomputed after the feed-forward's backward pass.
+    # The feed-forward's backward pass runs before attention's inputs are recomputed.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
 
@@ -105,8 +105,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys · c·F activation
                       · c·K·D rows in expert order · c·K·I activation · statistics, row orders
 
-    An adapter repeats its projection's result and adds its narrow result. A frozen product without
-    an adapter needs no input.
+    An adapter adds a copy of its projection's result and a narrow result. A frozen product without
+    an adapter does not keep its input.
     """
     c, hidden = dtype_bytes(trainer.compute_dtype), model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -134,7 +134,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     if dense:
         named["projections"] += c * 2 * dense * copies("feed_forward") + narrow("feed_forward", 3)
         unread["projections"] += c * hidden
-        # Without the compiler silu's output stays too.
+        # Without the compiler the output of silu is kept too.
         rest += c * dense * (reads_input("feed_forward") + (not trainer.compile))
     rest += c * hidden * (reads_input("feed_forward") or not dense)
     if is_sparse(model, layer):
@@ -155,7 +155,7 @@ def _dense_width(model: Model, layer: int) -> int:
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
-    """Return the temporary bytes of attention's backward pass and of the feed-forward's.
+    """Return the temporary bytes of the backward passes of (attention, feed-forward).
 
     attention   c·(3h + 2g) gradients · 4·h float32 sums of the queries'
     dense       c·(3F + D)
@@ -169,7 +169,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     if not is_sparse(model, layer):
         return attention, feed_forward
     moe, lora_spec = model.mixture, trainer.lora
-    rows = 1 if trainer.mesh.ep == 1 else 3  # exchanged rows have copies in both orders
+    rows = 1 if trainer.mesh.ep == 1 else 3  # the exchange copies rows in both orders
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
@@ -181,7 +181,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an FSDP unit. `adapted` are frozen with adapters."""
+    """Parameter counts of an FSDP unit. `adapted` counts frozen parameters with adapters."""
 
     trained: int = 0
     frozen: int = 0
@@ -194,7 +194,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters on one rank when gathered: no experts of other ep ranks."""
+        """Return the parameters that one rank gathers, which excludes other ep ranks' experts."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -204,9 +204,9 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """FSDP units in forward order. With tied embeddings `root` has both ends.
+    """Counts of FSDP units in forward order. `root` is the embedding, and also the tied head.
 
-    `largest_in_a_layer`: parameters of the largest trained weight, such as a stack of experts.
+    `largest_in_a_layer` counts the largest trained weight, such as a stack of experts.
     """
 
     before: UnitParameters
@@ -221,9 +221,9 @@ class ParameterCounts:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Count on the manifest's network, without storage.
+    """Count parameters of the manifest's network without allocating them.
 
-    Raise OrreryError if it cannot be built, as without transformers.
+    Raise OrreryError if it cannot be built, for example without the package transformers.
     """
     network = build(model, torch.float32, "meta")
     if adapters is not None:
@@ -260,9 +260,9 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
 
 @dataclass(frozen=True)
 class Workload:
-    """A data rank's tokens of a micro-batch, longest document, and micro-batches a step.
+    """The size of a data rank's work: micro-batch tokens, longest document, micro-batches per step.
 
-    `merged_width`: bytes of a merged adapted weight's value, for a direct transfer, or 0.
+    `merged_width` is bytes per value of a merged adapted weight for a direct transfer, or 0.
     """
 
     tokens: int
@@ -301,7 +301,7 @@ def plan_memory(
 
 
 def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
-    """Return the number of values in the whole model's optimizer state."""
+    """Return the number of optimizer-state values of the whole model."""
     per_value = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}
     in_block, outside = per_value[optimizer.kind]
     if optimizer.kind == "sgd" and not optimizer.momentum:
@@ -427,7 +427,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return all states (p·n / s each), or the slots of offloaded states."""
+        """Return the bytes of all states (p·n / s each), or the slots of offloaded states."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -439,7 +439,7 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return host bytes. Activations count twice, as buffers are powers of two."""
+        """Return host bytes. Activations count twice, because buffers are powers of two."""
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -467,15 +467,16 @@ class _StepPlan:
         return self.r * unit.gathered_trained(self.ep) if self.is_sharded else 0
 
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
-        """Return the gradients that wait for the optimizer, in the last micro-batch.
+        """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` are reduced (p·n / s). Others have earlier micro-batches' gradients, whole
-        (r·n) with `reduce_gradients: step`.
+        Units in `done` are reduced (p·n / s). With `reduce_gradients: step` the others hold whole
+        gradients (r·n) of earlier micro-batches.
         """
         total = 0
         for unit in self.counted.units:
             reduced = 0 if self.on_host else self.p * unit.trained // self.shards
-            if any(unit is other for other in done):  # identity, because blocks are equal
+            # identity, because different blocks compare equal
+            if any(unit is other for other in done):
                 total += reduced
             elif self.load.micro_batches > 1:
                 are_whole = self.is_sharded and self.trainer.fsdp.reduce_gradients == "step"
@@ -491,8 +492,8 @@ class _StepPlan:
     def logits(self) -> int:
         """Return the bytes of logits. M, the scored tokens, is at most T.
 
-        They take 6 bytes per logit of the largest tile. If logits are kept, they take 4·M·V bytes,
-        and 2 bytes per logit of a tile.
+        The largest tile takes 6 bytes per logit. With `keep_logits` logits take 4·M·V bytes, and a
+        tile 2 bytes per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

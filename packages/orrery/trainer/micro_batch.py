@@ -1,8 +1,8 @@
 """Turn columns into the tensors of one forward pass.
 
-- The LM head scores only trained tokens with a component weight: token t from hidden row t − 1.
-- A micro-batch without samples becomes one unweighted token: the rank must join every collective.
-- The host shards it among context-parallel ranks.
+- The LM head scores only trained tokens with a component weight. Hidden row t − 1 predicts token t.
+- A rank without samples gets one token of weight 0, because it must join every collective.
+- `shard` cuts a micro-batch among context-parallel ranks on the host.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,19 @@ class MicroBatch:
     """One forward pass over T packed tokens, M of them scored."""
 
     token_id: torch.Tensor  # i64 [T]
-    position: torch.Tensor  # i64 [T], from 0 in every document
+    position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
     max_seqlen: int
-    row: torch.Tensor  # i64 [M], of the predicting hidden states
+    row: torch.Tensor  # i64 [M], the hidden states that predict the targets
     target: torch.Tensor  # i64 [M]
     temperature: torch.Tensor  # f32 [M]
-    routed_experts: torch.Tensor | None  # integers [T, L, K], or None: the router chooses
+    routed_experts: torch.Tensor | None  # integers [T, L, K]. With None the router chooses
     loss: Targets  # [M]
     origin: torch.Tensor  # i64 [M, 2]: engine (−1: unknown), age in versions
     num_samples: int
     num_tokens: int
-    routes_missing: int = 0  # tokens that lack a route, except a sample's last
-    routes_replayed: int = 0  # K for each token and layer with a route
+    routes_missing: int = 0  # tokens without a route, except the last of each sample
+    routes_replayed: int = 0  # K for each token and layer that has a route
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def member_weights(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def count_members(columns: Columns) -> dict[str, int]:
-    """Return N_c of the loss for these columns."""
+    """Return N_c of each loss component in these columns."""
     if not columns.num_samples:
         return dict.fromkeys(COMPONENTS, 0)
     return {name: int(np.count_nonzero(weight)) for name, weight in member_weights(columns).items()}
@@ -63,10 +63,10 @@ def micro_batch(
     shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
 ) -> MicroBatch:
-    """Build a micro-batch to train version `step` − 1.
+    """Build a micro-batch that trains version `step` − 1.
 
-    `shard` takes this rank's part, on the CPU. `routes`: the network's route shape.
-    Raise RunFailed if a sample's first token is trained or routes misfit.
+    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. Raise
+    RunFailed if a sample's first token is trained or the routes do not fit.
     """
     whole = _with_routes(_whole(columns, step), columns, step, routes)
     return _on_device(whole if shard is None else shard(whole), device)
@@ -84,7 +84,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # score one token, so that the LM head takes part
+    if not len(scored):  # the LM head's collectives need one token
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)
@@ -121,7 +121,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
 
 
 def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return bool [T]: the whole sample was dispatched and sampled at version step − 1."""
+    """Return bool [T]: whether version step − 1 alone sampled the token's whole sample."""
     if "version" not in columns.token or "dispatch_version" not in columns.sample:
         return np.zeros(columns.num_tokens, dtype=bool)
     other = columns.token["trained"] & (columns.token["version"] != step - 1)
@@ -130,7 +130,7 @@ def _same_weights(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndar
 
 
 def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
-    """Return i64 [T, 2]: engine, age in versions."""
+    """Return i64 [T, 2]: each token's engine and age in versions."""
     engine, version = columns.sample.get("engine"), columns.token.get("version")
     unknown = np.full(columns.num_tokens, -1, dtype=np.int64)
     age = unknown if version is None else np.maximum(step - 1 - version.astype(np.int64), 0)
@@ -167,14 +167,14 @@ def _name(columns: Columns, step: int) -> str:
 
 
 def unweighted_token() -> MicroBatch:
-    """Return one scored token of weight 0, for the collectives of a rank without samples."""
+    """Return one scored token of weight 0, for a rank without samples."""
     token = {"token_id": np.zeros(1, dtype=np.int32), "trained": np.zeros(1, dtype=bool)}
     columns = Columns(np.array([0, 1], dtype=np.int64), token, {})
     return replace(_whole(columns, 1), num_samples=0, num_tokens=0)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor with a copy of the array, because columns may be read-only views."""
+    """Copy the array into a tensor, because columns may be read-only views."""
     return torch.from_numpy(np.array(array))
 
 
@@ -190,7 +190,7 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to `device` from pinned memory, so that the host does not wait.
 
-    numpy copies in this thread. torch would wake many.
+    numpy copies in this thread. torch would wake many threads.
     """
     if device.type != "cuda":
         return tensor.to(device)

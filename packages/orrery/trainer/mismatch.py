@@ -1,10 +1,10 @@
-"""Check engines' log-probs against the trainer's, by the bounds of `trainer.mismatch`.
+"""Compare engines' log-probs with the trainer's, by the bounds of `trainer.mismatch`.
 
-- Beyond a `warn` bound the log warns. Beyond a `stop` bound the batch is not trained.
-- The KL is over the whole batch, because few unlikely tokens change it much. The mean |difference|
-  is over all engines, and over each with MIN_TOKENS tokens.
+- Log a warning beyond a `warn` bound. Refuse to train the batch beyond a `stop` bound.
+- KL is over the whole batch, because few unlikely tokens change it much. The mean |difference| is
+  over all engines, and over each engine with at least MIN_TOKENS tokens.
 - An engine names itself (`X-Orrery-Engine`), perhaps wrongly. The canary
-  (`orrery.orchestrator.engines.client`) asks each at its address.
+  (`orrery.orchestrator.engines.client`) checks each address instead.
 """
 
 import logging
@@ -28,7 +28,7 @@ class MismatchGuard:
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
-        num_engines = manifest.inference.num_replicas + 1  # last row: unknown
+        num_engines = manifest.inference.num_replicas + 1  # the last row is for unknown engines
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
         # [|difference|, tokens] × engine × age in versions
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)
@@ -37,7 +37,7 @@ class MismatchGuard:
         self._sums.zero_()
 
     def add(self, batch: MicroBatch, logprob: torch.Tensor) -> None:
-        """Add a micro-batch, without a device sync. `logprob` f32 [M]: the trainer's."""
+        """Add a micro-batch without a device sync. `logprob` f32 [M] is the trainer's."""
         _, num_engines, num_ages = self._sums.shape
         engine, age = batch.origin.unbind(1)
         known = (engine >= 0) & (engine < num_engines - 1)
@@ -49,9 +49,9 @@ class MismatchGuard:
         self._sums[1].view(-1).index_add_(0, cell, is_member.double())
 
     def check(self, step: int, kl: float | None) -> float | None:
-        """Return the mean |difference| over members of `rl`, or None without any.
+        """Return the mean |difference| over members of `rl`, or None without any. A collective.
 
-        A collective. Raise RunFailed beyond a `stop` bound.
+        Raise RunFailed beyond a `stop` bound.
         """
         differences, tokens = self.world.sum(self._sums).cpu()
         num_tokens = float(tokens.sum())

@@ -1,4 +1,4 @@
-"""Put network and LM head behind one `forward`, so that FSDP's hooks see every weight.
+"""Join network and LM head in one `forward`, so that FSDP's hooks see every weight.
 
 T tokens · M scored tokens · D hidden
 """
@@ -27,7 +27,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.network, self.chunk_tokens, self.keep_logits = network, chunk_tokens, keep_logits
-        self.copies: ComputeCopies | None = None  # on a single rank only
+        self.copies: ComputeCopies | None = None  # only on a single rank
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (log-prob f32 [M], entropy f32 [M]) at the tokens' temperature."""
@@ -46,7 +46,7 @@ class Policy(nn.Module):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select distinct rows. `index_select`'s gradient would sum in no fixed order."""
+    """Select distinct rows. The gradient of `index_select` would sum in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_M: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Publish the policy's weights after every step, under Hugging Face names.
 
-- On the wire `files` rank 0 writes tensors gathered one by one. On a direct wire every rank sends
-  its shards on request.
-- Direct wires and `adapters` send the engines' dtype. Buffers keep theirs. Layers of `model.fp8`
-  travel in FP8 on all wires.
+- On the wire `files` rank 0 gathers and writes the tensors one by one. On a direct wire every rank
+  sends its shards on request.
+- Direct wires and `adapters` convert weights, but not buffers, to the engines' dtype. Layers of
+  `model.fp8` travel in FP8 on all wires.
 - Rank 0 keeps all versions' digests, across resumes, and checks batches against them.
 """
 
@@ -37,9 +37,9 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 
 
 class Publisher:
-    """The wire `files`. `wire` is None except on rank 0.
+    """Publish on the wire `files`. `wire` is None except on rank 0.
 
-    It stays open for engines that load the last version. The launcher frees its shared memory.
+    Engines may load the last version while it is open. The launcher frees its shared memory.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -53,7 +53,7 @@ class Publisher:
             published = self._wire.publish(version, tensors, canary)
             self.digests[version] = published.digest
             return published
-        deque(tensors, maxlen=0)  # take part in the gathers
+        deque(tensors, maxlen=0)  # takes part in the gathers
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,10 +64,10 @@ class Publisher:
         return 0.0
 
     def close(self) -> None:
-        """Release the wire."""
+        pass
 
     def check(self, step: int, stamped: dict[str, str] | None) -> None:
-        """Raise RunFailed unless `stamped` = {version: digest} was published."""
+        """Raise RunFailed unless every version in `stamped` was published with its digest."""
         if not stamped:
             raise RunFailed(
                 f"batch {step}: does not say which weights sampled it; see logs/orchestrator.0.log"
@@ -85,7 +85,7 @@ class Publisher:
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Read `checkpoint_files`. Raise RunFailed if unreadable."""
+        """Read `checkpoint_files` of a checkpoint. Raise RunFailed if unreadable."""
         path = folder / PUBLISHED
         try:
             rows = json.loads(path.read_text()).items()
@@ -104,9 +104,9 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """A direct wire, on every rank. It sends from the weights themselves.
+    """Publish on a direct wire, on every rank. Weights are sent without a copy.
 
-    Adapters are merged into copies, in the engines' dtype.
+    Only adapters are merged into copies, in the engines' dtype.
     """
 
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):

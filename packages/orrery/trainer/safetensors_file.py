@@ -1,10 +1,9 @@
 """Copy a rank's part of a checkpoint into host memory, then write and hash it in chunks.
 
-- A file is 8 bytes of header length (little endian), a JSON header, then the tensors' bytes
-  without gaps (https://huggingface.co/docs/safetensors). It equals the file of
-  `safetensors.torch.save_file`, without copies of tensors.
-- The host buffer, reused, has the layout of the file's data.
-- Big files are synced as they grow, or unwritten pages could fill memory.
+- The file equals that of `safetensors.torch.save_file`: 8 bytes of header length (little endian), a
+  JSON header, the tensors' bytes without gaps (https://huggingface.co/docs/safetensors).
+- The reused host buffer has the layout of the file's data.
+- Big files are synced as they grow, because unwritten pages could fill memory.
 """
 
 import json
@@ -31,7 +30,7 @@ REMEDY = (
     "shard over more nodes, raise the job's limit if it has one, "
     "or free some (as trainer.memory.optimizer_offload)"
 )
-# In safetensors' order, by rising alignment.
+# In the order of safetensors: by rising alignment.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
@@ -44,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """Writing was stopped."""
+    pass
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """`spans`: each tensor's [start, stop) after `header`."""
+    """A file's header, and the [start, stop) of each tensor after it."""
 
     header: bytes
     spans: dict[str, tuple[int, int]]
@@ -60,7 +59,6 @@ class FileLayout:
 
 
 def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Lay out a file of `tensors` = {name: (dtype, shape)}."""
     header, spans, start = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-_RANK[tensors[name][0]], name)):
         dtype, shape = tensors[name]
@@ -89,7 +87,7 @@ class HostCopy:
     def check_room(self, num_bytes: int, world: World) -> None:
         """Raise RunFailed if this host's ranks need more memory than it has. A collective.
 
-        All ranks read memory before any allocates.
+        All ranks read free memory before any rank allocates.
         """
         hosts = world.all_gather(host_number())
         available = world.all_gather(available_bytes())
@@ -123,7 +121,7 @@ class HostCopy:
             )
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
-        """Copy `pieces`, completely."""
+        """Copy all `pieces` into the buffer, and wait for the copies."""
         self._layout = layout({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
         self.reserve(self._layout.num_bytes)
         for name, (start, stop) in self._layout.spans.items():
@@ -135,7 +133,7 @@ class HostCopy:
             torch.cuda.current_stream(self._device).synchronize()
 
     def buffers(self) -> list[bytes | memoryview]:
-        """Return the file of the last `fill`."""
+        """Return the bytes of the file that `fill` prepared."""
         assert self._layout is not None, "nothing was copied"
         return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
 
@@ -151,12 +149,12 @@ def _check_fits(subject: str, num_bytes: int, available: int) -> None:
 def write(
     path: Path, buffers: Iterable[bytes | memoryview], stopped: Callable[[], bool] = lambda: False
 ) -> tuple[int, str]:
-    """Write and sync `buffers`. Return (bytes, sha256). On failure remove the file.
+    """Write and sync `buffers`. Return (bytes, sha256). Remove the file on failure.
 
-    Raise OSError, or Stopped between chunks.
+    Raise OSError, or Stopped between two chunks.
     """
     digest, num_bytes, unsynced = sha256(), 0, 0
-    # Writing and hashing release the GIL, so they run in parallel.
+    # Writing and hashing release the GIL, so both run in parallel.
     with (
         ThreadPoolExecutor(1, thread_name_prefix="sha256") as hashing,
         path.open("wb", buffering=0) as file,
@@ -180,7 +178,7 @@ def write(
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove `path` on failure, as room for logs. Name it in an OSError."""
+    """On failure remove `path`, which frees space for logs, and name it in an OSError."""
     try:
         yield
     except BaseException as error:

@@ -1,9 +1,9 @@
 """Train the SFT stage, with all weight on cross-entropy, and validate.
 
-- Every rank computes the same packing and trains its part.
+- Every rank computes the same packing and trains its part of it.
 - The number of finished steps gives the position in the data, so a resumed stage has equal results.
 - Validation runs before the first step, every `interval_steps` and after the last. It reports the
-  mean cross-entropy of trained tokens, and changes no weight.
+  mean cross-entropy of trained tokens.
 """
 
 import hashlib
@@ -35,7 +35,6 @@ VALIDATION = "stages.sft.validation"
 def sft(
     learner: Learner, examples: Examples, validation: "ValidationSet | None", ctx: RoleContext
 ) -> None:
-    """Train the remaining steps."""
     manifest, spec, world = ctx.manifest, ctx.manifest.sft, learner.world
     first_step = learner.step + 1
     with (
@@ -103,7 +102,7 @@ class ValidationSet:
 
     @torch.no_grad()
     def loss(self, learner: Learner) -> tuple[float, int]:
-        """Return (nats a token, tokens). Raise RunFailed if not finite. A collective."""
+        """Return (nats per token, tokens). Raise RunFailed if not finite. A collective."""
         world = learner.world
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for columns in self.micro_batches:

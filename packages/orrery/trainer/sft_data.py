@@ -1,9 +1,9 @@
 """Read SFT chats by index, and tokenise them shortly before a step trains them.
 
 - Chats come from a task's demonstrations, a mapped JSONL file or a dataset. A sha256 or fingerprint
-  unlike the manifest's is refused.
-- An error names a malformed chat by its place: `data.jsonl:7`, `folder: row 6`. Every field of a
-  message, call or tool is read or refused. Among a row's other fields only REFUSED are refused.
+  that differs from the manifest's is refused.
+- Errors name the place of a malformed chat: `data.jsonl:7`, `folder: row 6`. Each unknown field of
+  a message, call or tool is refused. A row may have further fields, except REFUSED.
 - Each epoch has its own permutation, drawn from (manifest.seed, epoch). A thread tokenises the next
   batch during training. The first KEPT_TOKENS stay in memory.
 - At start each rank checks about CHECKED_TOKENS of its share.
@@ -33,7 +33,7 @@ CHECKED_TOKENS = 2_000_000
 CHECKED_AT_ONCE = 64
 KEPT_TOKENS = 32_000_000  # 5 bytes each
 FORM = '{"messages": [{"role", "content"}]}'
-REFUSED = ("functions", "chat_template_kwargs")  # they change the chat
+REFUSED = ("functions", "chat_template_kwargs")  # would change the chat
 MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
     "system": ("role", "content", "name"),
     "user": ("role", "content", "name"),
@@ -66,7 +66,7 @@ def open_chats(data: SftData, field: str) -> Chats:
 
 
 class DemonstratedChats:
-    """A task's solutions of its first problems."""
+    """A task's demonstrated solutions of its first problems."""
 
     def __init__(self, data: Demonstrations, field: str):
         self._task, self._name = make(data.task), data.task.name
@@ -88,7 +88,7 @@ class DemonstratedChats:
 
 
 class RowChats:
-    """A chat a row of a file. Its messages stand in the column `column`."""
+    """The rows of a file as chats. The column `column` has the messages."""
 
     def __init__(self, rows: DataRows, column: str = "messages"):
         self._rows, self._column = rows, column
@@ -105,7 +105,7 @@ class RowChats:
 
 
 def _file_chats(data: ChatFile, field: str) -> Chats:
-    """JSONL: `{"messages": [...]}` a line, optionally with `tools`."""
+    """Open JSONL: each line is `{"messages": [...]}`, with optional `tools`."""
     try:
         rows = JsonLines(Path(data.path))
     except OSError as error:
@@ -118,7 +118,7 @@ def _file_chats(data: ChatFile, field: str) -> Chats:
 
 
 def _dataset_chats(data: ChatDataset, field: str) -> Chats:
-    """A dataset from Hugging Face's `save_to_disk`: Arrow streams, named in JSON."""
+    """Open a dataset written by Hugging Face's `save_to_disk`."""
     try:
         folder = saved_split(Path(data.path), data.split)
         state = saved_state(folder)
@@ -237,7 +237,7 @@ KINDS: dict[str, Callable[[Any, str], Chats]] = {
 
 
 class Examples:
-    """Chats as token columns, with all weight on cross-entropy."""
+    """Chats as token columns that train cross-entropy alone."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class Examples:
         return len(self.chats)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise about CHECKED_TOKENS. Raise as `columns`."""
+        """Tokenise about CHECKED_TOKENS of these examples, to find errors early."""
         num_tokens = 0
         for begin in range(0, len(indices), CHECKED_AT_ONCE):
             num_tokens += self.columns(indices[begin : begin + CHECKED_AT_ONCE]).num_tokens
@@ -302,7 +302,7 @@ class Examples:
 
 
 def load_examples(manifest: Manifest, tokenizer: Path, share: tuple[int, int] = (0, 1)) -> Examples:
-    """Open `stages.sft.data`, and check the share (rank, ranks)."""
+    """Open `stages.sft.data`, and check the part `share` = (rank, ranks)."""
     examples = open_examples(manifest, manifest.sft.data, "stages.sft.data", tokenizer)
     examples.check(range(share[0], len(examples), share[1]))
     return examples
@@ -315,7 +315,7 @@ def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
-    """Yield batches, without the first `num_done`."""
+    """Yield the batches after the first `num_done`."""
     spec = manifest.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):
@@ -332,7 +332,7 @@ def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]
 
 @contextmanager
 def prefetch(items: Iterator[Columns]) -> Iterator[Callable[[], Columns]]:
-    """Yield a function that returns the next item. A thread makes items ahead."""
+    """Yield a function that returns the next item, which a thread makes ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as thread:
         made = thread.submit(next, items)
 

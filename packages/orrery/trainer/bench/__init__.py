@@ -1,9 +1,8 @@
-"""`orrery bench trainer`: a trainer's speed and memory on made-up batches, on this machine.
+"""`orrery bench trainer`: measure a trainer's speed and memory on synthetic batches.
 
-`__main__.py` parses, and starts a process a device. This file fits a manifest's model and trainer
-to the devices, and makes batches. `rank.py` times steps. `report.py` compares them with the
-expected time. A given mesh is unchanged or refused. The SFT loss uses the SFT stage's optimizer and
-clipping.
+This file fits a manifest to this machine's devices and makes the batches. `__main__.py` parses the
+options and starts one process per device. `rank.py` times the steps. `report.py` compares them with
+the expected time.
 """
 
 import json
@@ -35,7 +34,7 @@ from orrery.wire.routed_experts import route_shape
 if TYPE_CHECKING:
     from orrery.trainer.memory_plan import Workload
 
-# Default options, by run.
+# Default options of each run.
 SFT = {"loss": "sft"}
 ROWS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_16k": SFT,
@@ -50,7 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line or the run's row. None: the manifest's value."""
+    """Options from the command line or the run's row. None means the manifest's value."""
 
     device: Literal["cpu"] | None = None
     devices: int | None = None
@@ -72,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A measurement, as ranks read it."""
+    """One measurement, as each rank reads it from JSON."""
 
     name: str
     id12: str
@@ -213,13 +212,13 @@ def _merge(manifest: Manifest, trainer: Trainer, section: str, new: dict[str, An
     try:
         return Trainer.model_validate(fields)
     except ValueError:
-        # `check` names the field.
+        # `check` adds the name of the field.
         check({**manifest.model_dump(mode="json"), "trainer": fields}, f"--{section}")
         raise
 
 
 def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
-    """Fit dp_shard to the devices, then ep. Fields in `given` do not change."""
+    """Fit dp_shard to the number of devices, then ep. Fields in `given` stay unchanged."""
     others = mesh.dp_replicate * mesh.cp
     if devices < 1 or devices % others:
         fits = ", ".join(str(others * n) for n in (1, 2, 4, 8))
@@ -237,7 +236,7 @@ def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
 
 
 def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    """Return differing fields, also inside sections."""
+    """Return each differing field, with nested fields as `section.field`."""
     found: dict[str, list[Any]] = {}
     for name, (old, new) in fields.items():
         if isinstance(new, Memory | Fsdp | Mesh):
@@ -254,7 +253,7 @@ def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
 
 
 def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Columns]:
-    """Return a data rank's micro-batches, seeded by the arguments."""
+    """Return the micro-batches of one data rank, drawn from a seed."""
     rng = np.random.default_rng([request.seed, step, data_rank])
     return [
         _columns(request, _document_lengths(request, rng), rng)
@@ -263,7 +262,7 @@ def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Colu
 
 
 def _document_lengths(request: BenchRequest, rng: np.random.Generator) -> np.ndarray:
-    """Return lengths that fill a micro-batch, with padding if the model pads.
+    """Return document lengths that fill one micro-batch, including padding if the model pads.
 
     Variable lengths are log-uniform in [longest / 16, longest].
     """
@@ -296,7 +295,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
         "cross_entropy_weight": one,
     }
     if request.options.loss == "rl":
-        # Near a new network's: ratios stay finite.
+        # The log-prob of a new network, so that importance ratios stay finite.
         uniform = -np.log(request.model.vocab_size)
         token |= {
             "logprob": rng.normal(uniform, 0.1, total).astype(np.float32),
@@ -315,7 +314,7 @@ def _columns(request: BenchRequest, lengths: np.ndarray, rng: np.random.Generato
 
 
 def balanced_experts(model: Model, num_tokens: int) -> np.ndarray:
-    """Return routes [T, L, K]. Each token takes the next K experts."""
+    """Return routes [T, L, K] with equal load: each token takes the next K experts."""
     shape = route_shape(model)
     assert shape is not None
     experts = np.arange(num_tokens * shape.top_k) % shape.num_experts

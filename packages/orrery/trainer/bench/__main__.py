@@ -1,8 +1,7 @@
-"""`python -m orrery.trainer.bench MANIFEST [options]`: measure a manifest's trainer here.
+"""Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
-MANIFEST is a manifest's file, or the name of one in `manifests/` of the checkout around the working
-directory. Missing options come from the run's row in `ROWS`, then from defaults.
-The first line of the output names them all.
+MANIFEST is a file, or a name in the checkout's `manifests/`. Missing options come from the run's
+row in `ROWS`, then from defaults. The first line of output lists them all.
 """
 
 import argparse
@@ -117,7 +116,7 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return all options, and the recorded row's options that the command line does not set."""
+    """Return all options, and separately those taken from the run's recorded row."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}
@@ -188,7 +187,7 @@ def check_devices(request: BenchRequest) -> None:
 
 
 def float32_bytes(request: BenchRequest) -> int:
-    """Return bytes of weights, gradients and optimizer state, over all ranks."""
+    """Return the bytes of weights, gradients and optimizer state, summed over ranks."""
     from orrery.trainer.memory_plan import count_parameters, num_states
 
     counted = count_parameters(request.model, request.trainer.lora)
@@ -204,9 +203,9 @@ def keep_trace(trace: Path, folder: Path, request: BenchRequest) -> None:
 
 
 def run_ranks(request: BenchRequest, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Run one process a device, and return their answers in rank order.
+    """Run one process per device, and return their answers in rank order.
 
-    If one fails, kill all and raise RunFailed with its error or its log's last lines.
+    If one fails, kill all and raise RunFailed with its error or the end of its log.
     """
     import torch.distributed as dist
 
@@ -249,7 +248,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(1.0)  # let other ranks write their errors, which may say more
+            time.sleep(1.0)  # wait for errors of other ranks, which may say more
             raise RunFailed(_error(ranks, folder, failed[0]))
         if all(code == 0 for code in codes):
             return

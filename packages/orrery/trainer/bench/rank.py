@@ -1,6 +1,7 @@
 """Measure one rank: `python -m orrery.trainer.bench.rank FOLDER`.
 
-Weights are random. Rank 0 profiles one step more. `FOLDER/rank.<n>.json` gets the numbers or error.
+Weights are random. Rank 0 profiles one more step. Write the numbers or the error to
+`FOLDER/rank.<n>.json`.
 """
 
 import json
@@ -53,14 +54,14 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COPIES = "copies"
 _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|b)?mm_?$"
-# (kind, kernel name's pattern, open host range's pattern). The first match decides.
+# (kind, pattern of the kernel's name, pattern of an open host range). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer", whose kernels have the same names
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer": its kernels have the same names
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
-    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # its name lists any operators
+    ("elementwise", r"^triton_(poi|red|per|fused)_", None),  # the name may list any operator
     ("attention", r"flash|fmha|sdpa|[Aa]ttention", None),
     ("attention", None, r"varlen_attention|scaled_dot_product|flash_attention|_attn"),
     ("grouped products", r"GroupProblemShape|[Gg]rouped", None),
@@ -84,7 +85,7 @@ KINDS = (
 )
 _DIRECTIONS = {"to host": re.compile(r"Memcpy DtoH"), "to device": re.compile(r"Memcpy HtoD")}
 
-Event = dict[str, Any]  # of a Chrome trace, in microseconds
+Event = dict[str, Any]  # a Chrome trace's event, in microseconds
 Spans = list[tuple[float, float]]
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     partial.write_text(json.dumps(answer))
     partial.replace(folder / f"rank.{rank}.json")
     if "steps" not in answer:
-        os._exit(1)  # unfinished collectives would block an orderly end
+        os._exit(1)  # an orderly exit would wait for unfinished collectives
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
     weights.initialize_on_device(policy.network, STD, request.seed)
     with torch.no_grad():
         for _, adapter in lora.adapters(policy.network):
-            for weight in (adapter.a, adapter.b):  # zeros run faster
+            for weight in (adapter.a, adapter.b):  # products of zeros run faster
                 local_tensor(weight).normal_(std=STD)
     return Learner(policy, world, trainer, trainer.optimizer, trainer.max_grad_norm)
 
@@ -160,9 +161,9 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Return times, document lengths and metrics of steps run back to back.
+    """Return times, document lengths and metrics of steps that run back to back.
 
-    Times are between returns to the host. The device may lag.
+    A time lies between two returns to the host. The device may still compute.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
@@ -184,7 +185,7 @@ def timed_steps(
 def profiled_step(
     learner: Learner, request: BenchRequest, folder: Path, world: World
 ) -> dict[str, Any]:
-    """Return the times of a step profiled on rank 0. Write FOLDER/trace.json."""
+    """Profile one step on rank 0 and return its times. Write FOLDER/trace.json."""
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -226,16 +227,16 @@ def memory(device: torch.device) -> dict[str, int]:
 
 @contextmanager
 def read_clocks(device: torch.device, is_asked: bool = True) -> Iterator[dict[str, float]]:
-    """Yield a dict that the exit fills with mean CLOCK_FIELDS.
+    """Yield a dict, and fill it with the mean of CLOCK_FIELDS on exit.
 
-    It stays empty without `nvidia-smi` or a GPU.
+    Without `nvidia-smi` or a GPU it stays empty.
     """
     found: dict[str, float] = {}
     command = shutil.which("nvidia-smi") if device.type == "cuda" and is_asked else None
     if command is None:
         yield found
         return
-    # nvidia-smi's indices ignore CUDA_VISIBLE_DEVICES.
+    # nvidia-smi numbers the GPUs without regard to CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     with tempfile.TemporaryFile("w+") as file:
         with clock_reader(command, uuid, file.fileno()):
@@ -263,7 +264,7 @@ def clock_reader(command: str, uuid: str, output: int) -> Iterator["subprocess.P
 
 
 def mean_clocks(text: str) -> dict[str, float] | None:
-    """Average complete lines. Return None without any, or if a field is not a number."""
+    """Return the mean of each field over complete lines, or None without a line or number."""
     rows = [line.split(", ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
     try:
         columns = zip(*([float(value) for value in row] for row in rows), strict=True)
@@ -274,15 +275,16 @@ def mean_clocks(text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of a step. `by_kind` adds up to `step_s`, with exposed communication only.
+    """The seconds of one step, divided in three ways.
 
-    `by_pass`: kernels by pass and kind, overlaps twice. `longest`: (name, kind, seconds, count).
+    `by_kind` counts only exposed communication and adds up to `step_s`. `by_pass` counts
+    overlapping kernels twice. `longest` lists kernels as (name, kind, seconds, count).
     """
 
     step_s: float
     by_kind: dict[str, float]
     by_pass: dict[str, dict[str, float]]
-    communication_total_s: float  # hidden and exposed
+    communication_total_s: float  # both hidden and exposed
     num_kernels: int
     longest: list[tuple[str, str, float, int]]
 
@@ -300,7 +302,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """One direction's copies. `hidden_s` of `seconds` ran beside a computing kernel."""
+    """Copies in one direction. Computation hid `hidden_s` of their `seconds`."""
 
     num_bytes: int
     num_copies: int
@@ -309,10 +311,10 @@ class HostCopies:
 
 
 def divide_step(events: list[Event], step: str) -> Phases:
-    """Divide the time of the host range `step`. Raise ValueError if the trace has none.
+    """Divide the time of the host range `step`. Raise ValueError if the trace lacks it.
 
-    Each instant counts for one kind: computation before copies, communication and idle time.
-    Computations at the same time share it equally. Without a GPU the host's operators count.
+    Each instant counts for one kind, in this order: computation, copies, communication, idle.
+    Parallel computations share an instant equally. Without a GPU host operators count instead.
     """
     begin, end = _step_window(events, step)
     found = [one for one in _trace_spans(events, step) if one.end > begin and one.begin < end]
@@ -333,9 +335,9 @@ def divide_step(events: list[Event], step: str) -> Phases:
 
 
 def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
-    """Return the step's copies by direction, none without a device.
+    """Return the step's copies by direction, or none without a device.
 
-    Communication hides none.
+    Only computation hides a copy. Communication does not.
     """
     begin, end = _step_window(events, step)
 
@@ -361,7 +363,7 @@ def host_copies(events: list[Event], step: str) -> dict[str, HostCopies]:
 
 
 def kind_of(name: str, around: Iterable[str]) -> str:
-    """Return a kernel's kind. `around`: open host ranges at launch."""
+    """Return a kernel's kind. `around` are the host ranges open at its launch."""
     around = tuple(around)
     for kind, own, outer in _RULES:
         if own is not None and not re.search(own, name):
@@ -372,7 +374,7 @@ def kind_of(name: str, around: Iterable[str]) -> str:
 
 
 def _stage_of(around: tuple[str, ...]) -> str:
-    """Return the pass. Recomputation is backward, the loss forward."""
+    """Return the pass. Recomputation counts as backward, the loss as forward."""
     if any("ptimizer.step" in one for one in around):
         return "optimizer"
     return "backward" if any(one.startswith("autograd::engine") for one in around) else "forward"
@@ -416,7 +418,7 @@ def _by_thread(events: list[Event]) -> dict[Any, list[Event]]:
 
 
 def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event, tuple[str, ...]]]:
-    """Yield each call with its thread's open ranges, outermost first."""
+    """Yield each call with the ranges open in its thread, outermost first."""
     outer = _by_thread(ranges)
     for thread, inner in _by_thread(calls).items():
         ahead = outer.get(thread, [])
@@ -439,7 +441,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]
-        edges.sort(key=lambda edge: edge[:3])  # inner ends precede outer begins
+        edges.sort(key=lambda edge: edge[:3])  # inner ranges end before outer ranges begin
         open_ranges: list[Event] = []
         clock = 0.0
         for at, opens, _, event in edges:
@@ -455,7 +457,7 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
 
 
 def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, float]:
-    """Divide the microseconds of [begin, end] among kinds."""
+    """Divide the microseconds of [begin, end] among the kinds."""
     edges: list[tuple[float, int, str]] = []
     for span in found:
         edges += [(max(span.begin, begin), 1, span.kind), (min(span.end, end), -1, span.kind)]
@@ -465,7 +467,7 @@ def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, fl
         if at > clock:
             active = [each for each, count in running.items() if count]
             owners = [each for each in active if each not in (COPIES, COMMUNICATION)]
-            if not owners:  # KINDS has copies before communication
+            if not owners:  # KINDS lists copies before communication
                 owners = active[:1] or [IDLE]
             for owner in owners:
                 time_us[owner] += (at - clock) / len(owners)

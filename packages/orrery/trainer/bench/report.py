@@ -1,7 +1,7 @@
-"""Write a measurement as JSON and as a table, beside the expected time.
+"""Write a measurement as JSON and as a table beside the expected time.
 
-A step's time is the slowest rank's. Tokens a second are the median over steps. MFU is over the data
-sheet's rate. MFU and expected times need counted operations.
+A step takes as long as its slowest rank. Tokens per second are the median over steps. MFU compares
+with the data sheet's rate, for models whose operations can be counted.
 """
 
 import os
@@ -57,7 +57,7 @@ def _device(name: str) -> Device | None:
 def result(
     request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
-    """Return the measurement and its environment as a record."""
+    """Return the measurement with its environment, as one JSON record."""
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     asked = request.options
 
@@ -65,7 +65,7 @@ def result(
         return [max(answer[section][n]["step_s"] for answer in answers) for n in range(count)]
 
     step_s = slowest_s("steps", asked.steps)
-    groups = answers[:: mesh.cp]  # a cp group shares its documents
+    groups = answers[:: mesh.cp]  # the ranks of a cp group share documents
     every = [
         [length for group in groups for length in group["steps"][n]["lengths"]]
         for n in range(asked.steps)
@@ -76,7 +76,7 @@ def result(
     ]
     first = answers[0]
     device = _device(first["device"])
-    # The profiled step may have other documents.
+    # The documents of the profiled step may be different.
     predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
     planned = plan_memory(model, trainer, request.load, first["device_bytes"])
 
@@ -132,9 +132,9 @@ def result(
 def _work(
     request: BenchRequest, every: list[list[int]], device_s: float, device: Device | None
 ) -> dict[str, float | None]:
-    """Return the `WORK` of steps. `every`: document lengths by step.
+    """Return the operations, rates and MFU of these steps, by the names in `WORK`.
 
-    `device_s`: mean seconds of a step, summed over devices.
+    `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):
@@ -226,10 +226,10 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 
 
 def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict[str, float] | None:
-    """Return the least seconds of a step, by kind of work and in all.
+    """Return the least seconds of a step, for each kind of work and in total.
 
-    Elementwise work counts as fused, and computation hides communication. `lengths`: a cp group's
-    documents. None without the device's rates or the model's operations.
+    Assume that elementwise work is fused and that computation hides communication. `lengths` are
+    the documents of a cp group. Return None without the device's rates or the model's operations.
     """
     known = _device(device)
     rates = known.measured if known else None
@@ -257,7 +257,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
     if trained:
         computing_s, offloaded_s, exchange_s = _optimizer_s(request, trained, shards, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Muon's all-to-alls, beyond copies of offloaded states.
+    # Exposed copies of offloaded states hide Muon's all-to-alls.
     exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     communication = _communication_bytes(request, tokens, experts, rest) / rates.link_bytes
     return {
@@ -271,7 +271,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
 def _communication_bytes(
     request: BenchRequest, tokens: float, experts: float, rest: float
 ) -> float:
-    """Return a device's bytes in a step, without Muon's all-to-alls."""
+    """Return the bytes that one device exchanges in a step, without Muon's all-to-alls."""
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     shards = mesh.dp_shard * mesh.cp
     from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
@@ -282,7 +282,7 @@ def _communication_bytes(
         reductions = request.options.micro_batches if by_micro_batch else 1
         total += reductions * dtype_bytes(trainer.reduce_dtype) * from_others
     if mesh.ep > 1 and model.moe is not None:
-        # With recomputation.
+        # Includes the recomputation.
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
         passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
         total += passes * rows * model.hidden_size * 2 * model.num_layers
@@ -295,11 +295,11 @@ def _communication_bytes(
 def _optimizer_s(
     request: BenchRequest, trained: float, shards: int, rates: Measured
 ) -> tuple[float, float, float]:
-    """Return seconds of (kernels, offloaded states' copies, Muon's all-to-alls).
+    """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
 
-    `trained`: float32 values on this device. Bytes a value, with the gradient's norm and scale:
-    AdamW 40, SGD 24 (momentum 32), sign SGD 24 (decay 32), Muon 48 (Nesterov 60).
-    Muon's products are 4·m²·n + 2·m³ operations an iteration, for a matrix of m ≤ n.
+    `trained`: float32 values on this device. Bytes per value, including the gradient's norm and
+    scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay), Muon 48 (60 with
+    Nesterov). For an m×n matrix with m ≤ n, an iteration of Muon takes 4·m²·n + 2·m³ operations.
     """
     optimizer = request.trainer.optimizer
     products_s = exchanged_bytes = 0.0
@@ -326,14 +326,15 @@ def _optimizer_s(
 
 
 def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
-    """Count Muon's values, its values in sharded matrices, and its operations per iteration."""
+    """Return Muon's (values, values in sharded matrices, operations per iteration)."""
     values, split, operations = 0, 0, 0.0
     for name, weight in build(request.model, torch.float32, "meta").named_parameters():
         if is_block_matrix(name, weight):
             rows, columns = weight.shape[-2] // (2 if FUSED.search(name) else 1), weight.shape[-1]
             m, n = sorted((rows, columns))
             values += weight.numel()
-            split += weight.numel() if weight.ndim == 2 else 0  # stacks split between matrices
+            # a stack is divided between whole matrices
+            split += weight.numel() if weight.ndim == 2 else 0
             operations += weight.numel() / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
 
@@ -341,12 +342,12 @@ def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
 def _elementwise_bytes(request: BenchRequest) -> float:
     """Return the bytes that elementwise operations move per token and layer, in bfloat16.
 
-    Each number moves once in the forward pass, twice in the backward pass, and once if recomputed.
+    Each number moves once forward, twice backward, and once more if recomputed.
     """
     model = request.model
     hidden = model.hidden_size
     numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
-    # Head norms and rotation, fused.
+    # Head norms and rotary embedding, fused.
     numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     if (moe := model.moe) is not None:
         numbers += 2 * moe.num_experts_per_token * hidden

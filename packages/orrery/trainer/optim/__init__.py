@@ -1,6 +1,6 @@
-"""Optimizers: the manifest's kinds behind one `BucketedOptimizer`.
+"""Build the manifest's optimizer.
 
-Norms and biases never decay, because decaying a gain fights its normalisation. Checkpoints use
+Norms and biases have no weight decay: decaying a gain fights its normalisation. Checkpoints use
 `named_state`.
 """
 
@@ -24,7 +24,9 @@ __all__ = [
 def make_optimizer(
     policy: nn.Module, spec: schema.Optimizer, offload: bool = False
 ) -> BucketedOptimizer:
-    """Return the manifest's optimizer over trainable weights. `offload`: state on the host."""
+    """Return the manifest's optimizer of the trainable weights. `offload` keeps its state on the
+    host.
+    """
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     if isinstance(spec, schema.Muon):
         return BucketedOptimizer(muon.groups(spec, weights), offload)

@@ -1,6 +1,6 @@
-"""Update rules that work value by value: AdamW, SGD with momentum and sign SGD.
+"""Update rules for each value alone: AdamW, SGD with momentum and sign SGD.
 
-AdamW and SGD call torch's fused kernels. These also divide the gradients.
+AdamW and SGD call torch's fused kernels, which also divide the gradients.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ class AdamWRule(UpdateRule):
             [part.state["exp_avg"] for part in parts],
             [part.state["exp_avg_sq"] for part in parts],
             [],
-            # Copy the counts: `adamw` increments them in each bucket that has a part of the weight.
+            # `adamw` increments the count in every bucket that holds a part of the weight, so
+            # copy it.
             list(torch._foreach_add([part.state["step"] for part in parts], 0.0)),
             fused=True,
             grad_scale=divisor,
@@ -45,7 +46,7 @@ class AdamWRule(UpdateRule):
 
 
 class SgdRule(UpdateRule):
-    """SGD with momentum. Weight decay is L2, added to the clipped gradient."""
+    """SGD with momentum. Weight decay is L2 and added to the clipped gradient."""
 
     def __init__(self, spec: Sgd):
         super().__init__(spec)
@@ -72,7 +73,7 @@ class SgdRule(UpdateRule):
 class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    The divisor changes no sign.
+    It ignores the divisor, which changes no sign.
     """
 
     def update(
@@ -93,7 +94,7 @@ RULES: dict[str, Callable[[Any], UpdateRule]] = {
 
 
 def groups(spec: AdamW | Sgd | SignSgd, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return matrices, with decay, and biases and vectors, without."""
+    """Return two groups: matrices with decay, and biases and vectors without."""
     rule = RULES[spec.kind](spec)
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -1,6 +1,6 @@
-"""Global gradient norm, clipping, and the search for NaN and infinity.
+"""Compute the global gradient norm, clip by it, and find NaN and infinity.
 
-Gradients are already summed over replicas. The ranks of a weight's mesh hold its other shards.
+Gradients are already summed over replicas. A weight's mesh holds its other shards.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from orrery.trainer.parallel.world import World
 
 
 def sharding_axes(weight: Tensor) -> dict[int, int]:
-    """Return the mesh axes that shard `weight`, each with the tensor dimension that it cuts."""
+    """Return the mesh axes that shard `weight`, each with the tensor dimension it cuts."""
     if not isinstance(weight, DTensor):
         return {}
     return {
-        axis: placement.dim  # with FSDP and ep it is a strided shard
+        axis: placement.dim  # FSDP with ep gives a strided shard
         for axis, placement in enumerate(weight.placements)
         if hasattr(placement, "dim")
     }
@@ -28,7 +28,8 @@ def sharding_axes(weight: Tensor) -> dict[int, int]:
 
 @torch.no_grad()
 def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
-    """Return the L2 norm of the whole gradient, a float32 scalar equal on all ranks. A collective.
+    """Return the L2 norm of the whole gradient as a float32 scalar, equal on all ranks. A
+    collective.
 
     Weights without a gradient count as zero. Squares are summed in float64.
     """
@@ -42,14 +43,14 @@ def gradient_norm(weights: Iterable[nn.Parameter], world: World) -> Tensor:
                 shards.append(local_tensor(weight.grad))
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for (mesh, axes), shards in alike.items():
-        # Offloaded gradients are summed on the CPU, and nccl needs the device.
+        # Offloaded gradients are summed on the CPU, but nccl reduces on the device.
         square = _sum_of_squares(shards).to(world.device) if shards else torch.zeros_like(total)
         for axis in axes:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(axis))
         total += square
     if (replicas := world.axis_size("dp_replicate")) > 1:
-        # Replicas sum in different orders, and different norms would let their weights diverge.
+        # Replicas sum in different orders. Different norms would let their weights diverge.
         dist.all_reduce(total, group=world.group("dp_replicate"))
         total /= replicas
     return total.sqrt().float()
@@ -67,13 +68,13 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def clip(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the optimizer's divisor (1 or more) that clips to `max_norm`, without a sync."""
+    """Return the divisor (at least 1) that clips gradients to `max_norm`, without a sync."""
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 @torch.no_grad()
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
-    """Return the position of the last tensor with a local NaN or infinity, or −1. Syncs."""
+    """Return the index of the last tensor with a local NaN or infinity, or −1. Syncs the device."""
     positions: dict[torch.device, list[int]] = {}
     extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum
     for position, tensor in enumerate(tensors):

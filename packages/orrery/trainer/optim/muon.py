@@ -29,14 +29,14 @@ from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, i
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
-# Weights that hold the gate matrix above the up matrix: dense projections, and stacked experts with
-# their adapter's B. Networks of transformers (`body.`) have no such experts or adapters.
+# Weights that stack the gate matrix on the up matrix: dense projections, and stacked experts with
+# their adapter's B. Networks of transformers (`body.`) keep them apart.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
-# Coefficients of the odd quintic polynomial that moves singular values to one most quickly.
+# The odd quintic polynomial that moves singular values to one fastest.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # orthogonalized at a time, to bound temporary memory
+BATCH_VALUES = 1 << 27  # values orthogonalized at a time, which bounds temporary memory
 
 
 class MuonRule(UpdateRule):
@@ -44,7 +44,7 @@ class MuonRule(UpdateRule):
     needs_whole_shards = True
 
     def __init__(self, spec: Muon, fused: set[nn.Parameter]):
-        """`fused`: names of weights that hold two matrices, one above the other."""
+        """`fused`: weights that hold two matrices, one above the other."""
         super().__init__(spec)
         self.fused = fused
 
@@ -96,9 +96,9 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of a direction [M, N] or [B, M, N], sharded like `source`.
+    """This rank's shard of an update direction [M, N] or [B, M, N], sharded like `source`.
 
-    Each matrix is `num_fused` matrices, one above the other.
+    Each matrix stacks `num_fused` matrices.
     """
 
     source: nn.Parameter
@@ -115,7 +115,7 @@ class MatrixShard:
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
-        """(mesh, axis, dim) if ranks hold parts of matrices along dim 0 or 1, or None."""
+        """Return (mesh, axis, dim) if ranks hold parts of a matrix along dim 0 or 1, else None."""
         first = self.source.ndim - 2
         axes = {
             axis: dim - first for axis, dim in sharding_axes(self.source).items() if dim >= first
@@ -133,7 +133,7 @@ class MatrixShard:
 
     @property
     def device(self) -> torch.device:
-        """The device to compute on, even if the weight is on the CPU."""
+        """Return the device to compute on, even if the weight is offloaded to the CPU."""
         if isinstance(self.source, DTensor):
             return torch.device(self.source.device_mesh.device_type)
         return self.shard.device
@@ -154,7 +154,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
     """Return this rank's shard of each orthogonalized weight. A collective.
 
-    Computes in bfloat16 on CUDA, and in the shard's dtype on CPU.
+    Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
     """
     found: dict[int, Tensor] = {}
     together: dict[tuple[DeviceMesh, int] | None, list[int]] = {}
@@ -223,9 +223,10 @@ class _SplitMatrix:
 def _orthogonalize_split(
     stacks: list[Tensor], shards: list[MatrixShard], mesh: DeviceMesh, axis: int, num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize stacks of parts, [B, M, N] with M or N cut.
+    """Orthogonalize stacks [B, M, N] of which each rank holds a part of M or N.
 
-    Parts travel to their matrix's owner and back (Dion, Ahn et al. 2025, arXiv 2504.05295).
+    Each matrix has an owner rank that gathers its parts and returns them (Dion, Ahn et al. 2025,
+    arXiv 2504.05295).
     """
     group, num_ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
     ranks = range(num_ranks)
@@ -273,7 +274,7 @@ def _split_matrices(
 
 
 def _bounds(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the offsets at which DTensor's Shard cuts `size`. Later ranks may get no elements."""
+    """Return the offsets at which DTensor's Shard cuts `size`. Last ranks may get no elements."""
     step = -(-size // num_ranks)
     return tuple(min(step * rank, size) for rank in range(num_ranks + 1))
 

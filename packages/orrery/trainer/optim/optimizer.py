@@ -1,8 +1,8 @@
-"""The optimizer: groups of weights, each with an update rule, stepped bucket by bucket.
+"""Step groups of weights, each with its update rule, bucket by bucket.
 
-`FlatShards` concatenates a group's local shards, and a bucket is a window of it. State exists
-before the first step, so that it can be loaded. Each state tensor is sharded like its weight,
-unless it is offloaded. A weight without a gradient does not change.
+`FlatShards` concatenates a group's local shards. A bucket is a window of it. State exists before
+the first step so that checkpoints can load it. State is sharded like its weight, unless it is
+offloaded. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from orrery.models.placement import Box, local_box, local_tensor
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import sharding_axes
 
-# Sizes of buckets, in bytes of local state, or of weights if they have no state.
+# Sizes of buckets, in bytes of local state, or of weights without state.
 OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
 RESIDENT_BYTES = 1 << 30  # bounds temporary memory
-WHOLE_BYTES = 256 << 20  # with and without offload, for equal bits
+WHOLE_BYTES = 256 << 20  # equal with and without offload, for equal bits
 ALIGNMENT = 128  # in values, for vectorised kernels
-NUM_SLOTS = 3  # buckets of offloaded state on the device at a time
+NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A part of one weight with its gradient and state, on the device.
+    """A part of one weight, with its gradient and state on the device.
 
-    Tensors are flat, or whole local shards if the rule needs them.
+    Tensors are flat, or whole local shards if the rule needs these.
     """
 
     source: nn.Parameter
@@ -39,9 +39,9 @@ class WeightPart:
 
 
 class UpdateRule:
-    """An update of weights. `keys` name the states like the weight.
+    """An update of weights. `keys` names its state tensors, each with the weight's shape.
 
-    With `counts_steps`, state also has `step`, a float32 scalar: the earlier steps.
+    With `counts_steps`, state also has `step`, a float32 scalar that counts earlier steps.
     """
 
     keys: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class UpdateRule:
     def update(
         self, parts: list[WeightPart], lr: float, weight_decay: float, divisor: Tensor | None
     ) -> None:
-        """Move the weights by gradient / divisor. May overwrite gradients."""
+        """Move the weights by gradient / divisor. Gradients may be overwritten."""
         raise NotImplementedError
 
 
@@ -69,13 +69,13 @@ class ParamGroup:
 
 
 def is_bias(name: str) -> bool:
-    """Decide by name, because stacked experts' biases have two dimensions."""
+    """Return whether the name is a bias's. Stacked experts' biases have two dimensions."""
     return name.endswith("bias")
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Values `start` to `stop` of a weight's local shard, at `offset` in its `FlatShards`."""
+    """Values `start` to `stop` of a weight's local shard, stored at `offset` in `FlatShards`."""
 
     weight: nn.Parameter
     start: int
@@ -111,7 +111,7 @@ class FlatShards:
             self.length += -(-local_tensor(weight).numel() // ALIGNMENT) * ALIGNMENT
 
     def windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of at most `num_values`, perhaps cutting weights."""
+        """Yield windows of at most `num_values`. A window may cut a weight."""
         shards = [
             (weight, start, local_tensor(weight).numel())
             for weight, start in zip(self.weights, self.starts, strict=True)
@@ -131,7 +131,7 @@ class FlatShards:
             yield begin, end, slices
 
     def whole_windows(self, num_values: int) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield windows of whole weights, the same on all ranks whatever their local sizes."""
+        """Yield windows of whole weights, the same on all ranks despite different local sizes."""
         slices: list[ShardSlice] = []
         begin = share = 0
         for weight, start in zip(self.weights, self.starts, strict=True):
@@ -146,7 +146,10 @@ class FlatShards:
 
 
 class BucketedOptimizer:
-    """Call `set_rate` and `step` once a training step. `prefetch` and `prepare` are optional."""
+    """Update weights bucket by bucket.
+
+    Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional.
+    """
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
@@ -166,13 +169,13 @@ class BucketedOptimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """State by weight and key. With offload, host tensors of local shards."""
+        """Return state by weight and key. Offloaded state is a host tensor of the local shard."""
         if self._offload is not None:
             self._offload.settle()
         return self._state
 
     def set_rate(self, factor: float) -> None:
-        """Set the share of the peak learning rates."""
+        """Set the learning rates, as a fraction of their peaks."""
         self._rate = factor
 
     def prefetch(self) -> None:
@@ -181,13 +184,13 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Build the next step's `WeightPart`s. Gradients must exist."""
+        """Build the `WeightPart`s of the next step. Gradients must exist."""
         if self._offload is None:
             self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
 
     @torch.no_grad()
     def step(self, divisor: Tensor | None = None) -> None:
-        """Update every weight with a gradient. Divide gradients by `divisor` (float32 scalar)."""
+        """Update each weight that has a gradient. `divisor` (float32 scalar) divides gradients."""
         divisors: dict[torch.device, Tensor | None] = {}
         prepared, self._prepared = self._prepared, []
         for index, (bucket, windows) in enumerate(self._visits()):
@@ -195,7 +198,7 @@ class BucketedOptimizer:
             parts = prepared[index] if prepared else self._parts(bucket, windows)
             if parts:
                 device = parts[0].weight.device
-                if device not in divisors:  # fused kernels would copy without a sync
+                if device not in divisors:  # fused kernels would copy it with a sync
                     divisors[device] = None if divisor is None else divisor.to(device)
                 rate = group.lr * self._rate
                 group.rule.update(parts, rate, group.weight_decay, divisors[device])
@@ -277,7 +280,7 @@ def named_state(
 ) -> Iterator[tuple[str, str, Tensor, Box]]:
     """Yield (key, weight name, local tensor, box) in the order of `weights`, with keys sorted.
 
-    Filling a tensor in place loads it. Scalars have the box () and are equal on all ranks.
+    Fill a tensor in place to load it. Scalars have the box () and are equal on all ranks.
     """
     state = optimizer.state
     for name, weight in weights.items():
@@ -309,9 +312,9 @@ def _num_shards(weight: Tensor) -> int:
 class StateOffload:
     """Optimizer state in pinned host memory that visits the device during the step.
 
-    `host[id(shards)][key]` is the host block of one `FlatShards`' state, and a bucket is a window
-    of it. The device has three slots, from `prefetch` to the end of the step: bucket i is updated,
-    i + 1 copied in and i − 1 copied out, each direction on its own stream.
+    `host[id(shards)][key]` is the host block of one `FlatShards`. From `prefetch` to the end of the
+    step the device has three slots: while bucket i is updated, i + 1 is copied in and i − 1 out,
+    each direction on its own stream.
     """
 
     def __init__(self, buckets: list[Bucket]):
@@ -327,13 +330,14 @@ class StateOffload:
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
         self._slots: list[Tensor] = []
-        self._num_fetched = 0  # buckets of this step, or already of the next
+        self._num_fetched = 0  # counts buckets of this step, or of the next after its prefetch
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self._device)
             self._outward = torch.cuda.Stream(self._device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            self._returned = [torch.cuda.Event() for _ in buckets]  # no wait until recorded
+            # waiting for an unrecorded event returns at once
+            self._returned = [torch.cuda.Event() for _ in buckets]
 
     def prefetch(self) -> None:
         if not self._slots:
@@ -341,7 +345,7 @@ class StateOffload:
                 torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
                 for _ in range(NUM_SLOTS)
             ]
-            if self._cuda:  # queued work may use the slots' memory
+            if self._cuda:  # queued kernels may still use the slots' memory
                 self._inward.wait_stream(torch.cuda.current_stream(self._device))
         while self._num_fetched < min(NUM_SLOTS, len(self._buckets)):
             self._fetch()
@@ -355,7 +359,7 @@ class StateOffload:
                 stream.wait_event(self._arrived[index])
             yield index, self._views(index)
             self._send_back(index)
-            # The previous bucket's return is queued, so its slot can take the next fetch.
+            # The previous bucket's copy out is queued, so its slot is free for the next.
             if index and self._num_fetched < len(self._buckets):
                 self._fetch()
         if stream is not None:
@@ -363,7 +367,7 @@ class StateOffload:
         self._slots, self._num_fetched = [], 0
 
     def settle(self) -> None:
-        """Wait until the host has the newest state. Discard state that is already on the device."""
+        """Wait until the host has the newest state. Discard state prefetched to the device."""
         if self._cuda:
             self._inward.synchronize()
             self._outward.synchronize()

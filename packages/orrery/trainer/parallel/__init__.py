@@ -1,10 +1,9 @@
 """Parallelism from outside: model code is written for one device, and this package wraps it.
 
-1. Context parallel replaces the core of attention.
-2. Expert parallel replaces the token exchange and shards the experts.
-3. Activation checkpointing and compile wrap the blocks (`blocks.py`).
-4. Activation offload wraps both, because it moves the activations that they save.
-5. FSDP2 comes last, because its hooks must wrap all of these.
+1. Context parallel replaces the core of attention. 2. Expert parallel replaces the token exchange
+and shards the experts. 3. Activation checkpointing and compilation wrap the blocks (`blocks.py`).
+4. Activation offload wraps these, because it moves the activations that they save. 5. FSDP2 comes
+last, because its hooks must wrap all others.
 """
 
 import torch
@@ -44,7 +43,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
 def build_network(model: Model, trainer: Trainer, device: torch.device | str) -> CausalLm:
     """Return the network for one device, with its adapters.
 
-    Frozen weights have the compute dtype: no updates accumulate in them.
+    Frozen weights have the compute dtype, because they accumulate no updates.
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:

@@ -1,8 +1,8 @@
-"""Activation offload: tensors saved for the backward pass wait in pinned host memory.
+"""Keep tensors saved for the backward pass in pinned host memory.
 
-While block i computes, block i − 1 is copied out (forward) or in (backward), each direction on its
-own stream, so at most two blocks' tensors are on the device. Weights, small, gapped
-or shared tensors, and the last block's tensors, stay there.
+While block i computes, block i − 1 is copied out (forward) or in (backward). Each direction has its
+own stream, so at most two blocks' tensors are on the device. These tensors stay on the device:
+weights, small, gapped or shared tensors, and the last block's.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ def apply(policy: Policy, world: World, trainer: Trainer, min_bytes: int = MIN_B
 
 
 class HostBufferPool:
-    """Reusable host buffers of powers of two bytes. `num_bytes` counts all."""
+    """Reusable host buffers whose sizes are powers of two. `num_bytes` is their total."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -182,7 +182,7 @@ class ActivationOffload:
             assert saved.buffer is not None
             self.pool.give(saved.buffer, activations.copied_in)
             saved.buffer = None
-        activations.saved = {}  # autograd holds the tensors that it still needs
+        activations.saved = {}  # autograd holds the tensors that are still needed
 
 
 def _is_dense(tensor: Tensor) -> bool:

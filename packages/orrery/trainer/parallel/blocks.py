@@ -2,12 +2,12 @@
 
 - Checkpointing `full` keeps each block's input, `selective` also the results of named operations,
   `none` all that autograd saves.
-- Equal blocks share one compilation. A block is one graph (`fullgraph`) outside of the checkpoint,
-  unless ranks exchange tokens or keys inside it. Then it is compiled inside the checkpoint.
+- Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
+  exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
-- A forward pass keeps values for its recomputation: answers to the host (`keep`, `recall`), so that
-  it does not wait for the device again, and results of named operations. Unlike in torch's
-  selective checkpointing, the other operations may differ between both runs, as with FSDP's hooks.
+- `keep` and `recall` save answers of the device to the host, so that recomputation does not wait
+  again. Torch's selective checkpointing requires equal operations in both runs, which FSDP's hooks
+  break, so results of named operations are kept here.
 """
 
 import textwrap
@@ -44,7 +44,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# torch's 8 a function are too few for all kinds of blocks, with and without gradients or routes.
+# torch's limit of 8 per function is below the kinds of blocks × gradients × routes.
 MAX_GRAPHS = 64
 
 
@@ -62,14 +62,14 @@ def is_without_exchange(mesh: Mesh) -> bool:
 
 
 def is_one_graph(trainer: Trainer, model: Model) -> bool:
-    """Return whether a block is one graph of our own code, with known saved tensors."""
+    """Return whether a block is one graph of our own code, so that its saved tensors are known."""
     return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
 
 
 def _compile(policy: Policy, trainer: Trainer) -> None:
     if not trainer.compile:
         return
-    from torch._dynamo import config  # slow to import, and rarely needed on a CPU
+    from torch._dynamo import config  # a slow import, rarely needed on a CPU
 
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
@@ -107,28 +107,29 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
         run = block.forward
         if has_graphs_inside:
             run = partial(_call_without_views, run)
-        # On `forward`, so that FSDP's hooks stay outside the recomputation.
+        # Wrap `forward`, so that FSDP's hooks stay outside the recomputation.
         block.forward = partial(checkpoint, run, use_reentrant=False, **options)
 
 
 def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     """Return the keyword arguments of torch's `checkpoint` that select the kept operations.
 
-    A block of one graph always gets them, or torch 2.11's partitioner keeps rows of experts.
+    A block of one graph always gets them. Without them torch 2.11's partitioner keeps rows of
+    experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if trainer.compile and is_without_exchange(trainer.mesh):
         if kept or is_one_graph(trainer, model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
-    # Eager code, perhaps with graphs or FSDP hooks inside.
+    # Eager code that may contain graphs or FSDP hooks.
     if kept or trainer.mesh.ep > 1:
         return {"context_fn": partial(recomputation_contexts, kept, _called_by_graphs(trainer))}
     return {}
 
 
 def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
-    """Return the operations inside graphs: attention without cp, experts without ep."""
+    """Return the operations called inside graphs: attention without cp, experts without ep."""
     if not trainer.compile:
         return frozenset()
     ranks = {"attention": trainer.mesh.cp, "experts": trainer.mesh.ep}
@@ -153,10 +154,10 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def without_view(x: Tensor) -> Tensor:
-    """Return x as a base tensor (no view) in the same memory. Its gradient is x's.
+    """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    A graph inside a checkpoint must find no view in either run, or both trace different graphs.
-    FSDP hands out views, activation offload does not.
+    FSDP hands out views and activation offload does not. A graph inside a checkpoint would trace
+    different graphs in the two runs.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 
@@ -207,7 +208,7 @@ def recomputation_contexts(
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the forward and the recomputation context for `context_fn` of torch's `checkpoint`.
 
-    Graphs may overwrite the results of operations in `compiled`, so these are cloned.
+    Results of operations in `compiled` are cloned, because graphs may overwrite them.
     """
     answers: list[Any] = []
     results: dict[Any, deque[Any]] = defaultdict(deque)
@@ -229,7 +230,7 @@ def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 def keep(answer: Any) -> Any:
-    """Return `answer`, and keep it in the forward pass of a checkpointed block."""
+    """Return `answer`. In the forward pass of a checkpointed block, keep it for `recall`."""
     run = _current.get()
     if run is not None and not run.is_recomputation:
         run.answers.append(answer)
@@ -262,7 +263,7 @@ class _Run(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # let compiled code run
+        return True  # compiled code runs as usual
 
     def __enter__(self) -> Self:
         self.position = 0

@@ -1,13 +1,13 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
 `apply` replaces `Attention.core`, and `shard` cuts a micro-batch. A scored token belongs to the
-rank that predicts it. A kind (`trainer.mesh.cp_style`) is a core and its way to cut:
+rank that predicts it. `trainer.mesh.cp_style` selects a core and its way to cut:
 
     ulysses   contiguous shares, and an all-to-all gives each rank all tokens of 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of each document, and keys and values pass around
 
-Ranks get equal numbers of tokens. Padding repeats a real token, is never scored, and follows its
-document or forms another, so no real token attends to it.
+Ranks get equal numbers of tokens. Padding repeats a real token and is never scored. It stands at a
+document's end or in a document without real tokens, so no real token attends to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` with each core's output. Its gradient is local to this rank."""
+    """Call `observe` with each core's output, whose gradient is local to this rank."""
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore):
             module.watch = observe
@@ -61,15 +61,15 @@ def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
 
 
 class TokenShard(NamedTuple):
-    source: np.ndarray  # i64 [t]: each place's token of the stream
-    is_real: np.ndarray  # bool [t]: not padding
+    source: np.ndarray  # i64 [t]: index of each token in the stream
+    is_real: np.ndarray  # bool [t]: False for padding
     cu_seqlens: np.ndarray  # i32: offsets for the attention core
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut the padded stream into equal parts, one a rank, and return the part of `rank`.
+    """Cut the padded stream into one equal part per rank, and return that of `rank`.
 
-    Offsets are those of the whole stream. The padding is one document at its end.
+    Offsets cover the whole stream. The padding is its last document.
     """
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
@@ -83,7 +83,7 @@ def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut documents into 2·num_ranks equal pieces. Return the rank-th from the front and the back.
+    """Cut each document into 2·num_ranks equal pieces. Return piece `rank` from both ends.
 
     Offsets count pairs of pieces, so all ranks have equal offsets and work.
     """
@@ -105,7 +105,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
     """Return the part of `batch` with `tokens`. Only the first rank counts samples."""
     source = torch.from_numpy(tokens.source)
-    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # each token's place here
+    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # index of each token on this rank
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
     row = place[batch.row.numpy()]
     scored = torch.from_numpy(np.flatnonzero(row >= 0))
@@ -136,7 +136,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the routes, but none for padding, whose mismatches would count twice."""
+    """Return the routes, without those of padding, whose mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]

@@ -71,7 +71,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Each rank cuts its own share: "meta" has no data to send.
+            # Each rank cuts its own share, because "meta" tensors have no data to send.
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(
                 name, nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -82,13 +82,13 @@ def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
         with _local_shares(experts):
             return forward(*args)
 
-    # On `forward`, inside FSDP's hooks, because these read the parameters.
+    # Replace `forward`, which runs inside FSDP's hooks: these read the parameters.
     experts.forward = on_local_shares
 
 
 @contextmanager
 def _local_shares(experts: nn.Module) -> Iterator[None]:
-    """Replace DTensor parameters by their local tensors. Gradients reach the parameters."""
+    """Replace DTensor parameters by their local tensors. Gradients still reach the parameters."""
     found = [
         (module, name, parameter)
         for module in experts.modules()
@@ -110,7 +110,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
 class TorchExchange(nn.Module):
     """Send rows to their experts' ranks in expert order, and back.
 
-    Counts travel first, because torch's all-to-all needs lengths on the host. Backward pass and
+    Counts travel first, because torch's all-to-all needs lengths on the host. The backward pass and
     recomputation reuse them. Stable sorts make results deterministic.
     """
 
@@ -199,7 +199,7 @@ class DeepEpExchange(nn.Module):
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, num_rows)
         real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
-        # Set rows without an expert to zero, because kernels skip them.
+        # Kernels skip rows without an expert, so set these to zero.
         x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
         score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
         y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
@@ -207,7 +207,7 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
-    """Sort rows by expert. A last row stands for all slots of other ranks' experts (−1)."""
+    """Sort rows by expert. One last row stands for all slots of other ranks' experts (−1)."""
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
     place_TK = rows.place_TK.clamp(max=num_rows)
     return rows._replace(row_M=rows.row_M[: num_rows + 1], place_TK=place_TK)
@@ -215,7 +215,7 @@ def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the group's buffer for all layers. A collective."""
+    """Return the group's buffer, shared by all layers. A collective."""
     from deep_ep import Buffer
 
     size = group.size()

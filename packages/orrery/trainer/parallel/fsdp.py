@@ -1,7 +1,7 @@
 """FSDP2: weights sharded over dp_shard · cp ranks, replicated over dp_replicate (HSDP).
 
 - The model names the units, and the root takes the rest. With expert parallel a layer's experts are
-  one more unit, sharded over the ranks with the same experts.
+  another unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
 - A single rank may stay unwrapped (`is_needed`), with `ComputeCopies` for mixed precision.
 """
@@ -55,13 +55,13 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
             shard(experts, mesh=world.expert_fsdp_mesh, reshard_after_forward=reshard)
     units = fsdp_units(policy.network)
     for unit in units:
-        is_last = unit is units[-1]  # the backward pass reads it first
+        is_last = unit is units[-1]  # the backward pass gathers it first
         shard(unit, mesh=world.fsdp_mesh, reshard_after_forward=reshard and not is_last)
     shard(policy, mesh=world.fsdp_mesh, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor alone selects PREMUL_SUM. Gloo lacks it.
+            # A factor would select PREMUL_SUM, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)
@@ -79,7 +79,7 @@ def _allocate_on_host(policy: Policy, device: torch.device) -> None:
 
 
 def _prefetch(policy: Policy) -> None:
-    """Prefetch by name, because token exchanges keep the host from running ahead."""
+    """Name the units to prefetch, because token exchanges keep the host from running ahead."""
     layers = [
         [module for module in layer.modules() if isinstance(module, FSDPModule)]
         for layer in policy.network.layers
@@ -90,9 +90,9 @@ def _prefetch(policy: Policy) -> None:
 
 
 def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
-    """Set the reductions of the step's next backward pass. `last`: no other follows.
+    """Choose the reductions of the next backward pass. `last`: it is the step's last.
 
-    `step` reduces once a step. With `micro_batch` only HSDP's all-reduce waits for the last.
+    `step` reduces gradients once a step. `micro_batch` delays only HSDP's all-reduce to the last.
     """
     if not isinstance(policy, FSDPModule):
         return
@@ -103,7 +103,7 @@ def set_gradient_sync(policy: Policy, last: bool, spec: Fsdp) -> None:
 
 
 def reshard_all(policy: Policy) -> None:
-    """Reshard all weights, or an export would read them in the compute dtype."""
+    """Reshard all weights. Otherwise an export would read them in the compute dtype."""
     if policy.copies is not None:
         policy.copies.restore()
     for module in policy.modules():
@@ -112,14 +112,15 @@ def reshard_all(policy: Policy) -> None:
 
 
 class ComputeCopies:
-    """One rank's weights in the compute dtype, beside trained weights of another dtype.
+    """Copies of one rank's weights in the compute dtype.
 
-    A forward pass fills the copies and puts them into the modules. A gradient moves at once to its
-    trained weight, in that weight's dtype, so sums have the bits of FSDP on one rank.
+    The forward pass fills them from the trained weights and puts them into the modules. Each
+    gradient moves at once to its trained weight, in that weight's dtype, so sums have the bits of
+    FSDP on one rank.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype):
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # one for a tied weight
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # one for tied weights
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._are_filled = False
         for module in policy.modules():

@@ -36,7 +36,7 @@ class Halves(NamedTuple):
     def of(cls, documents: Documents, num_places: int) -> "Halves":
         cu_half = documents.cu_seqlens // 2
         sizes, half = cu_half.diff(), num_places // 2
-        # Document i has i early and i late halves before its own early half.
+        # The i early and i late halves of earlier documents stand before document i's early half.
         before = cu_half[:-1].long().repeat_interleave(sizes, output_size=half)
         early = torch.arange(half, device=cu_half.device) + before
         late = early + sizes.long().repeat_interleave(sizes, output_size=half)
@@ -45,7 +45,7 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. A document is a pair of halves here, of equal size on all ranks."""
+    """Attention over `group`. A document is two halves here, of equal size on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class RingCore(nn.Module):
         return out_THK
 
 
-# All layers of one forward pass share its `Documents`.
+# All layers of a forward pass share one `Documents`.
 _halves: WeakKeyDictionary[Documents, Halves] = WeakKeyDictionary()
 
 
 class RingStep(NamedTuple):
-    """The positions of one step's queries and keys in this rank's tokens. None means all."""
+    """The positions of one step's queries and keys among this rank's tokens. None means all."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -102,7 +102,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add at unique places, without the atomics of `index_add_`."""
+    """Add `part` at unique places, which needs no atomics as `index_add_` does."""
     if places is None:
         whole.add_(part)
     else:
@@ -127,10 +127,10 @@ class _Ring(torch.autograd.Function):
             k, v = (_pick(x, pair.keys) for x in kv)
             part, part_lse = attention_forward(_pick(q_THK, pair.queries), k, v, *pair.offsets)
             if step == 0:
-                # Copies, because selective checkpointing may keep the operator's results.
+                # Copy, because selective checkpointing may keep the operator's results.
                 total_THK, lse_TH = part.to(part_lse.dtype, copy=True), part_lse.clone()
             else:
-                # Join partial outputs by their log-sum-exps, in float32.
+                # Weight the partial outputs by their log-sum-exps, in float32.
                 before, before_lse = _pick(total_THK, pair.queries), _pick(lse_TH, pair.queries)
                 joined_lse = torch.logaddexp(before_lse, part_lse)
                 joined = (
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
         dout_THK = dout_THK.contiguous()
         kv = torch.stack((k_TGK, v_TGK))
         dq_THK = torch.zeros_like(q_THK, dtype=lse_TH.dtype)
-        # Gradients follow their keys and values from rank to rank, and are complete after cp steps.
+        # Gradients travel with their keys and values, and are complete after cp steps.
         dkv = torch.zeros_like(kv, dtype=lse_TH.dtype)
         passing = None
         for step in range(size):
@@ -180,7 +180,7 @@ class _Ring(torch.autograd.Function):
 class _Passing(NamedTuple):
     works: list[Any]
     arriving: Tensor
-    leaving: Tensor  # kept alive until it is sent
+    leaving: Tensor  # referenced until it is sent
 
     def wait(self) -> Tensor:
         for work in self.works:

@@ -36,14 +36,14 @@ COLLECTIVE_BLOCKS = 16  # of an NCCL collective
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place. With one rank every collective is the identity."""
+    """One rank's place in the meshes. With a single rank every collective is the identity."""
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None  # None: one rank
+    mesh: DeviceMesh | None  # None for one rank
     fsdp_mesh: DeviceMesh | None = None
-    expert_mesh: DeviceMesh | None = None  # None: ep is 1
+    expert_mesh: DeviceMesh | None = None  # None if ep is 1
 
     @property
     def is_first(self) -> bool:
@@ -113,7 +113,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
     if accelerator == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         return torch.device("cpu")
-    # The launcher sets CUDA_VISIBLE_DEVICES per process, so ordinals restart at 0.
+    # With CUDA_VISIBLE_DEVICES set per process, ordinals restart at 0.
     device = torch.device("cuda", index % max(torch.cuda.device_count(), 1))
     torch.cuda.set_device(device)
     return device
@@ -137,7 +137,7 @@ def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | 
 
 
 def _divide_multiprocessors() -> None:
-    """Limit collectives to a few multiprocessors, and keep grouped products off these."""
+    """Reserve a few multiprocessors for collectives, and keep grouped products off these."""
     blocks = os.environ.setdefault("NCCL_MAX_CTAS", str(COLLECTIVE_BLOCKS))
     if not blocks.isdigit():
         raise RunFailed(
@@ -167,12 +167,12 @@ def make_world(mesh: Mesh, rank: int, device: torch.device) -> World:
 
 
 def open_rendezvous(ctx: "RoleContext", world_size: int) -> dist.Store:
-    """Return the stage's TCPStore. Rank 0 serves and publishes it."""
+    """Return the stage's TCPStore. Rank 0 serves it and publishes its address."""
     from orrery.wire import rendezvous
 
     timeout = timedelta(seconds=scaled(JOIN_DEADLINE_S))
     if ctx.index == 0:
-        # TCPStore binds all interfaces unless it is given a bound socket.
+        # Without a bound socket TCPStore would listen on all interfaces.
         listener = socket.create_server((ctx.host, ctx.port))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -208,9 +208,9 @@ def all_to_all(
     sent: list[int] | None = None,
     arriving: list[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Exchange rows: the first `sent[0]` go to rank 0 of `group`, and so on.
+    """Exchange rows: the first `sent[0]` go to rank 0 of `group`, the next to rank 1, and so on.
 
-    Return tensors with `arriving[r]` rows of each rank r, in rank order. None: equal shares.
+    Return tensors with `arriving[r]` rows of each rank r, in rank order. None means equal shares.
     """
     num_rows = None if arriving is None else sum(arriving)
     results = [
@@ -229,7 +229,7 @@ Exchange = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def exchange(there: Exchange, back: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return `there(tensors)`. Gradients take the way `back`."""
+    """Return `there(tensors)`. The backward pass calls `back` with the gradients."""
     return _Exchange.apply(there, back, *tensors)
 
 
