@@ -1,8 +1,7 @@
-"""The evaluate stage: the same held-out problems on the policy before and after RL.
+"""Evaluate the policies before and after RL on the same held-out problems and seeds.
 
-- Engines load and attest both policies from files in `weights/`, also if RL used another wire. Both
-  use the same seeds.
-- Out: `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
+- Engines load and attest both policies from files in `weights/`, even if RL used another wire.
+- Results go to `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ async def run(ctx: RoleContext) -> None:
 
 
 async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, EvaluationResult]:
-    # RL may have ended early, with a checkpoint of its last step.
+    # RL may have ended early, at its last checkpoint's step.
     after = max(checkpoints.steps(ctx.run_dir), default=ctx.manifest.stages.rl.num_steps)
     policies = {
         "before": (0, assemble.policy_dir(ctx, "sft", "init")),
@@ -86,8 +85,8 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
 def check_last(ctx: RoleContext, version: int, folder: Path, digest: str) -> None:
     """Raise RunFailed if the weights in `folder` differ from the trainer's last `version`.
 
-    Wires other than `files` change tensors or precision. Then only the launcher compares `folder`
-    with the receipt.
+    Only the wire `files` has comparable digests. On others the launcher compares `folder` with the
+    receipt.
     """
     newest = checkpoints.latest(ctx.run_dir)
     if ctx.manifest.transport.weights != "files" or newest is None or newest.step != version:

@@ -37,7 +37,7 @@ class EvaluationResult:
 
     @property
     def reward_mean(self) -> float:
-        """The mean over tasks, weighted by requested rollouts."""
+        """Return the mean over tasks, weighted by requested rollouts."""
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
         total = sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
         return float(total / sum(asked))
@@ -57,7 +57,7 @@ class Evaluations:
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
         self.last = last  # the newest evaluated version
-        self.num_groups = num_groups  # number of the next group
+        self.num_groups = num_groups  # the next group's number
         self._active: _Active | None = None
 
     @property
@@ -151,7 +151,7 @@ def describe_counts(row: dict) -> str:
 
 
 def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: str) -> None:
-    """Write a result's rows with the further fields `about`, and log them under `subject`."""
+    """Write and log a result's rows, with the further fields `about`."""
     for row in result.rows:
         ctx.metrics.write(result.version, event="evaluation", **about, **row)
         times = row["start_s"], row["end_s"]

@@ -1,13 +1,13 @@
-"""The RL stage: four activities in one event loop. They share only the scheduler's state.
+"""Run the RL stage as four activities in one event loop. They share only the scheduler's state.
 
     generate       start rollouts, and end slow rollouts
     train          take a batch when the trainer is close enough, snapshot, pack, record, send
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-When preempted, `train` waits for the trainer, writes our half of a checkpoint and sends all trainer
-ranks an empty batch marked `wind_down`. They complete the checkpoint at the same step. After the
-last batch the trainer compares log-probs on the last evaluation's rollouts, which one version made.
+At a preemption `train` writes our half of a checkpoint and sends all trainer ranks an empty batch
+marked `wind_down`, so that they complete the checkpoint at the same step. After the last batch the
+trainer compares log-probs on the last evaluation's rollouts, which one version made.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from orrery.wire import checkpoints, column_files
 from orrery.wire.rendezvous import UPDATE_S
 from orrery.wire.rollout_wire import Batch, RolloutSender
 
-TICK_S = 0.5  # the precision of rollout timeouts
+TICK_S = 0.5  # precision of rollout timeouts
 POLL_S = 0.03
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4  # decoded rollouts per batch
@@ -43,7 +43,7 @@ TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
 
 class PreemptionWatch:
-    """Whether the stage must stop early. Polls at most once per second."""
+    """Ask whether the stage must stop early, at most once per second."""
 
     def __init__(self, ctx: RoleContext):
         self._ctx, self._next_poll_s = ctx, 0.0
@@ -71,8 +71,7 @@ async def update_engines(
 ) -> bool:
     """Load the newest version into all engines, unless an evaluation is active. Return success.
 
-    Rollouts are in flight meanwhile. A stale rollout leaves its engine before the pause, because a
-    paused engine cannot handle aborts.
+    Stale rollouts leave their engines first, because a paused engine cannot handle aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -88,7 +87,7 @@ async def update_engines(
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # If no engine is left, the update waits until an engine returns.
+    # Without any engine, the update waits for an engine to return.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -149,7 +148,7 @@ class Loop:
         self._reported: str | None = None
         self._has_warned = False
         self._preemption = PreemptionWatch(ctx)
-        # The checkpoint that this attempt resumes from, or 0.
+        # The step of the resumed checkpoint, or 0.
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
@@ -194,7 +193,7 @@ class Loop:
                 await self._end_preempted()
             scheduler.wanted = await self.sender.wanted()
             start_s = time.time()
-            # Wait: an engine that has not answered the canary may compute wrongly.
+            # An engine that has not answered the canary may compute wrongly, so wait.
             batch = None if self.pool.is_proving else scheduler.take_batch()
             if batch is None:
                 await self.changed.wait(POLL_S)
@@ -217,13 +216,13 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # not at every change, because each look reads files
+            await asyncio.sleep(POLL_S)  # rarer than changes, because each look reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler
         while not scheduler.done:
             await asyncio.sleep(ENGINE_POLL_S)
-            if scheduler.updating:  # the load of a paused engine says nothing
+            if scheduler.updating:  # the load of a paused engine is meaningless
                 continue
             admission = scheduler.dispatch.admission
             loads = await poll_engines(self.ctx, self.pool, admission, self._pace)
@@ -256,7 +255,7 @@ class Loop:
                 num_batches,
             )
         if version == num_batches:
-            self._evaluation = result  # the trainer compares its rollouts
+            self._evaluation = result  # kept, because the trainer compares its rollouts
         digest = self.scheduler.digests[version]
         record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 
@@ -269,7 +268,7 @@ class Loop:
         info = {"digests": digests}
         with self.ctx.metrics.span("pack", step):
             packed = await asyncio.to_thread(batching.packed, step, documents, self.manifest, info)
-        # Write before sending: a resumed run never sends a batch again that a checkpoint has.
+        # Write before sending, because a resumed run never sends a checkpoint's batches again.
         self.ctx.metrics.write(
             step,
             **row,
@@ -310,7 +309,7 @@ class Loop:
         await stop_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write our half of checkpoint `step`, the last batch sent, unless it is 0."""
+        """Write our half of checkpoint `step`, unless it is 0."""
         if step:
             where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
             is_resumed = step == self._first_step
@@ -321,7 +320,7 @@ class Loop:
         return has_stop or version == self.scheduler.clock.num_batches
 
     async def _send_comparison(self) -> None:
-        """Send the last evaluation's rollouts to compare log-probs."""
+        """Send the last evaluation's rollouts, for the comparison of log-probs."""
         evaluation = self._evaluation
         assert evaluation is not None and evaluation.version == self.scheduler.clock.num_batches
         version, step = evaluation.version, evaluation.version + 1

@@ -83,7 +83,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# Exceptions that a task's code may pass on, but that are not its own failures.
+# A task may pass on these exceptions, which are not its failures.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -98,7 +98,7 @@ NOT_THE_TASKS = (
 class Rollout:
     """One finished episode. The arrays have one entry per token of the conversation.
 
-    The fields from `group_id` on are the request's. A complete group gets advantages.
+    Fields from `group_id` on come from the request. `advantage` is set when the group is complete.
     """
 
     token_id: np.ndarray  # i32 [n]
@@ -115,7 +115,7 @@ class Rollout:
     group_id: int = -1
     member: int = -1
     task_index: int = -1
-    problem_index: int = -1  # not in snapshots
+    problem_index: int = -1  # absent in snapshots
     dispatch_version: int = NO_VERSION
 
     @property
@@ -131,7 +131,7 @@ class Rollout:
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """The sampled tokens' versions, not empty."""
+        """Return the sampled tokens' versions, not empty."""
         return self.version[self.trained]
 
     @cached_property
@@ -170,7 +170,9 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Position of the first token without routes: the last sampled token is no input yet."""
+        """Return the position of the first token without routes. The last sampled token was no
+        input.
+        """
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -234,7 +236,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # drop the reply, as no answer to it fits
+            truncated = True  # drop the reply, because no answer to it fits
             break
         messages.extend(reply)
         tokens.append(turn_tokens)
@@ -264,7 +266,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # A checkpoint is JSON, which has no infinities.
+    # Checkpoints are JSON, which has no infinities.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")
@@ -302,7 +304,7 @@ def _failed(reason: str, error: BaseException) -> RolloutFailed:
 
 
 def _guard(reason: str, call: Any) -> Any:
-    """Return `call()`. The task's exceptions, even SystemExit, become RolloutFailed."""
+    """Return `call()`. Turn the task's exceptions, even SystemExit, into RolloutFailed."""
     try:
         return call()
     except NOT_THE_TASKS:

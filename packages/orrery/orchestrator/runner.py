@@ -1,7 +1,7 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- Every request ends in one call of `on_ended`, unless cancelled.
-- Any exception except `RolloutFailed` ends the run: `check` raises it in the loop.
+- Every request ends in one call of `on_ended`, unless it is cancelled.
+- Any exception except `RolloutFailed` ends the run, because `check` raises it in the loop.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from orrery.orchestrator.rollout import (
 from orrery.wire.rendezvous import request_s
 from orrery.wire.routed_experts import route_shape
 
-# Pause, so that rollouts of a dead engine do not fail in a tight loop.
+# Rollouts of a dead engine would otherwise fail in a tight loop.
 GONE_PAUSE_S = 1.0
 
 
@@ -41,7 +41,7 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        # Not wait_for: in Python 3.11 it loses a cancellation that arrives with the event.
+        # In Python 3.11 wait_for loses a cancellation that arrives with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -59,15 +59,15 @@ class RolloutRunner:
     ):
         """Take the built tasks by purpose, in the manifest's order.
 
-        `is_compared(version)`: whether the trainer may compare log-probs of this evaluation.
+        `is_compared(version)` tells whether the trainer may compare this evaluation's log-probs.
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._generating: set[str] = set()  # requests in an engine, by name
-        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, still in the engine
+        self._generating: set[str] = set()  # names of requests in an engine
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
         self._error: BaseException | None = None
 
     @property
@@ -97,18 +97,18 @@ class RolloutRunner:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
-        if self._running.get(task.get_name()) is task:  # the request may have been restarted
+        if self._running.get(task.get_name()) is task:  # a restart may have replaced the request
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":
-        """Cancel these rollouts. The returned future ends when they left the engines."""
+        """Cancel these rollouts. The returned future ends when they have left the engines."""
         names = [request.name for request in requests]
         return self._cancel([self._running[name] for name in names if name in self._running])
 
     def end_expired(
         self, expired: Sequence[Request], timeouts: TimeoutClassifier, now_s: float
     ) -> None:
-        """Fail expired requests by their reason, then cancel them. A late result is void."""
+        """Fail expired requests by their reason, then cancel them. Ignore late results."""
         for request, reason, detail in timeouts.reasons(expired, self.is_generating, now_s):
             is_zero = reason == TIMEOUT and self.manifest.orchestrator.on_timeout == "zero"
             self.on_ended(request, Failed(reason, detail, is_zero))

@@ -1,9 +1,9 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
-- Rollouts in flight and queued fill at most the batches that may contain the engines' version, and
+- Unfinished and queued rollouts fill at most the batches that may contain the engines' version, and
   at most one batch beyond `max_batches_ahead`. So generation pauses for a slow trainer.
 - No rollout starts during a weight update (`updating`).
-- `start`, `expired` and `batching.row` take monotonic times. Other times are wall-clock times.
+- `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Clock:
     max_off_policy_steps: int
     num_batches: int
     next_batch: int = 1
-    version: int = NO_VERSION  # the engines' version
+    version: int = NO_VERSION  # loaded by the engines
 
     def oldest_version(self, batch: int) -> int:
         return batch - 1 - self.max_off_policy_steps
@@ -73,12 +73,12 @@ class Snapshot:
     cursors: list[int]
     in_flight: list[GroupRequest]
     queue: list[list[Rollout]]
-    spare: list[list[Rollout]]  # groups of zero advantages
+    spare: list[list[Rollout]]  # groups whose advantages are zero
     num_sampled: int  # as in `RolloutBuffer`
     evaluated: int  # the newest evaluated version
     num_evaluation_groups: int
     digests: dict[int, str]  # weight digest by version
-    num_batches: int  # below the manifest's if the stage ends early
+    num_batches: int  # below the manifest's number if the stage ends early
     rewards: list[tuple[int, float, bool]]  # as in `Tally`
 
 
@@ -93,7 +93,7 @@ class Scheduler:
         self.dispatch = Dispatch(Admission(settings.admission, max_model_len_tokens))
         self.groups = Groups()
         self.buffer = RolloutBuffer(settings)
-        self.wanted = 0  # the newest batch that the trainer asked for
+        self.wanted = 0  # the newest batch that the trainer has asked for
         self.updating = False
         self.digests = dict(snapshot.digests) if snapshot else {}
         self.tally = Tally(list(snapshot.rewards)) if snapshot else Tally()
@@ -114,7 +114,7 @@ class Scheduler:
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
         )
-        self._open_train_rollouts = 0  # rollouts of groups that are not complete
+        self._open_train_rollouts = 0  # rollouts of incomplete groups
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1
@@ -170,11 +170,10 @@ class Scheduler:
         return TrainBatch(step, rollouts, tally)
 
     def may_update(self, version: int) -> bool:
-        """Whether engines may update now. An active evaluation pins them."""
+        """Return whether engines may update now. An active evaluation pins their version."""
         return version > self.clock.version and self.evaluations.pinned is None
 
     def begin_evaluation(self, now_s: float) -> bool:
-        """Start a due evaluation. Return whether it was due."""
         if not self.evaluations.due(self.clock.version):
             return False
         for group in self.evaluations.begin(self.clock.version, now_s):
@@ -182,7 +181,7 @@ class Scheduler:
         return True
 
     def stop_early(self, result: EvaluationResult) -> bool:
-        """Take no more batches if `result` reached `evaluation.stop_at`. Return whether it did."""
+        """If `result` reached `evaluation.stop_at`, take no more batches. Return whether it did."""
         stop_at = self.manifest.orchestrator.evaluation.stop_at
         if stop_at is None or result.reward_mean < stop_at or self.clock.all_batches_taken:
             return False

@@ -1,10 +1,10 @@
-"""Snapshot files: the orchestrator's half of a checkpoint, `…/step_<n>.attempt_<k>/orchestrator/`.
+"""Write snapshots, the orchestrator's half of a checkpoint: `…/step_<n>.attempt_<k>/orchestrator/`.
 
-- `queue.safetensors` has the finished, untrained groups as columns. `state.json` has the other
-  state. The folder is written aside and then renamed.
+- `queue.safetensors` has the finished, untrained groups as columns, `state.json` the rest of the
+  state. The folder is written under another name and then renamed.
 - Step n's files are written before batch n is sent, so every trainer checkpoint has them.
-- A preemption after batch n writes the current state. If step n has files already, it goes to
-  `later.attempt_<k>/orchestrator/` in the checkpoint, which a resumed run prefers.
+- A preemption after batch n writes the current state. If step n has files already, they stay, and
+  the state goes to `later.attempt_<k>/orchestrator/`, which a resumed run prefers.
 """
 
 import shutil
@@ -79,7 +79,7 @@ def write_now(
     shutil.rmtree(aside, ignore_errors=True)
     _write(aside / "orchestrator", step, snapshot, temperature)
     checkpoints.complete(aside)
-    # A kill between the two calls leaves an older, valid state. Later groups are then repeated.
+    # A kill between the two calls leaves an older valid state, so later groups are repeated.
     checkpoints.discard(run_dir, later)
     publish_folder(aside, later)
     return later / "orchestrator"
@@ -181,7 +181,7 @@ def read(checkpoint: Path, step: int) -> Snapshot:
 
 def _rollout(columns: Columns, index: int, kept: _QueuedRollout) -> Rollout:
     tokens = slice(columns.offsets[index], columns.offsets[index + 1])
-    # Do not map: on NFS, a mapped file becomes unreadable if another node removes it.
+    # On NFS a mapped file becomes unreadable if another node removes it.
     arrays: dict[str, Any] = {
         name: columns.token[name][tokens].copy()
         for name in ("token_id", "logprob", "trained", "version")

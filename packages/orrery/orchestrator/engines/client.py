@@ -1,11 +1,10 @@
-"""Client of one vLLM server, or of the router in front of several. Updates of one server.
+"""Call one vLLM server, or the router in front of several, and update one server's weights.
 
 - Every call has a deadline. No request is retried once it was sent.
 - Generation may go to a router. Control calls (pause, update, abort, fingerprints) go to each
   engine directly, because a router forwards them to one engine only.
-- `messages` has the errors and results.
 - `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
-  and continue with the new weights on their old KV cache. An engine stays paused after a failure,
+  and continue with the new weights on their old KV cache. After a failure the engine stays paused,
   so no token is sampled from unknown weights.
 """
 
@@ -58,19 +57,19 @@ if TYPE_CHECKING:
     from orrery.wire.weight_wire import Published
 
 CONNECT_TIMEOUT_S = 10.0
-# After one of these errors no byte was sent, so a retry is safe.
+# These errors come before any byte is sent, so a retry is safe.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
-CONTROL_TIMEOUT_S = 120.0  # of control calls except loads and aborts, scaled
+CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
 LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, scaled
-QUERY_TIMEOUT_S = 10.0  # of health, metrics and abort
+QUERY_TIMEOUT_S = 10.0  # health, metrics and abort
 # vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 
 
 class EngineClient:
-    """Client of one server: `async with EngineClient(url) as engine`, or call `close()`."""
+    """Call one server: `async with EngineClient(url) as engine`, or call `close()`."""
 
     def __init__(
         self, url: str, token: str | None = None, name: str | None = None, model: str | None = None
@@ -84,7 +83,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._token, self._model = token, model
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # key: whether connections are kept
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
 
     async def __aenter__(self) -> Self:
         return self
@@ -126,7 +125,7 @@ class EngineClient:
         sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
-            "logprobs": 0,  # only the sampled token's
+            "logprobs": 0,  # the log-prob of the sampled token alone
             "detokenize": False,
             "skip_special_tokens": False,
         }
@@ -148,7 +147,7 @@ class EngineClient:
                 "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session
             )
         except EngineGone as error:
-            # Even a healthy server closes a kept connection after an error 500.
+            # A healthy server also closes a kept connection after an error 500.
             if await self.health():
                 raise GenerationFailed(
                     f"{self.name} closed the connection of {what}, but is healthy"
@@ -167,7 +166,7 @@ class EngineClient:
     ) -> np.ndarray:
         """Return log p of each token after the first, f32 [n − 1], at temperature 1.
 
-        Bypass the prefix cache. Raises GenerationFailed or EngineGone.
+        The prefix cache is not used. Raises GenerationFailed or EngineGone.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "output_kind": 2}
         sampling["detokenize"] = False
@@ -216,7 +215,7 @@ class EngineClient:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Have all workers load the published weights. If one fails, all discard the update.
+        """Make all workers load the published weights. If one fails, all discard the update.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """
@@ -262,12 +261,12 @@ class EngineClient:
         }
 
     async def attested(self) -> Attested | None:
-        """Return the tensors' digest, or None if the workers disagree."""
+        """Return the digest of all tensors, or None if the workers disagree."""
         workers = msgspec.convert(await self._ask_workers("attested"), list[Attested])
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, the workers' maximum. Empty for files."""
+        """Return the last update's seconds by part, the maximum over workers. Empty for files."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -275,11 +274,11 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free KV blocks that are kept under these names for lost readers. Ignore unknown names."""
+        """Free the KV blocks kept under these names for lost readers. Ignore unknown names."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail current and later requests that read KV blocks of an engine that has ended."""
+        """Fail all requests that read KV blocks of an engine that has ended."""
         await self._ask_workers("read_no_more", kv_engine_id)
 
     async def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -300,7 +299,7 @@ class EngineClient:
         return status == 200
 
     async def death(self) -> str | None:
-        """Return why the server is unreachable or unhealthy, or None if it is healthy or slow."""
+        """Return why the server is unreachable or unhealthy, or None. A slow server is healthy."""
         try:
             status, *_ = await self._get("/health", GenerationFailed)
         except EngineGone as error:
@@ -330,7 +329,9 @@ class EngineClient:
         return answer
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session. Control calls open new connections, as a kept one may be closing."""
+        """Return the session. Control calls open new connections, because a kept connection may be
+        closing.
+        """
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -392,7 +393,8 @@ class EngineClient:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # thousands of calls may retry
+            # spread the retries of thousands of calls
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
@@ -401,30 +403,30 @@ class EngineClient:
 
 
 class RouterClient(EngineClient):
-    """Client of vllm-router. Without engines it answers 503."""
+    """Call vllm-router. Without engines it answers 503."""
 
     async def admit(self, url: str) -> None:
         """Add an engine. It must answer /health."""
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Remove an engine from the router. Its requests continue. Ignore an unknown url."""
+        """Remove an engine, but continue its requests. Ignore an unknown url."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
 # Updates ------------------------------------------------------------------------------------------
 
 
-CANARY_S = 120.0  # longest answer to the canary, scaled
+CANARY_S = 120.0  # longest wait for the canary's log-probs, scaled
 
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed prompt, and the bound on the mean |difference| of its log-probs to the trainer's
-    (`Published.canary`). It shows that the engine computes with these weights.
+    """A fixed prompt that shows whether an engine computes with the published weights.
 
-    Its tokens are random, because log-probs of unlikely text change with any change of the weights.
-    The mean is bounded, because a single token differs much if a mixture chooses another expert.
+    `bound` limits the mean |difference| of its log-probs to the trainer's (`Published.canary`). Its
+    tokens are random, because log-probs of unlikely text change with any change of the weights. The
+    mean is bounded, because a token differs much if a mixture chooses another expert.
     """
 
     token_ids: tuple[int, ...]
@@ -528,7 +530,7 @@ async def check_canary(
 def compare(
     version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
 ) -> None:
-    """Raise WeightsDiffer, with a tensor's name, unless the engine holds the published tensors."""
+    """Raise WeightsDiffer unless the engine holds the published tensors. Name a tensor."""
     common = published.keys() & held.keys()
     different = {name for name in common if held[name].fingerprint != published[name]}
     for names, verb in (

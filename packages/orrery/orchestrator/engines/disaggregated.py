@@ -41,7 +41,7 @@ class SessionAffinity:
         self._homes: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, session: str, among: Collection[int]) -> int:
-        """Return the session's engine if in `among`, otherwise the least loaded engine."""
+        """Return the session's engine if it is in `among`, otherwise the least loaded engine."""
         home = self._homes.pop(session, None)
         if home is None or home not in among:
             home = min(among, key=self.in_flight.__getitem__)
@@ -61,7 +61,7 @@ class Peer:
 
 
 async def _do_not_look() -> None:
-    """Do nothing: without restarts the first loss of an engine ends the run."""
+    """Do nothing. Without restarts the first loss of an engine ends the run."""
 
 
 class DisaggregatedEngines:
@@ -88,7 +88,7 @@ class DisaggregatedEngines:
             SessionAffinity(len(engines)),
         )
         self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted
-        self._unwanted: dict[EngineClient, list[str]] = {}  # caches whose readers are lost
+        self._unwanted: dict[EngineClient, list[str]] = {}  # KV caches whose readers are lost
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -189,8 +189,8 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Do not call it earlier, because a live Mooncake producer may write into its reader's blocks.
-        A NIXL reader notices the broken connection itself.
+        Not earlier: a live Mooncake producer may still write into its reader's blocks. A NIXL
+        reader notices the broken connection itself.
         """
         if index not in self.producers:
             return
@@ -272,7 +272,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # A live reader may still read the blocks, and would then get another request's data.
+            # Free no blocks of a live reader, which would then read another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)
@@ -316,7 +316,7 @@ class DisaggregatedEngines:
         self._run_in_background(give_back(), f"give back {request_id}")
 
     def _abort_decode(self, consumer: Peer, decoding: "asyncio.Task[Any]", request_id: str) -> None:
-        """Repeat the abort at the decode engine until the request ends, as it may arrive late."""
+        """Repeat the abort until the request ends, because it may reach the decode engine late."""
 
         async def abort() -> None:
             while not decoding.done():

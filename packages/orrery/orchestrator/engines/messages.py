@@ -27,8 +27,6 @@ UNKNOWN_ENGINE = -1
 
 
 class GenerationFailed(OrreryError):
-    """One request failed."""
-
     exit_code = 1
 
 
@@ -41,7 +39,7 @@ class EngineGone(RunFailed):
 
 
 class UpdateFailed(RunFailed):
-    """An engine did not load the weights."""
+    pass
 
 
 class UpdateInterrupted(UpdateFailed):
@@ -49,11 +47,11 @@ class UpdateInterrupted(UpdateFailed):
 
 
 class VersionGone(UpdateInterrupted):
-    """The trainer has stepped since it sent the version. Wait for the next version."""
+    """The trainer has stepped, so only its next version can be transferred."""
 
 
 class WeightsDiffer(UpdateFailed):
-    """An engine's weights are not the published weights. The run must end."""
+    """An engine holds other weights than the published weights. The run must end."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ class Generation:
     versions: np.ndarray  # i32 [n], policy version of each token, or START_VERSION
     finish_reason: str  # "stop" | "length" | "abort"
     cached_tokens: int  # prompt tokens from the prefix cache
-    routes: tuple[Routes, ...] = ()  # of all tokens except the last, if requested
-    kv_transfer: dict[str, Any] | None = None  # of a prefill request: where its KV blocks are
+    routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
+    kv_transfer: dict[str, Any] | None = None  # after a prefill request: the place of its KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
 
 
@@ -84,7 +82,7 @@ class TensorAttestation:
 
 
 class Attested(msgspec.Struct):
-    """The digest of an engine's tensors, and their number by attestation kind."""
+    """The digest of an engine's tensors, and the number of tensors by attestation kind."""
 
     digest: str
     how: dict[str, int]
@@ -92,7 +90,7 @@ class Attested(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """An engine's Prometheus page. Totals count from its start."""
+    """The metrics of an engine. Totals count from its start."""
 
     running: int
     waiting: int
@@ -100,8 +98,8 @@ class EngineMetrics:
     kv_tokens: int  # capacity of all KV caches, 0 if unknown
     preemptions_total: int
     generation_tokens_total: int
-    loading: int = 0  # waiting requests during their KV load
-    external_hit_tokens_total: int = 0  # from host, disk, store or another engine
+    loading: int = 0  # waiting requests that load KV blocks
+    external_hit_tokens_total: int = 0  # hits in host memory, disk, a store or another engine
 
 
 # The response of /inference/v1/generate. msgspec skips all other fields.
@@ -216,7 +214,7 @@ _CACHE_SIZES = re.compile(r'[{,](num_gpu_blocks|block_size)="(\d+)"')
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """Return `METRICS` of a Prometheus text page, summed over label sets. A missing series is 0."""
+    """Return the `METRICS` of a Prometheus page, summed over label sets. A missing series is 0."""
     values = dict.fromkeys([*METRICS.values(), "kv_tokens", "loading"], 0.0)
     num_caches = 0
     for line in page.splitlines():
@@ -226,7 +224,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # this series has numbers as labels
+        elif name == "vllm:cache_config_info":  # the labels of this series are the numbers
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)

@@ -1,4 +1,4 @@
-"""All engines of a stage as one: generation through the router, updates of every engine.
+"""Generate through the router, and update every engine of a stage.
 
 - Engines update concurrently. No engine stays paused for a slow or lost engine.
 - With disaggregated prefill, `disaggregated` replaces the router.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Longest time of an update after another engine reported the transfer's end, scaled.
+# Longest update of an engine after another engine reported the transfer's end, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -92,7 +92,7 @@ class EnginePool:
             self.registry.listens(index, incarnation)
             self.registry.took(index, incarnation, START_VERSION)
             self.registry.serves(index, incarnation)
-        self.version = START_VERSION  # of the last attested update
+        self.version = START_VERSION  # the last version that all engines attested
         self.published: Published | None = None  # the version that engines must hold
         self.is_version_gone = False  # the trainer has stepped past `published`
         self.updating = asyncio.Lock()
@@ -129,14 +129,14 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Whether an engine gets requests. If disaggregated, one of each kind is needed."""
+        """Return whether an engine gets requests. If disaggregated, one of each kind is needed."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
 
     @property
     def is_proving(self) -> bool:
-        """Whether an engine runs that has not answered the canary, or answered it wrongly."""
+        """Return whether a running engine has not yet answered the canary correctly."""
         return bool(self._proving)
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class EnginePool:
         recovery = self.recovery
         if recovery is None:
             return await self._front().generate(token_ids, **options)
-        if not self.is_serving:  # this wait ends by `check`, not by the request's timeout
+        if not self.is_serving:  # `check` ends this wait. The request's timeout does not
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
@@ -167,7 +167,7 @@ class EnginePool:
         return self.disaggregated or self.router or self.engines[0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort on every engine: the router forwards no aborts by id."""
+        """Abort on every engine, because the router forwards no aborts by id."""
         among = None
         if self.disaggregated is not None:
             self.disaggregated.abort(request_ids)
@@ -181,7 +181,6 @@ class EnginePool:
         await self._every(EngineClient.resume)
 
     async def metrics(self) -> dict[int, EngineMetrics]:
-        """Return the metrics of admitted engines by index."""
         every = await self._every(EngineClient.metrics)
         return {index: metrics for index, metrics in every.items() if index in self.admitted}
 
@@ -218,7 +217,7 @@ class EnginePool:
         return max(self._reports.values(), key=lambda report: report.paused_s)
 
     def _raise_if_fatal(self, failures: Mapping[int, BaseException], num_engines: int) -> None:
-        """Raise an error that a restart cannot mend, preferably of the engine at fault."""
+        """Raise an error that a restart cannot mend, preferably that of the engine at fault."""
         errors = sorted(failures.values(), key=lambda error: isinstance(error, UpdateInterrupted))
         for error in errors:
             is_fatal = isinstance(error, WeightsDiffer) or not isinstance(error, RunFailed)
@@ -265,7 +264,9 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures. `begin`: start of the lease's first transfer."""
+        """Run one transfer. Return the failures. `begin` is when the lease's first transfer
+        started.
+        """
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -286,7 +287,7 @@ class EnginePool:
                             limit.reschedule(end_s)
                 elif self._leases is not None:
                     self._leases.abandon(leased)
-                # If a worker has died, the live workers report another error.
+                # After the death of one worker, the others report a secondary error.
                 if isinstance(error, WeightsDiffer):
                     raise
                 if (why := await self.engines[index].death()) is not None:
@@ -315,7 +316,7 @@ class EnginePool:
 
     @contextmanager
     def _prove(self, index: int) -> Iterator[None]:
-        """Mark an engine as unproven in the `with` body, and forever after WeightsDiffer."""
+        """Mark an engine as unproven in the `with` body, and for good after WeightsDiffer."""
         self._proving.add(index)
         try:
             yield
@@ -331,7 +332,7 @@ class EnginePool:
             await self.router.admit(url)
         if not self.registry.serves(index, incarnation):
             if is_new and self.recovery is not None:
-                # It was fenced meanwhile, and the router may have added it again after the removal.
+                # The engine was fenced meanwhile, perhaps before the router added it again.
                 await self.recovery.dismiss(url)
             return
         self.admitted.add(index)
@@ -342,9 +343,9 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Return results by index of `call` on all listening engines.
+        """Call every listening engine. Return results by index.
 
-        Fences lost engines. Raises the others' first error.
+        Fence lost engines. Raise the first other error.
         """
         up = self.registry.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
         up = [index for index in up if among is None or index in among]

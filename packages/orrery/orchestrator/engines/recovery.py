@@ -1,15 +1,15 @@
-"""State of every engine, and recovery of lost engines if the launcher restarts them.
+"""Keep the state of every engine, and recover lost engines that the launcher restarts.
 
     starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
        any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
        healthy or updated, another version wanted ──▶ stale
 
-- A healthy engine has the wanted version, attested, and serves.
-- Each event names an incarnation. Events of older incarnations are ignored. Versions only rise.
+- A healthy engine serves the wanted version, attested.
+- Events of older incarnations are ignored. Versions only rise.
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- An engine must serve again within RETURN_S. Time does not count while other engines serve and it
-  can only wait for the next version.
+- An engine must serve again within RETURN_S. The clock stops while other engines serve and it can
+  only wait for the next version.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class EngineState:
 
 class EngineRegistry:
     def __init__(self, num_engines: int, version: int):
-        """Set `version` as the engines' start version and the first wanted version."""
+        """Take the engines' start version, also the first wanted version."""
         self._at_start = self.wanted = version
         self._engines = [EngineState() for _ in range(num_engines)]
 
@@ -66,7 +66,7 @@ class EngineRegistry:
         return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
 
     def listens(self, index: int, incarnation: int) -> bool:
-        """Record that an incarnation listens. Return False if it is known or old."""
+        """Record that an incarnation listens. Return False if it is not new."""
         if incarnation <= self._engines[index].incarnation:
             return False
         self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
@@ -121,7 +121,7 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        self._task.add_done_callback(lambda _: self.pool.wake())  # waits then call `check`
+        self._task.add_done_callback(lambda _: self.pool.wake())  # waiting calls then call `check`
 
     async def close(self) -> None:
         tasks = [*self._looks, *([self._task] if self._task else [])]
@@ -170,7 +170,7 @@ class EngineRecovery:
         pool.admitted.discard(index)
         self.num_lost, self.last_loss = self.num_lost + 1, why
         self._start_clock(index)
-        url = pool.engines[index].url  # of this incarnation
+        url = pool.engines[index].url  # the url of this incarnation
         role = f"inference.{index}"
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
@@ -180,7 +180,7 @@ class EngineRecovery:
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:
             await self.pool.router.dismiss(url)
-            self.num_lost += 1  # an earlier request may have gone to the lost engine
+            self.num_lost += 1  # a request may have gone to the lost engine before
 
     def note_return(self, index: int, incarnation: int) -> None:
         if index not in self._away:
@@ -211,7 +211,9 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks of engines, except engines that can only wait for the next version."""
+        """Run the clocks of lost engines, except of engines that can only wait for the next
+        version.
+        """
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].phase is Phase.STALE
@@ -243,7 +245,7 @@ class EngineRecovery:
                     )
 
     def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
-        """Report prefill engines that have ended: the launcher removed their addresses."""
+        """Report prefill engines that have ended. Their addresses are then removed."""
         pool = self.pool
         if pool.disaggregated is None:
             return
