@@ -1,4 +1,4 @@
-"""`python -m orrery.inference`: one vLLM server, replica `index` of the stage."""
+"""Run one vLLM server, replica `index` of the stage: `python -m orrery.inference`."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from orrery.runtime.token import run_token
 def main() -> None:
     gc.disable()  # the imports make millions of permanent objects
     with role_process("inference") as ctx:
-        run_token()  # raise an error before the long loading
+        run_token()  # raise its errors before the long load
         ctx.health.doing("loading vLLM")
         manifest = ctx.manifest
         engine_environment(manifest, ctx.host)

@@ -1,6 +1,6 @@
 """Build vLLM's command line and environment from the manifest. Imports no vLLM.
 
-Flags that influence results come from `manifest.inference`. The other flags are fixed here.
+`manifest.inference` has the flags that influence results. The other flags are fixed here.
 """
 
 import json
@@ -30,10 +30,10 @@ from orrery.wire.weight_wire import check_library, served_model
 PLUGIN = "orrery"  # in `vllm.general_plugins`
 BACKEND = "orrery"  # name of our weight receiver in vLLM
 ADAPTER_BACKEND = "orrery_adapters"
-# The name "uni" does not work: vLLM on CPU turns it into "mp".
+# vLLM on CPU would turn the name "uni" into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
-MAX_GRAPH_TOKENS = 4096  # larger steps gain nothing from CUDA graphs
+MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
 KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
 # Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {
@@ -44,7 +44,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of --max-lora-ra
 
 
 def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
-    """Return the folder of the weights before RL. Raise OrreryError if its stage has not run."""
+    """Return the weights folder of the stage before RL. Raise OrreryError if that has not run."""
     stage = manifest.stage_before_rl
     path = weights_path(run_dir, stage)
     if not (path / "config.json").is_file():
@@ -80,7 +80,7 @@ def server_arguments(
         "--uvicorn-log-level": "warning",
     }
     flags = [
-        "--tokens-only",  # no tokenizer, since the orchestrator renders chats
+        "--tokens-only",  # no tokenizer, because the orchestrator renders chats
         "--enable-prompt-tokens-details",  # answers report cached_tokens
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
@@ -111,7 +111,7 @@ def server_arguments(
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
-        # The cache's size is set above. vLLM only checks that this share of memory is free.
+        # Set above. vLLM only checks that this share of memory is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -131,21 +131,19 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    With hundreds of requests, most steps also prefill a prompt and exceed vLLM's limit of 512
-    tokens. So counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all ranks pad to
-    the fullest rank.
+    With hundreds of requests most steps also prefill and exceed vLLM's limit of 512 tokens, so
+    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all pad to the fullest.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Add the exact sizes of steps that only sample, and of full steps.
+    # The exact sizes of steps that only sample, and of full steps.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
-# Names in vLLM of the layers outside of `model.fp8`. Routers are never quantized, because rounding
-# would change the choice of experts.
+# vLLM's names of layers outside `model.fp8`. Rounding routers would change the choice of experts.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
@@ -171,7 +169,7 @@ def _spread(manifest: Manifest) -> dict[str, str]:
 def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> Path | None:
     """Return a folder with an adapter of zeros in PEFT's format, or None without adapters.
 
-    All engines of a stage share the folder, because its path is part of a cached block's key.
+    All engines of a stage share it, because its path is part of a cached block's key.
     """
     model, lora = manifest.model, manifest.trainer.lora
     if served_model(manifest, stage) is None or lora is None:
@@ -182,7 +180,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     aside = folder.with_name(f".{folder.name}.{index}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # The published factors contain the scale, so alpha is the rank.
+    # Published factors contain the scale, so alpha is the rank.
     config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.rank}
     config |= {"target_modules": [], "bias": "none"}
     (aside / "adapter_config.json").write_text(json.dumps(config))
@@ -200,7 +198,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     sync_tree(aside)  # a later start does not check the folder
     try:
         aside.rename(folder)
-    except OSError:  # another engine made it
+    except OSError:  # another engine made it first
         shutil.rmtree(aside)
     return folder
 
@@ -220,13 +218,13 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
     if manifest.inference.quantization == "fp8":
         variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # or Hopper engines round weights twice
     if manifest.inference.enforce_eager:
-        # vLLM would compile the ranks of log-probs, and need a C++ compiler.
+        # vLLM would compile the ranking of log-probs, for which it needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     return variables
 
 
 def engine_environment(manifest: Manifest, host: str) -> None:
-    """Set this engine's variables. Keep existing variables about its placement."""
+    """Set this engine's variables. Keep variables that already place it."""
     os.environ.update(engine_variables(manifest), VLLM_HOST_IP=host)
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(scaled(ENGINE_READY_S))))
     name_interface()
@@ -240,7 +238,7 @@ def engine_environment(manifest: Manifest, host: str) -> None:
             name_ucx_devices()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", (log_level() or "warning").upper())
     if manifest.hardware.accelerator == "cpu":
-        # By default vLLM would pin every server to the same first core.
+        # By default vLLM would pin every server to the same core.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # overrides --kv-cache-memory-bytes

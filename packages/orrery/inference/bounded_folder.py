@@ -1,9 +1,10 @@
-"""Limit a folder's bytes by removing the least recently used files, and keep routes in one.
+"""Limit a folder's bytes by removing the least recently used files, and keep routes in such a
+folder.
 
-- The writer removes old files before it writes, so the limit is never exceeded. A reader must
-  expect missing files.
+- Old files are removed before a write, so the limit is never exceeded. Readers must expect missing
+  files.
 - File sizes are rounded up to pages. Folders do not count.
-- Each process counts only its own files, so a shared folder may hold the sum of all limits.
+- Each process counts its files alone, so a shared folder may reach the sum of all limits.
 """
 
 import logging
@@ -34,14 +35,14 @@ class BoundedFolder:
 
     @contextmanager
     def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
-        """Make room for files of `num_bytes` each, which the `with` body writes."""
+        """Make room for the files of `num_bytes` each that the `with` body writes."""
         _remove(self._enter(paths, num_bytes))
         try:
             yield
         except BaseException:
             self._forget(path for path in paths if not os.path.exists(path))
             raise
-        with self._lock:  # another thread may have used the room
+        with self._lock:  # another thread may have taken the room
             lost = [path for path in paths if path not in self._sizes]
         _remove(lost)
 
@@ -105,7 +106,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload`. A disk error only loses their routes."""
+        """Write objects with a `key` and a `payload`. On a disk error their routes are lost."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

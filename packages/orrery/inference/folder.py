@@ -1,11 +1,11 @@
-"""`python -m orrery.inference.folder`: serve a Hugging Face folder for `orrery serve`.
+"""Serve a Hugging Face folder for `orrery serve`: `python -m orrery.inference.folder`.
 
-- In: a run directory without a manifest. `weights/serve` links to the folder, and `--stage` is
-  `serve`. The token comes by standard input.
-- Out: OpenAI's HTTP interface of vLLM. The server is that of an engine, without a weight receiver
-  and without vLLM's paths for developers.
-- On a CPU a share of the free memory is for the cache, and vLLM computes in the folder's dtype.
-  Its own choice for float32 would be another.
+- In: a run directory without a manifest, with a link `weights/serve` to the folder. The token comes
+  by standard input.
+- Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths. The server is that of
+  an engine without a weight receiver.
+- On a CPU part of the free memory is for the cache, and vLLM computes in the folder's dtype, which
+  it would not choose for float32.
 - The context is as long as the cache allows.
 """
 
@@ -25,7 +25,7 @@ from orrery.runtime.run_directory import weights_path
 from orrery.runtime.token import run_token
 
 MAX_CPU_CACHE_BYTES = 4 << 30
-CPU_SHARE = 4  # of the free memory, one part for the cache
+CPU_SHARE = 4  # the cache takes 1 / CPU_SHARE of the free memory
 MAX_ERROR_CHARACTERS = 300  # vLLM lists all of its architectures
 
 

@@ -1,11 +1,11 @@
-"""A proxy that checks credentials before vllm-router, which lets any caller add engines.
+"""Check credentials in front of vllm-router, which would let any caller add engines.
 
-- In: requests on the role's address. Out: requests to vllm-router on loopback, streamed answers.
-- It checks the credential before it reads the body, and forwards only the paths in `ROUTES`.
-- It forwards the credential `generate`, never the credential `administer`.
+- Forward requests from the role's address to vllm-router on loopback, and stream the answers.
+- Check the credential before reading the body. Forward only the paths in `ROUTES` and the headers
+  in `ASKED` and `PASSED`.
+- Forward the credential `generate`, never the credential `administer`.
 - vllm-router checks every key at the path `AUTHORIZED`, so other users of this host cannot use its
   port.
-- Only the headers in `ASKED` (requests) and `PASSED` (answers) are forwarded.
 - If a caller disconnects, its request in the engine ends.
 """
 
@@ -21,7 +21,7 @@ import httptools
 from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
-AUTHORIZED = "/authorized"  # 200 for the generate credential
+AUTHORIZED = "/authorized"  # answers 200 to the generate credential
 ROUTES = {
     ("GET", AUTHORIZED): Purpose.GENERATE,
     ("POST", "/inference/v1/generate"): Purpose.GENERATE,
@@ -35,7 +35,7 @@ PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
 MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
-KEPT_S = 600.0  # longer than any client keeps a connection idle
+KEPT_S = 600.0  # clients close idle connections earlier
 SWEEP_S = 10.0
 LINGER_S = 1.0  # time for a refused caller to read the answer
 
@@ -252,7 +252,7 @@ class _Caller(asyncio.Protocol):
             self.transport.close()
 
     def fail(self, error: Exception) -> None:
-        """Answer 502. After a partial answer abort, so that it does not look complete."""
+        """Answer 502. After a partial answer disconnect, so that it does not look complete."""
         self.upstream = None
         if self.is_answered:
             return self.transport.abort()

@@ -1,12 +1,10 @@
-"""Configure vLLM's KV connectors: transfers to decode engines, and tiers. Imports no vLLM.
+"""Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
 
-- In: `manifest.inference` and this engine's index. Out: `--kv-transfer-config`, environment
-  variables, Mooncake's client file, and the fields that an engine publishes.
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease is longer than any request, because after it a late reader of NIXL would silently get
-  another request's cache. If a cache cannot be read, the request fails.
-- Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM computes
-  an unreadable block again, and a block without routes if routes are returned.
+  lease outlasts any request: after it a late reader of NIXL would get another request's cache. If a
+  cache cannot be read, the request fails.
+- Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM
+  recomputes a block that is unreadable, or lacks routes that must be returned.
 - A block's hash includes the policy version at a group's dispatch, so no rollout finds older
   blocks. A resumed attempt repeats version numbers, so earlier attempts' files are removed.
 """
@@ -33,15 +31,15 @@ from orrery.runtime.timing import scaled
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-LEASE_MARGIN_S = 300.0  # time added to a client's timeout, scaled
+LEASE_MARGIN_S = 300.0  # added to a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
-HASH_SEED = "0"  # equal block hashes in all engines and after restarts
+HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
 DISK_TIER = "orrery_disk"  # `kv_tiers.BoundedFiles`
 
 
 def lease_s(manifest: Manifest) -> int:
-    """Return for how many seconds a prefill engine keeps unread blocks."""
+    """Return the seconds for which a prefill engine keeps unread blocks."""
     return int(request_s(manifest) + scaled(LEASE_MARGIN_S))
 
 
@@ -53,7 +51,7 @@ def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if index < inference.prefill_replicas else "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, as blocks are lost
+        "engine_id": f"{index}-{uuid.uuid4()}",  # new at each start, because its blocks are lost
     }
     if transfer.kind == "nixl":
         return config | {
@@ -92,7 +90,7 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 
 def disk_folder(ctx: RoleContext) -> Path:
-    """Return an engine's folder on the scratch disk, shared by all starts in an attempt."""
+    """Return an engine's folder on the scratch disk, kept over restarts within an attempt."""
     return scratch.disk_folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
 
 
@@ -152,8 +150,8 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # `manifest.support` refuses routes with a Mooncake Store
-    # Double the room, because caches and routes are evicted in different orders.
-    # `host_bytes` is for all devices of an engine, `kv_cache_bytes` for one device.
+    # Twice the blocks, because caches and routes are evicted in different orders. `host_bytes` is
+    # for all devices of an engine, `kv_cache_bytes` for one.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)
     if not offload.disk_bytes:
         return {KEPT: f"{kept:g}"}
@@ -173,7 +171,6 @@ def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
 
 
 def prepare_disk(disk: Path) -> None:
-    """Make the folder and remove earlier attempts' folders."""
     for attempt in disk.parent.parent.glob("attempt_*"):
         if attempt != disk.parent:
             shutil.rmtree(attempt, ignore_errors=True)
@@ -189,8 +186,9 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port). Return its variable. Each
-    device's worker takes the bytes in the file.
+    """Write the client file of the store at `master` (host:port). Return its variable.
+
+    The file states the bytes of each device's worker.
     """
     offload = manifest.inference.kv_offload
     assert offload.kind == "mooncake"
@@ -228,7 +226,7 @@ def refuse_open_interfaces(what: str) -> None:
 
 
 def refuse_missing_rdma(field: str, protocol: str) -> None:
-    """Raise OrreryError if RDMA has no device. Mooncake would silently use TCP."""
+    """Raise OrreryError if RDMA has no device, for Mooncake would use TCP without a warning."""
     if protocol == "rdma" and not network.rdma_devices():
         raise OrreryError(
             f"{field}.protocol 'rdma': {socket.gethostname()} has no device in "

@@ -1,8 +1,8 @@
-"""`python -m orrery.inference.kv_store`: run the master of a Mooncake Store.
+"""Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`.
 
-- The master knows which engine's memory holds each cache block.
-- Out: a rendezvous endpoint with `rpc` (host:port), once it accepts connections.
-- It is empty at the start of every attempt. The master and this process end together.
+- The master knows which engine's memory holds each cache block. It starts empty in every attempt.
+- It publishes a rendezvous endpoint with `rpc` (host:port) once it accepts connections.
+- The master and this process end together.
 """
 
 import socket
@@ -19,7 +19,7 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous
 
-# Mooncake's system libraries → Debian packages.
+# System libraries of Mooncake → Debian packages.
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libcurl.so.4": "libcurl4"}
 
 
@@ -80,8 +80,8 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _loads(library: str) -> bool:
-    """Try in a subprocess: NIXL brings its own rdma-core, and a process with two copies crashes at
-    exit.
+    """Return whether the library loads. Try in a subprocess, because NIXL brings its own rdma-core,
+    and a process with two copies crashes at exit.
     """
     probe = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)"
     command = [sys.executable, "-S", "-c", probe, library]

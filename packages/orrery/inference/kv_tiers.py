@@ -1,9 +1,8 @@
-"""vLLM's tiers of cache blocks: a disk tier with a byte limit, and all tiers on CPU.
+"""Limit vLLM's disk tier of cache blocks, and offer all tiers on CPU.
 
-vLLM's `fs` tier has no limit. Here the writing thread removes old files, never the scheduler's
-thread. If a file disappears between its lookup and its load, vLLM computes its blocks again.
-
-vLLM refuses to offload on CPU, so `_stand_in` replaces device copies by memory copies.
+vLLM's `fs` tier has no limit. Here the writing thread, not the scheduler's, removes old files. If a
+file disappears between lookup and load, vLLM recomputes its blocks. vLLM refuses to offload on CPU,
+so `_stand_in` replaces device copies by memory copies.
 
 Written for vLLM 0.32. Remove this when vLLM's tier has a limit and vLLM offloads on CPU.
 """
@@ -60,7 +59,7 @@ SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
 
 
 class _Event:
-    """A stream event. CPU copies are synchronous, so a recorded event is always complete."""
+    """A stream event that is always complete, because CPU copies are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0

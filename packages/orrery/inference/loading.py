@@ -1,11 +1,11 @@
 """Find the slices that this engine rank needs, and copy them into vLLM's layers as they arrive.
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes. This works for every parallelism, fusion and model of vLLM. (vLLM's `sharded_rdt` needs
-  Ray. Its `nccl_m2n` sends whole tensors if parameters are fused.) An error names a loader that
-  calculates with its input or picks single rows. The model is unchanged afterwards.
-- `Loading` processes each complete layer. vLLM's layerwise reload repacks or quantizes a layer, and
-  copies it to the addresses that CUDA graphs use. So only one layer at a time exists twice.
+  as boxes. This works for every parallelism, fusion and model. (vLLM's `sharded_rdt` needs Ray, and
+  its `nccl_m2n` sends fused parameters whole.) An error names a loader that computes with its input
+  or picks single rows.
+- `Loading` processes each complete layer with vLLM's layerwise reload, which repacks or quantizes
+  it and keeps the addresses of CUDA graphs. Only one layer at a time exists twice.
 - Adjacent slices, and slices at equal distances (experts), are copied at once.
 """
 
@@ -45,8 +45,9 @@ WORD = torch.int64
 
 @dataclass(frozen=True)
 class Destination:
-    """A copy of `box` of tensor `name` to `parameter` of `layer`: element (i, j, …) goes to element
-    `offset + Σ i · strides`.
+    """A copy of `box` of tensor `name` to `parameter` of `layer`.
+
+    Element (i, j, …) goes to element `offset + Σ i · strides`.
     """
 
     name: str
@@ -75,8 +76,9 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` takes. Raise ValueError by name if a layer gets only a part or
-    a loader is not understood.
+    """Return the slices that `model` takes. The model is unchanged afterwards.
+
+    Raise ValueError that names a layer which gets only a part, or a loader that is not understood.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -84,7 +86,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
             model.load_weights((each.name, recorder.source(each)) for each in tensors)
         for path, layer in model.named_modules():
             copied, total = recorder.num_copied.get(path, 0), get_layer_size(layer)
-            is_padded = isinstance(layer, VocabParallelEmbedding)  # its padding is never loaded
+            is_padded = isinstance(layer, VocabParallelEmbedding)  # the padding is never loaded
             if 0 < copied < total and not is_padded:
                 raise ValueError(
                     f"layer {path!r} would get {copied} of {total} elements from the published "
@@ -95,8 +97,9 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put parameters, as before processing, on the meta device. Yield (layer, parameter) by
-    storage.
+    """Put parameters, as before processing, on the meta device.
+
+    Yield (layer, parameter) by storage.
     """
     try:
         for layer in model.modules():
@@ -106,7 +109,7 @@ def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 loader = layerwise._get_original_loader(tensor)
-                if layerwise._get_weight_loader(tensor) is not loader:  # wrapped by a reload
+                if layerwise._get_weight_loader(tensor) is not loader:  # a reload wrapped it
                     tensor.weight_loader = loader
         yield {
             _storage(tensor): (path, name)
@@ -133,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage. Keeping the tensor prevents reuse of its storage's address.
+        # By storage. The tensor is kept, so that its storage's address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:
@@ -236,7 +239,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if they fit, or self. A GPU copies rows by element."""
+        """Return the copy in 8-byte words if it fits them. A GPU copies rows by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -300,7 +303,7 @@ def _follows(last: Run, run: Run) -> bool:
 def _evenly(found: list[Run]) -> list[Run]:
     """Merge copies of equal shape at equal distances, such as a layer's experts."""
     series: list[list[Run]] = []
-    latest: dict[tuple[Any, ...], list[Run]] = {}  # by common fields
+    latest: dict[tuple[Any, ...], list[Run]] = {}  # by the fields that merged copies share
     for run in found:
         alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
         before = latest.get(alike)
@@ -328,7 +331,7 @@ def _whole(series: list[Run]) -> Run:
 
 class Loading:
     def __init__(self, model: torch.nn.Module, needs: Needs) -> None:
-        """Call `initialize_layerwise_reload` on the model first."""
+        """The model must be in `initialize_layerwise_reload`."""
         self._layers = dict(model.named_modules())
         self._needs = needs
         self._missing: dict[str, int] = defaultdict(int)  # elements, by layer

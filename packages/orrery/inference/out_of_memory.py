@@ -1,7 +1,8 @@
-"""vLLM's errors about memory as one sentence: the manifest field to change, and a value that fits.
+"""Explain vLLM's memory errors in one sentence: the manifest field to change, and a value that
+fits.
 
-The device's budget for the cache is its capacity − other processes − weights − RESERVE. The reserve
-is for activations, CUDA graphs and CUDA itself.
+The cache's budget is the device's capacity − other processes − weights − RESERVE. The reserve is
+for activations, CUDA graphs and CUDA itself.
 """
 
 import re
@@ -10,8 +11,8 @@ from pathlib import Path
 from orrery.manifest.schema import Inference, Manifest
 from orrery.manifest.schema.inference import longest_blocks, longest_device_bytes
 
-RESERVE = 0.06  # of a device
-CPU_RESERVE = 0.1  # of the free memory
+RESERVE = 0.06  # fraction of a device
+CPU_RESERVE = 0.1  # fraction of the free memory
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 GIB, ROUND = 1 << 30, 1 << 20
 
@@ -37,7 +38,7 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
         head = f"{_size(free)} of host memory were free for it"
-        # Engines of a host start together, so none has its cache yet.
+        # Engines of a host start together, before any has its cache.
         engines = -(-inference.num_replicas // manifest.hardware.num_nodes)
         if engines > 1:
             head += f", to be shared by {engines} engines"
@@ -80,7 +81,7 @@ def _device(cause: str, manifest: Manifest, weights: Path) -> str:
             f"the device ran out of memory: {head}; the weights alone take {_size(held)}; "
             f"inference.tensor_parallel: {twice} instead of {inference.tensor_parallel} halves them"
         )
-    # The cache may fit already. Then it makes room for what was asked.
+    # If the cache fits already, lower it by the bytes that were missing.
     return _lower_cache(manifest, min(fits, inference.kv_cache_bytes - asked - reserve // 2), head)
 
 
@@ -95,9 +96,8 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return the sentence for at most `fits` bytes of cache.
-
-    A cache must hold one longest sequence.
+    """Return the sentence for at most `fits` bytes of cache, which must hold one longest
+    sequence.
     """
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)

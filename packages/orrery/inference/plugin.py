@@ -1,8 +1,8 @@
-"""The parts that vLLM loads by name: an entry point and an extension of its worker.
+"""Hold the parts that vLLM loads by name: an entry point and an extension of its worker.
 
 - `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
-  weights and adapters by name (only a worker imports them), and applies the patches. Every vLLM
-  process ends with its parent, so no process survives a killed server.
+  weights and adapters (only a worker imports them) and applies the patches. It makes every vLLM
+  process end with its parent.
 - `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
   /collective_rpc calls its methods on every worker of an engine.
 """
@@ -18,15 +18,14 @@ from orrery.inference.patches import registry
 from orrery.runtime.parent_watch import die_with_parent
 from orrery.wire.fingerprint import digest
 
-# Names of shared memory contain the run, so that the next start can remove it. See
-# `runtime.scratch.role_memory_prefix`.
+# Names of shared memory contain the run, so that the next start can remove it.
 SHARED = "ORRERY_SHARED_MEMORY"
 
 _registered = False
 
 
 def register() -> None:
-    """Register once a process. `server` calls it before vLLM does."""
+    """Register once per process. `server` calls it before vLLM does."""
     global _registered
     if _registered:
         return
@@ -47,8 +46,7 @@ class AttestingWorker:
     - `untaken` and `give_up_update` run between loading and finishing an update. An engine has a
       version only if all its workers have loaded it.
     - `keep_no_longer` and `read_no_more` free blocks before their lease ends
-      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer at once, Mooncake's reader
-      only after the lease.
+      (`kv_connectors.lease_s`). NIXL's reader notices a lost producer itself, Mooncake's does not.
     """
 
     weight_transfer_engine: Any
@@ -102,7 +100,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail a decode engine's reads from this engine, now and later."""
+        """Fail a decode engine's current and later reads from this engine."""
         from orrery.inference.patches.vllm_kv_transfer import give_up_pulls_of
 
         worker = _connector_worker()
@@ -112,7 +110,7 @@ class AttestingWorker:
 
 
 def _held(worker: AttestingWorker) -> dict[str, tuple[int, str]]:
-    """Return the receiver's `held`. A public name could clash with vLLM's worker."""
+    """Return the receiver's `held`. As a method its name could clash with vLLM's worker."""
     return getattr(worker.weight_transfer_engine, "held", None) or {}
 
 

@@ -1,14 +1,14 @@
-"""Receive weights: load a published version into the running model and fingerprint its tensors.
+"""Load a published version into the running model, and fingerprint its tensors.
 
 - In: the path of a published version on any wire. Out: `held`, name → (fingerprint, how).
 - The wire `files` brings whole tensors, a direct wire this rank's slices (`loading`), and the wire
-  `adapters` the factors of low rank.
-- A tensor is fingerprinted as it arrives ("as_consumed"), and in the model ("resident") unless the
+  `adapters` low-rank factors.
+- A tensor is fingerprinted on arrival ("as_consumed"), and in the model ("resident") unless the
   engine repacks it.
 - An update must fill every tensor of the first load. Otherwise it fails, names the tensor, and
   `held` stays empty.
-- Workers never raise, because vLLM 0.32 would mix up their results. The client asks each worker for
-  its error (`plugin.py`). If any failed, all discard the update.
+- Workers never raise, because vLLM 0.32 would mix up their results. The client then asks each
+  worker for its error (`plugin.py`). If any failed, all discard the update.
 """
 
 import abc
@@ -57,7 +57,7 @@ from orrery.wire.weight_wire.transfer import Round, WeightReceiver
 log = logging.getLogger(__name__)
 
 RESIDENT, AS_CONSUMED = "resident", "as_consumed"
-# Modules whose weights vLLM does not repack. ParallelLMHead is a VocabParallelEmbedding.
+# vLLM does not repack these modules' weights. ParallelLMHead is a VocabParallelEmbedding.
 UNCHANGED = (RMSNorm, VocabParallelEmbedding)
 
 
@@ -102,7 +102,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     held: dict[str, tuple[int, str]]
-    failure: str | None = None  # of the current or last update
+    failure: str | None = None  # error of the current or last update
 
     def start_weight_update(self) -> None:
         self.held, self.failure = {}, None
@@ -116,7 +116,8 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours and update_info.transfer:
-                with contextlib.suppress(WireFailed, RuntimeError):  # the other ranks need not wait
+                # so that the other ranks need not wait
+                with contextlib.suppress(WireFailed, RuntimeError):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
     def finish_weight_update(self) -> None:
@@ -125,7 +126,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @abc.abstractmethod
     def _start(self) -> None:
-        """Prepare the model for loading."""
+        pass
 
     @abc.abstractmethod
     def _receive(self, update: UpdateInfo) -> None:
@@ -162,7 +163,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # No `torch.device` context: under it dynamo recurses endlessly in vLLM's FP8 rounding.
+            # Under a `torch.device` context dynamo recurses endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -170,7 +171,7 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            # Half-loaded layers get storage again, too.
+            # Half-loaded layers also get storage again.
             finalize_layerwise_reload(self.model, self.model_config)
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)
@@ -200,7 +201,6 @@ class Receiver(Backend):
             self._target.drop()
 
     def _take(self, update: UpdateInfo) -> None:
-        """Copy this rank's slices from a direct wire as they arrive."""
         if self._target is None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -343,8 +343,8 @@ class Receiver(Backend):
 class AdapterReceiver(Backend):
     """vLLM's weight-transfer backend `orrery_adapters`, for the engine's one adapter.
 
-    - An update overwrites its factors while the engine is paused. vLLM's `load_inplace` would read
-      old files again at each step of an old request.
+    - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
+      would read old files again at each step of an old request.
     - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
     - Every projection must get its factors. An error names the damaged or missing tensor.
     """

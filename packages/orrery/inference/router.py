@@ -2,7 +2,7 @@
 
 - In: the engines' published addresses. Out: the front's address, once all engines are known.
 - Only the front listens on `ctx.host`. The router and its Prometheus page listen on loopback.
-- The router does not retry and has no circuit breaker, because the caller handles failed requests.
+- The router neither retries nor breaks circuits, because the caller handles failed requests.
 - The router and this process end together.
 """
 
@@ -33,7 +33,7 @@ from orrery.runtime.token import Purpose, authorization, run_token
 from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
-ENGINES_DEADLINE_S = 600.0  # engines compile or load first
+ENGINES_DEADLINE_S = 600.0  # engines first compile or load
 CLIENT_FIRST_S = 60.0  # clients time out earlier, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
@@ -47,7 +47,7 @@ def router_arguments(
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")
-    # Beyond this limit the router answers 429. Old requests may overlap with new requests.
+    # Above this limit the router answers 429. Old requests may overlap with new requests.
     most = 2 * manifest.orchestrator.admission.max_in_flight + 64
     options = {
         "--balance-abs-threshold": router.balance_abs_threshold,
@@ -95,7 +95,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
         arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
-        # --log-level does not reach the core. It logs every request by default.
+        # The core ignores --log-level, and logs every request by default.
         level = (log_level() or "warning").replace("warning", "warn")
         process = subprocess.Popen(
             [*PROGRAM, url + AUTHORIZED if token else "", *arguments],

@@ -1,4 +1,4 @@
-"""`python -m orrery.inference.router_program URL …`: run vllm-router with a URL that checks keys.
+"""Run vllm-router with a URL that checks keys: `python -m orrery.inference.router_program URL …`.
 
 vllm-router 0.1.17 has no option for this URL. With an empty URL it accepts every call.
 """

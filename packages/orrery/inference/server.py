@@ -1,12 +1,11 @@
 """Run one vLLM server in this process: start it, publish its address, end its processes.
 
-- In: vLLM's arguments. Out: the rendezvous endpoint, once /health answers and the weight receiver
-  is set up, if it takes weights.
+- The rendezvous endpoint is published once /health answers and any weight receiver is set up.
 - Each data-parallel rank has an engine core, and each further GPU a worker. These child processes
   end with this process (`plugin.py`), and an engine core ends with its workers.
 - This process ends within WATCH_S of an engine core's death.
 - SIGTERM ends all within STOP_S, and removes files on disk. After a failure the files stay.
-- It calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
+- This calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
 
 import asyncio
@@ -48,10 +47,10 @@ START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
-END_BYTES = 1 << 18  # end of the log that is searched: several processes' stacks
+END_BYTES = 1 << 18  # searched end of the log, which has several processes' stacks
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
-CONSEQUENCE = re.compile(  # caused by the end of another process
+CONSEQUENCE = re.compile(  # results of another process's end
     r"(?:DistNetwork|Cancelled|EOF|BrokenPipe|ConnectionReset)Error|KeyboardInterrupt|SystemExit"
     r"|: cancelled$"
     r"|Connection (?:closed|reset) by peer|remote process exit"
@@ -64,7 +63,7 @@ def serve(
     disk: Path | None = None,
     explain: Callable[[str], str | None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, and then remove `disk`.
+    """Serve until SIGTERM, then remove `disk`.
 
     Raise RunFailed if the engine does not start, or dies. `explain` returns a better sentence for a
     cause, or None.
@@ -107,7 +106,7 @@ class Left:
     start: str  # prefix of folders in `scratch`
     shared: str  # part of names in shared memory
     disk: Path | None  # cache blocks, removed only by an orderly end
-    pid: int  # of the server, because forks inherit its handlers
+    pid: int  # pid of the server, because forks inherit its handlers
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -118,7 +117,7 @@ class Left:
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
-        """Remove all, and last the blocks on disk, if the engine `ended` in order.
+        """Remove all files, and the cache blocks on disk if the engine `ended` in order.
 
         The blocks come last, because they may be many and the launcher does not wait long.
         """
@@ -153,7 +152,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # vLLM runs the collector several times
-    # Start the heartbeat after the client, because building the client blocks the event loop.
+    # The heartbeat starts after the client, whose construction blocks the event loop.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -199,7 +198,7 @@ def _died(ctx: RoleContext, death: Callable[[], str | None]) -> RunFailed:
 def _announce_stop(engine: EngineClient, left: Left) -> threading.Event:
     """Return an event that is set once vLLM handles SIGTERM.
 
-    From then on an ended engine core is no failure, and a timer kills processes that hang.
+    Then an ended engine core is no failure, and a timer kills processes that hang.
     """
     stopping = threading.Event()
     shutdown = engine.shutdown
@@ -269,11 +268,11 @@ async def _healthy(host: str, port: int) -> bool:
 
 
 def root_cause(error: Exception, log: Path, begin: int) -> str:
-    """Return the cause of a failed start, found in `log` after byte `begin`, or else `error`.
+    """Return the cause of a failed start, found in `log` after byte `begin`, or `error`.
 
     An exception is a line `name` or `name: text`. In vLLM's stacks any dotted name counts,
-    elsewhere only a name that ends in Error or Exception. Prefer, in order: causes logged as ERROR,
-    other causes, handled exceptions, and consequences of another process's end.
+    elsewhere only a name that ends in Error or Exception. The order of preference is: causes logged
+    as ERROR, other causes, handled exceptions, consequences of another process's end.
     """
     if POINTER not in str(error):
         return str(error)

@@ -21,11 +21,9 @@ INDEX = "ORRERY_ENGINE"
 class RequireToken:
     """ASGI middleware: answer 401 without the path's credential, before the body is read.
 
-    Generation needs the credential `generate`, other paths `administer`, the paths in OPEN none.
+    Generation needs the credential `generate`, paths in OPEN none, other paths `administer`.
     Without a token, an engine under a launcher refuses all requests, and an engine started by hand
-    accepts all.
-
-    A header of generated answers names the engine, for clients behind a router.
+    accepts all. A header of generated answers names the engine, for clients behind a router.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,7 +1,7 @@
-"""The registry of vLLM patches: each patch's target, reason and processes.
+"""List and apply the patches of vLLM, each with its target, reason and processes.
 
-- `python -m orrery.inference.patches.registry` prints each patch as a line of JSON. It does not
-  need vLLM. `orrery doctor` lists them. No patch changes vLLM's files.
+- `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
+  `orrery doctor` lists them. No patch changes vLLM's files.
 - vLLM reads its environment at import, so `import_vllm` imports it first.
 - `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
@@ -17,17 +17,17 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set: GPU engines with experts
-# The size of the store of routes, as a multiple of the device's blocks. Unset: no routes, no patch.
+# Blocks in the store of routes, as a multiple of the device's. Unset: no routes, no patch.
 KEPT = "ORRERY_ROUTES_KEPT"
 
 
 class Patch(NamedTuple):
-    """A patch of one vLLM symbol."""
+    """One patch of a vLLM symbol."""
 
     name: str  # module.function in this folder
     target: str
     why: str
-    until: str  # remove the patch when this holds …
+    until: str  # the patch may go when this holds …
     test: str  # … and this test passes without it
     upstream: str = ""  # vLLM's issue or pull request, if known
     versions: str = "0.32"
@@ -61,7 +61,7 @@ PATCHES = (
         "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs, no error",
         "weight updates prepack too",
         "test_inference_router.py",
-        "vllm-project/vllm#40390",  # brought the skip
+        "vllm-project/vllm#40390",  # the change that added the skip
     ),
     Patch(
         "vllm.repack_tied_heads",
@@ -219,15 +219,16 @@ def environment(manifest: Manifest) -> dict[str, str]:
         return {}
     chosen = {}
     if manifest.transport.routed_experts:
-        chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # V1 has no routes
+        chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # model runner V1 has no routes
     if manifest.model.moe is not None:
         chosen[ROUTE_IN_FLOAT32] = "1"
     return chosen
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Import vLLM, without torch's compiler if `enforce_eager`. Raise OrreryError if it is
-    missing.
+    """Import vLLM, without torch's compiler if `enforce_eager`.
+
+    Raise OrreryError if it is missing.
     """
     if find_spec("vllm") is None:
         raise OrreryError(
@@ -258,7 +259,7 @@ def correct_cpu_server() -> None:
 
 
 def correct_engine(shared_memory_name: str | None) -> None:
-    """Patch each process of an engine."""
+    """Patch one process of an engine."""
     if shared_memory_name is not None:
         _apply("vllm_processes.name_shared_memory", shared_memory_name)
     _apply("vllm_processes.meet_at_one_address")

@@ -15,7 +15,7 @@ def import_without_compiler() -> None:
     """Import vLLM without torch's compiler. Later imports of the compiler still work."""
     if "vllm" in sys.modules or "torch._inductor" in sys.modules:
         return
-    # This entry makes an import raise ImportError.
+    # With this entry an import raises ImportError.
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
@@ -24,7 +24,7 @@ def import_without_compiler() -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Before each reload on CPU: make MoE layers pack the new weights."""
+    """Make MoE layers pack new weights. Call before each reload on CPU."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -32,7 +32,7 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """After each reload on CPU: pack a tied head's new weights."""
+    """Pack a tied head's new weights. Call after each reload on CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -76,7 +76,7 @@ def has_stale_head(model: torch.nn.Module) -> bool:
 def fork_engine_core() -> None:
     """Fork the engine core. Apply before the client is built.
 
-    With OMP_NUM_THREADS=1 a forked process on a CPU loses no threads.
+    With OMP_NUM_THREADS=1 a process on a CPU has no threads that a fork would lose.
     """
     import vllm.v1.engine.utils as engine_utils
 
@@ -166,7 +166,7 @@ def _nothing() -> None: ...
 
 
 def route_in_float32() -> None:
-    """Give routers without a dtype of their own float32 logits, from the same product."""
+    """Give float32 logits to routers without their own dtype, from the same product."""
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     init = GateLinear.__init__

@@ -1,11 +1,11 @@
-"""Patches of vLLM's answers: fewer messages from the engine core, each answer encoded once.
+"""Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a model object per token, for which
-  requests that end together would wait. The answer omits a token's own entry among its top
-  log-probs. vLLM's code answers requests for more log-probs.
-- `hold_outputs`: the engine core reports a FINAL_ONLY request only every CHUNK tokens, but its
-  first and last outputs at once. It sends all held outputs before any other call (pause, weights,
-  abort), so versions are exact. Outputs with other fields pass unchanged and in order.
+- `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
+  delay requests that end together. The answer omits a token's own entry among its top log-probs.
+  Requests for more log-probs still use vLLM's code.
+- `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
+  others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
+  versions are exact. Outputs with other fields pass unchanged and in order.
 - An aborted answer may lack its last tokens, because the API server writes it before the abort.
 """
 
@@ -40,7 +40,7 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An encoded answer. It has this base class because the endpoint checks for it."""
+        """An encoded answer. The endpoint checks for this base class."""
 
         _body: bytes = PrivateAttr(b"")
 
@@ -206,7 +206,7 @@ class Held:
             elif before is not None:
                 parts = before[1]
                 if output.routed_experts is not None:
-                    # Copy, because a view would keep the array of the whole step alive.
+                    # Copy, because a view would keep the whole step's array alive.
                     output.routed_experts = output.routed_experts.copy()
                 parts.append(output)
                 if is_last or len(parts) >= CHUNK:
@@ -250,7 +250,7 @@ def merged(parts: list[Any]) -> Any:
 def _one_after_the_other(logprobs: list[Any]) -> Any:
     """Concatenate tokens and log-probs [positions, columns], and ranks.
 
-    A step's widest request sets the number of columns. A request's own columns come first.
+    A step has as many columns as its widest request. A request's own columns come first.
     """
     width = min(one.logprobs.shape[1] for one in logprobs)
     rows = (
@@ -271,7 +271,7 @@ def _is_whole(request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = None if request is None else request.sampling_params
-    # Do not hold: the API server would find stop strings too late.
+    # The API server would find stop strings too late, so do not hold.
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY

@@ -73,7 +73,7 @@ def pulls_that_end_with_their_engine() -> None:
 async def give_up_pulls_of(worker: Any, engine_id: str) -> None:
     """Fail current and later reads from an engine. Call this in the receiver loop.
 
-    The engine must have ended, because until then it may write into the blocks.
+    The engine must have ended, because a live engine may write into the blocks.
     """
     _end_of(worker, engine_id).set()
 

@@ -48,7 +48,7 @@ def _store(
     is_master: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a TCPStore at `host_name`. Raise torch's DistNetworkError if the port is taken."""
+    """Return a TCPStore at `host_name`. Raise DistNetworkError if the port is taken."""
     from torch.distributed import DistNetworkError, TCPStore
 
     if is_master and options.get("master_listen_fd") is None:

@@ -1,8 +1,8 @@
-"""Patches of vLLM: return routed experts on CPU, and keep routes of blocks that leave the device.
+"""Return routed experts from vLLM on CPU, and keep routes of blocks that leave the device.
 
 - `routes_on_cpu`: `RoutedCPUModelRunner` drives `vllm.distributed.aux_output_connector` from Model
-  Runner V1. vLLM's store keeps rows by block hash, so a prefix-cache hit has all its rows. A CPU
-  step has no speculation, so every scheduled token is accepted.
+  Runner V1. vLLM's store keeps rows by block hash, so a prefix-cache hit has all its rows. CPU
+  steps do not speculate, so every scheduled token is accepted.
 - `keep`: the store has room for blocks on the device and in tiers, also on disk. A tier loads only
   blocks with known routes. The worker's store reports its changes with each step's output.
 - `beside_transfer`: a decode engine has routes only from the prompt's last token on, so a request's
@@ -53,7 +53,7 @@ def _own_runner() -> Any:
 
 
 class _Batch:
-    """The arrays of V2's `InputBatch` that the connector reads, from V1's runner."""
+    """The arrays of V2's `InputBatch` that the connector reads, made by V1's runner."""
 
     def __init__(self, runner: Any):
         self.req_ids = list(runner.input_batch.req_ids)
@@ -174,14 +174,14 @@ def beside_transfer() -> None:
 
 
 def _num_known(block_hashes: Any) -> int:
-    """Count the blocks, from the first, with known routes."""
+    """Return how many blocks, from the first, have known routes."""
     keys = enumerate(each.hex() for each in block_hashes)
     unknown = (i for i, key in keys if key not in _known and not is_on_disk(key))
     return next(unknown, len(block_hashes))
 
 
 class _Slots(OrderedDict[str, int]):
-    """vLLM's map from block to slot, which also records changes."""
+    """vLLM's map from block to slot, with a record of changes."""
 
     def __init__(self, unallocated: int) -> None:
         super().__init__()
