@@ -81,7 +81,6 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield each file's path, modification time (ns) and bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):

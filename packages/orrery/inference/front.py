@@ -275,8 +275,6 @@ class _Caller(asyncio.Protocol):
 
 
 class _Upstream(asyncio.Protocol):
-    """A connection to the router, for one exchange at a time."""
-
     transport: asyncio.Transport
 
     def __init__(self, front: Front) -> None:
@@ -294,7 +292,6 @@ class _Upstream(asyncio.Protocol):
         self.transport.write(request)
 
     def drop(self) -> None:
-        """End the exchange and its request in the engine."""
         self._caller = None
         self.transport.abort()
 

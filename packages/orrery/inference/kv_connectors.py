@@ -80,7 +80,6 @@ def transfer_environment(manifest: Manifest, host: str, port: int) -> dict[str, 
 
 
 def handover(config: Any, host: str) -> dict[str, str]:
-    """Return the fields that an engine with this KVTransferConfig publishes."""
     if config is None or config.kv_connector != "MooncakeConnector":
         return {}  # NIXL's producer sends them with each answer
     return {
@@ -208,7 +207,6 @@ def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str
 
 
 def refuse_open_interfaces(what: str) -> None:
-    """Raise OrreryError if Mooncake would listen on interfaces outside this run."""
     ours = {LOOPBACK_INTERFACE, interface()}
     others = sorted(
         name

@@ -52,7 +52,7 @@ class BoundedFiles(FileSystemTierManager):
 
 
 class Tiers(TieringOffloadingSpec):
-    """`TieringOffloadingSpec` with the bounded disk tier."""
+    pass
 
 
 SecondaryTierFactory.register_tier(DISK_TIER, __name__, BoundedFiles.__name__)
@@ -148,4 +148,4 @@ if current_platform.is_cpu() and not isinstance(gpu_worker.current_platform, _Pl
 
 
 class CpuTiers(Tiers):
-    """`Tiers` of an engine on CPU."""
+    pass

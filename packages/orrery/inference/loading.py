@@ -266,7 +266,6 @@ class Run(NamedTuple):
 
 
 def runs(slices: list[Slice], needs: Needs, tensors: dict[str, TensorInfo]) -> list[Run]:
-    """Return the copies for these slices of one bucket."""
     found: list[Run] = []
     for name, box, begin in slices:
         for destination in needs.destinations[name]:
@@ -362,7 +361,6 @@ class Loading:
                 layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 
     def check(self) -> None:
-        """Raise ValueError with the name of an incomplete layer."""
         for path, missing in sorted(self._missing.items()):
             if missing:
                 raise ValueError(f"layer {path!r} lacks {missing} elements")

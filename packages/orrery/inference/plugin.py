@@ -58,7 +58,6 @@ class AttestingWorker:
         return failure
 
     def give_up_update(self) -> None:
-        """Discard the current update."""
         self.weight_transfer_engine.failure = (
             self.untaken() or "another worker of this engine has not taken it"
         )

@@ -281,7 +281,6 @@ class Receiver(Backend):
             raise ValueError(f"{what}: {damage(Path(update.path)) or error}") from error
 
     def _check_complete(self, update: UpdateInfo) -> None:
-        """Raise ValueError with the name of an unfilled tensor or layer."""
         for name in sorted(self._expected_names() - self._consumed.keys()):
             raise ValueError(f"weights version {update.version}: tensor {name!r} is missing")
         for path, layer in self.model.named_modules():
@@ -331,7 +330,6 @@ class Receiver(Backend):
         return Place(module, attribute) if isinstance(module, UNCHANGED) else None
 
     def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return i64 [1] on the tensor's device."""
         key = tensor.shape, tensor.dtype
         if key not in self._fingerprints:
             shape = tuple(tensor.shape)

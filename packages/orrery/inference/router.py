@@ -119,7 +119,6 @@ async def _serve(ctx: RoleContext, token: str) -> None:
 
 
 def _is_healthy(url: str, key: Mapping[str, str]) -> bool:
-    """Return whether the router answers and every engine is ready."""
     try:
         request = urllib.request.Request(f"{url}/health", headers=dict(key))
         with urllib.request.urlopen(request, timeout=2) as answer:

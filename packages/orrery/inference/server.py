@@ -47,7 +47,7 @@ START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
-END_BYTES = 1 << 18  # searched end of the log, which has several processes' stacks
+END_BYTES = 1 << 18  # searched end of the log
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
 CONSEQUENCE = re.compile(  # results of another process's end
@@ -152,7 +152,7 @@ async def _serve(
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
     gc.freeze()  # vLLM runs the collector several times
-    # The heartbeat starts after the client, whose construction blocks the event loop.
+    # Making the client blocks the event loop, so the heartbeat starts later.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size
         stopping = _announce_stop(engine, left)
@@ -228,13 +228,11 @@ def _kill_children() -> None:
 
 
 async def _engine_death(engine: EngineClient, stopping: threading.Event) -> None:
-    """Return once the engine core dies without a stop."""
     while stopping.is_set() or not engine.errored:
         await asyncio.sleep(WATCH_S)
 
 
 async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
-    """Publish this server's address once /health answers 200."""
     host, port = args.host, args.port
     deadline_s = scaled(START_DEADLINE_S)
     end = time.monotonic() + deadline_s

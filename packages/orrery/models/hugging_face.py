@@ -37,7 +37,6 @@ _global_generator = threading.Lock()  # transformers draws from torch's global g
 
 class HuggingFaceLm(CausalLm):
     def __init__(self, model: Model, content: dict[str, Any]) -> None:
-        """Build the network of `content`, a `config.json`. Raise OrreryError if unsupported."""
         super().__init__(model)
         content = copy.deepcopy(content)
         if "model_type" not in content:

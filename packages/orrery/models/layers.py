@@ -111,7 +111,6 @@ def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def apply_rotary(x_THK: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the first R dimensions of each head."""
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim < x_THK.shape[-1]:
         rotated_THR = apply_rotary(x_THK[..., :rotary_dim], cos_T1R, sin_T1R)

@@ -148,7 +148,6 @@ def _short_text(text: str) -> str:
 
 
 def append_samples(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append samples with `shortened` messages, after ending an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = b"".join(
         msgspec.json.encode({**each, "messages": shortened(each["messages"])}) + b"\n"

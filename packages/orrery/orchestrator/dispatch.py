@@ -169,7 +169,6 @@ class Dispatch:
         return started
 
     def leave(self, name: str) -> bool:
-        """End a request. Return False if its group was dropped."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False
@@ -270,7 +269,6 @@ class TimeoutClassifier:
     def reasons(
         self, expired: Iterable[Request], is_generating: Callable[[Request], bool], now_s: float
     ) -> list[tuple[Request, str, str]]:
-        """Return (request, reason, sentence) of expired requests with a known reason."""
         requests, found = list(expired), []
         self._expired = {
             request.name: self._expired.get(request.name) or _Expired(now_s) for request in requests

@@ -151,7 +151,6 @@ def describe_counts(row: dict) -> str:
 
 
 def record(ctx: RoleContext, result: EvaluationResult, subject: str, **about: str) -> None:
-    """Write and log a result's rows, with the further fields `about`."""
     for row in result.rows:
         ctx.metrics.write(result.version, event="evaluation", **about, **row)
         times = row["start_s"], row["end_s"]

@@ -7,7 +7,7 @@
 
 At a preemption `train` writes our half of a checkpoint and sends all trainer ranks an empty batch
 marked `wind_down`, so that they complete the checkpoint at the same step. After the last batch the
-trainer compares log-probs on the last evaluation's rollouts, which one version made.
+trainer compares log-probs on the last evaluation's rollouts, made by one version.
 """
 
 import asyncio
@@ -309,7 +309,6 @@ class Loop:
         await stop_trainer(self.ctx, self.sender, step)
 
     async def _write_now(self, step: int) -> None:
-        """Write our half of checkpoint `step`, unless it is 0."""
         if step:
             where, kept = (self.ctx.run_dir, step, self.ctx.attempt), self.scheduler.snapshot()
             is_resumed = step == self._first_step
@@ -320,7 +319,6 @@ class Loop:
         return has_stop or version == self.scheduler.clock.num_batches
 
     async def _send_comparison(self) -> None:
-        """Send the last evaluation's rollouts, for the comparison of log-probs."""
         evaluation = self._evaluation
         assert evaluation is not None and evaluation.version == self.scheduler.clock.num_batches
         version, step = evaluation.version, evaluation.version + 1

@@ -83,7 +83,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# A task may pass on these exceptions, which are not its failures.
+# These exceptions are not failures of the task that passes them on.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,
@@ -124,14 +124,12 @@ class Rollout:
 
     @property
     def known_advantage(self) -> float:
-        """Return the advantage. Raise ValueError before the group is complete."""
         if self.advantage is None:
             raise ValueError(f"group {self.group_id}: member {self.member} has no advantage yet")
         return self.advantage
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """Return the sampled tokens' versions, not empty."""
         return self.version[self.trained]
 
     @cached_property
@@ -266,7 +264,7 @@ async def _judge(
     metrics: dict[str, float] = _guard(
         "judge", lambda: {str(name): float(value) for name, value in judgement.metrics.items()}
     )
-    # Checkpoints are JSON, which has no infinities.
+    # JSON, the format of checkpoints, has no infinities.
     if not np.isfinite([reward, *metrics.values()]).all():
         detail = f"problem {problem.index} was judged {reward} with {metrics}; "
         raise RolloutFailed("judge", detail + "rewards and metrics are finite numbers")

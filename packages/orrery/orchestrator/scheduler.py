@@ -50,8 +50,6 @@ class Clock:
 
 @dataclass
 class Tally:
-    """Counts since the last batch was taken."""
-
     # (position in manifest.tasks.train, reward, whether the group's rewards differ) of all rollouts
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0

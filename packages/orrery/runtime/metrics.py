@@ -138,7 +138,6 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def used_by_process(row: Row) -> dict[str, dict[str, float]]:
-    """Return the numbers of each process in a `usage` row."""
     processes = row.get("processes")
     if not isinstance(processes, dict):
         return {}

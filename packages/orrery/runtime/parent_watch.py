@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, which may have ended
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, perhaps ended
 START = "ORRERY_START"  # marks all processes of an attempt, not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ

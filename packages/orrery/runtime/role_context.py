@@ -46,7 +46,7 @@ CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # they log every request
 
 
 class Terminated(SystemExit):
-    """This process received SIGTERM."""
+    pass
 
 
 class RoleContext:
@@ -216,6 +216,5 @@ def log_to_stderr() -> None:
 
 
 def set_level() -> None:
-    """Log from ORRERY_LOG_LEVEL on. Raise OrreryError for an unknown level."""
     if level := log_level():
         logging.getLogger().setLevel(level.upper())

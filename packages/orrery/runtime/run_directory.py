@@ -38,7 +38,7 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, which is written last."""
+    """Return the marker of a finished stage, written last."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
@@ -129,7 +129,6 @@ def begin(run_dir: Path) -> None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Raise OrreryError if a run's folder has another layout."""
     file = run_dir / LAYOUT_FILE
     try:
         found = int(read_regular(file))

@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # longest wait for srun, which connects stdin after the task starts
+TAKE_S = 60.0  # longest wait for srun to connect stdin
 
 _kept = ""
 

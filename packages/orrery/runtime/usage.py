@@ -82,7 +82,6 @@ class UsageRows:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop. After this, no row is written."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

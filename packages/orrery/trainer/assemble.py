@@ -41,7 +41,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0  # longest wait for a batch, beyond the time of its rollouts
-ORCHESTRATOR_DEADLINE_S = 900.0  # includes the start of engines, which may load from the same disks
+ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks at its start
 
 
 @contextmanager
@@ -72,7 +72,6 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
 def assemble_learner(
     ctx: RoleContext, world: World, start: Path, optimizer: Optimizer, max_grad_norm: float
 ) -> Learner:
-    """Load the weights in `start`, sharded, with a fresh optimizer."""
     ctx.health.doing("loading weights", still_s=io_stall_s(world.size))
     policy = load_policy(ctx.manifest.model, ctx.manifest.trainer, world, start)
     learner = Learner(policy, world, ctx.manifest.trainer, optimizer, max_grad_norm)

@@ -92,7 +92,6 @@ def base_sha256(run_dir: Path, stage: str, start: Path) -> str:
 
 
 def state_header(learner: Learner) -> dict[str, Any]:
-    """Return the content of `state.json`."""
     return {
         "format": FORMAT,
         "step": learner.step,
@@ -117,7 +116,6 @@ def _restore_rng(file: Any, device: torch.device) -> None:
 
 
 def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
-    """Return whether no lower rank holds the same box."""
     if not isinstance(weight, DTensor):
         return world.is_first
     coordinate = weight.device_mesh.get_coordinate()

@@ -149,12 +149,10 @@ class CheckpointWriter:
         return self._work is None or self._work.is_done
 
     def check(self) -> None:
-        """Raise the error of a failed background write."""
         if self.is_idle:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the background write, and raise its error."""
         if (work := self._work) is None:
             return
         deadline_s = scaled(WRITE_DEADLINE_S)
@@ -166,7 +164,6 @@ class CheckpointWriter:
             raise work.error
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. A collective."""
         self._await_complete()
         self._world.barrier()
 

@@ -58,7 +58,6 @@ class _Progress:
         self._ahead: SimpleQueue[torch.cuda.Event] | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Count this GPU's micro-batches from now on."""
         ahead = self._ahead = SimpleQueue()
 
         def wait() -> None:
@@ -83,12 +82,10 @@ _PROGRESS = _Progress()
 
 
 def mark_micro_batch(device: torch.device) -> None:
-    """Count a micro-batch when `device` begins it."""
     _PROGRESS.add(device)
 
 
 def mark_part() -> None:
-    """Count a finished part of host work."""
     _PROGRESS.count += 1
 
 
@@ -154,7 +151,6 @@ def count_collectives(device: torch.device) -> tuple[int, int]:
 
 
 def dump_flight_recorder(path: Path, device: torch.device) -> None:
-    """Write torch's record of recent collectives."""
     if (dump := _recorder(device, "_dump_nccl_trace", "_dump_fr_trace")) is not None:
         write_atomic(path, dump())
 

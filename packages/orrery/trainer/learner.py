@@ -89,7 +89,7 @@ class Learner:
         begin_s = time.time()
         with blocks.explain_compile_error(self.policy.network.config):
             sums, wait_s = self._accumulate(step, micro_batches, num_micro_batches, totals)
-        # Queue the norm before waiting for the device, which then stays busy.
+        # Queue the norm first, so that the device stays busy during the wait.
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()

@@ -107,7 +107,6 @@ class RlLoop:
         return result
 
     def publish(self, is_first: bool = False) -> float:
-        """Publish the weights, and return the seconds taken."""
         ctx, version, begin_s = self.ctx, self.learner.step, time.time()
         limit_s = max(self.publish_still_s, self._step_stall_s(is_first))
         ctx.health.doing(f"publishing version {version}", step=version, still_s=limit_s)

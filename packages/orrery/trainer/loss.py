@@ -64,7 +64,7 @@ class StepSums:
         routes_replayed: int,
         routes_differ: torch.Tensor | None,
     ) -> None:
-        """Add to the last five sums, which count samples, tokens and routes."""
+        """Add to the last five sums: samples, tokens and routes."""
         counts = (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ)
         for index, number in enumerate(counts, -len(counts)):
             if number is not None:

@@ -301,7 +301,6 @@ def plan_memory(
 
 
 def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
-    """Return the number of optimizer-state values of the whole model."""
     per_value = {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1), "sign_sgd": (0, 0)}
     in_block, outside = per_value[optimizer.kind]
     if optimizer.kind == "sgd" and not optimizer.momentum:

@@ -60,7 +60,6 @@ class Publisher:
         return self._fp8.encoded(named_hf_tensors(self._policy.network))
 
     def settle(self) -> float:
-        """Finish sending, and return the seconds taken."""
         return 0.0
 
     def close(self) -> None:

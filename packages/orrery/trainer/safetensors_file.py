@@ -133,7 +133,6 @@ class HostCopy:
             torch.cuda.current_stream(self._device).synchronize()
 
     def buffers(self) -> list[bytes | memoryview]:
-        """Return the bytes of the file that `fill` prepared."""
         assert self._layout is not None, "nothing was copied"
         return [self._layout.header, content(self._buffer[: self._layout.num_bytes])]
 

@@ -315,7 +315,6 @@ def open_examples(manifest: Manifest, data: SftData, field: str, tokenizer: Path
 
 
 def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[Columns]:
-    """Yield the batches after the first `num_done`."""
     spec = manifest.sft
     order = endless_order(len(examples), manifest.seed, num_done * spec.examples_per_batch)
     for _ in range(num_done, spec.num_steps):
@@ -323,7 +322,6 @@ def batches(examples: Examples, manifest: Manifest, num_done: int) -> Iterator[C
 
 
 def endless_order(num_examples: int, seed: int, start: int = 0) -> Iterator[int]:
-    """Yield example indices from position `start` on."""
     epoch, begin = divmod(start, num_examples)
     while True:
         yield from map(int, np.random.default_rng([seed, epoch]).permutation(num_examples)[begin:])

@@ -108,7 +108,6 @@ def batch_path(run_dir: Path, step: int) -> Path:
 
 
 def write_batch(run_dir: Path, step: int, batch: MicroBatch, **info: Any) -> Path:
-    """Write or replace the batch of `step`. Return its path."""
     path = batch_path(run_dir, step)
     make_folder(path.parent)
     write(path, batch, {"step": step, **info})
@@ -127,7 +126,6 @@ def prune_batches(run_dir: Path, step: int, keep: int) -> None:
 
 
 def batch_steps(run_dir: Path) -> list[int]:
-    """Return the kept steps, ascending."""
     paths = rollouts_dir(run_dir).glob("step_*.safetensors")
     names = [path.stem.removeprefix("step_") for path in paths]
     return sorted(int(name) for name in names if name.isdigit())

@@ -154,7 +154,6 @@ class ControlSocket:
                 self._count_foreign("a message that is no ask of this protocol")
 
     def read(self, parts: list[bytes]) -> msgspec.Struct | None:
-        """Return the message of a registered kind, or None."""
         if len(parts) == 1:
             with contextlib.suppress(*NOT_OF_THE_PROTOCOL):
                 message: msgspec.Struct = self._decoder.decode(parts[0])

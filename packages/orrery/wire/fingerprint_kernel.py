@@ -164,7 +164,6 @@ class RowFingerprints:
             self._launches.append(launch)
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return i64 [rows], the shares. `buffer` is u8."""
         out = torch.zeros(self._num, dtype=torch.int64, device=buffer.device)
         for each in self._launches:
             size = each.integers.itemsize

@@ -2,7 +2,7 @@
 
 - The field `routed_experts` of an answer of /inference/v1/generate is a base64 .npy file, uint8 or
   uint16 [rows, layers, top_k].
-- The engine sends all layers. The column keeps only the last layers, which have experts.
+- The engine sends all layers. The column keeps only the layers with experts, which are the last.
 - Each input token from the requested position on has a row. The last sampled token is never an
   input, so it has no row.
 - The field may have tens of MB. A JSON decoder would look at every character. So `split` finds the

@@ -32,7 +32,6 @@ class RouteShape(NamedTuple):
 
     @property
     def no_route(self) -> int:
-        """The value of every slot without a route."""
         return int(np.iinfo(self.dtype).max)
 
 

@@ -22,8 +22,6 @@ KEPT = "ORRERY_ROUTES_KEPT"
 
 
 class Patch(NamedTuple):
-    """One patch of a vLLM symbol."""
-
     name: str  # module.function in this folder
     target: str
     why: str
@@ -259,7 +257,6 @@ def correct_cpu_server() -> None:
 
 
 def correct_engine(shared_memory_name: str | None) -> None:
-    """Patch one process of an engine."""
     if shared_memory_name is not None:
         _apply("vllm_processes.name_shared_memory", shared_memory_name)
     _apply("vllm_processes.meet_at_one_address")

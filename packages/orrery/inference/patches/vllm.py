@@ -61,7 +61,7 @@ def say_nothing_of_unloaded(model: torch.nn.Module, is_tied: bool) -> Iterator[N
 
 
 def has_stale_head(model: torch.nn.Module) -> bool:
-    """Return whether a tied output head has its own parameter, which updates would not change."""
+    """Return whether a tied output head has its own parameter, missed by updates."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,

@@ -136,7 +136,6 @@ def _choice(output: Any) -> dict[str, Any]:
 
 
 def _file_in_base64(array: np.ndarray) -> bytes:
-    """Return a .npy file in base64."""
     import pybase64
 
     file = io.BytesIO()
@@ -221,7 +220,6 @@ class Held:
         return found
 
     def all(self) -> dict[int, list[Any]]:
-        """Return and clear all held outputs, by client."""
         found: dict[int, list[Any]] = {}
         for client, parts in self.parts.values():
             if parts:
@@ -231,7 +229,6 @@ class Held:
 
 
 def merged(parts: list[Any]) -> Any:
-    """Merge a request's consecutive outputs."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]

@@ -288,7 +288,6 @@ def _grouped(x_NLHD: Tensor, groups: int) -> Tensor:
 
 
 def _cells(x_NGRLD: Tensor) -> Tensor:
-    """Return [N · L, G · R, D]."""
     return x_NGRLD.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 

@@ -96,7 +96,7 @@ def reference_quantize_rows(x_MK: Tensor) -> Quantized:
 
 
 def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) -> Quantized:
-    """Return `quantize`'s columns of x, whose padding is zero."""
+    """Return `quantize`'s columns of x. Padding is zero."""
     x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
     x_KGB = x_MK.T.contiguous().float().unflatten(-1, (-1, BLOCK))
     scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) / MAX

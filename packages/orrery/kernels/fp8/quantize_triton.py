@@ -1,4 +1,4 @@
-"""Triton kernels of FP8 quantization: one program a tile of 128 × 128, which it reads once.
+"""Triton kernels of FP8 quantization: one program a tile of 128 × 128, read once.
 
 Rows of activations are divided exactly, as in vLLM's CUDA kernel: a product with the reciprocal,
 corrected by its remainder (Markstein 1990, theorem 8.3). Weights are products with approximate

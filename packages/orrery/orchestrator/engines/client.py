@@ -406,7 +406,6 @@ class RouterClient(EngineClient):
     """Call vllm-router. Without engines it answers 503."""
 
     async def admit(self, url: str) -> None:
-        """Add an engine. It must answer /health."""
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:

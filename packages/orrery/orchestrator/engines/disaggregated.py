@@ -53,8 +53,6 @@ class SessionAffinity:
 
 @dataclass(frozen=True)
 class Peer:
-    """One incarnation of an engine."""
-
     index: int
     client: EngineClient
     handover: Mapping[str, Any]
@@ -272,7 +270,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # Free no blocks of a live reader, which would then read another request's data.
+            # With freed blocks a live reader would read another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

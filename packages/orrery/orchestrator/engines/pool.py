@@ -140,7 +140,6 @@ class EnginePool:
         return bool(self._proving)
 
     def check(self) -> None:
-        """Raise the error that ended the recovery, if any."""
         if self.recovery is not None:
             self.recovery.check()
 

@@ -245,7 +245,6 @@ class EngineRecovery:
                     )
 
     def _note_ends(self, listening: Collection[tuple[int, int]]) -> None:
-        """Report prefill engines that have ended. Their addresses are then removed."""
         pool = self.pool
         if pool.disaggregated is None:
             return

@@ -71,8 +71,6 @@ class Options:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One measurement, as each rank reads it from JSON."""
-
     name: str
     id12: str
     accelerator: str
@@ -236,7 +234,6 @@ def _fit_mesh(mesh: Mesh, devices: int, given: dict[str, Any]) -> Mesh:
 
 
 def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    """Return each differing field, with nested fields as `section.field`."""
     found: dict[str, list[Any]] = {}
     for name, (old, new) in fields.items():
         if isinstance(new, Memory | Fsdp | Mesh):

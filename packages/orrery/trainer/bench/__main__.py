@@ -134,7 +134,6 @@ def as_arguments(options: dict[str, Any]) -> str:
 
 
 def check_outputs(file: Path | None, folder: Path | None) -> None:
-    """Raise OrreryError if an output cannot be written."""
     if file is not None:
         if file.is_dir():
             example = file / "result.json"
@@ -158,7 +157,6 @@ def check_folder(option: str, folder: Path, instead: str) -> None:
 
 
 def check_devices(request: BenchRequest) -> None:
-    """Raise OrreryError if this machine lacks the devices or the memory."""
     import torch
 
     if request.accelerator == "cpu":
@@ -248,7 +246,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(1.0)  # wait for errors of other ranks, which may say more
+            time.sleep(1.0)  # errors of other ranks may say more
             raise RunFailed(_error(ranks, folder, failed[0]))
         if all(code == 0 for code in codes):
             return

@@ -457,7 +457,6 @@ def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
 
 
 def _exclusive(found: list[TraceSpan], begin: float, end: float) -> dict[str, float]:
-    """Divide the microseconds of [begin, end] among the kinds."""
     edges: list[tuple[float, int, str]] = []
     for span in found:
         edges += [(max(span.begin, begin), 1, span.kind), (min(span.end, end), -1, span.kind)]

@@ -57,7 +57,6 @@ def _device(name: str) -> Device | None:
 def result(
     request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
-    """Return the measurement with its environment, as one JSON record."""
     model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
     asked = request.options
 

@@ -1,6 +1,6 @@
 """Update rules for each value alone: AdamW, SGD with momentum and sign SGD.
 
-AdamW and SGD call torch's fused kernels, which also divide the gradients.
+AdamW and SGD call torch's fused kernels. These also divide the gradients.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class SgdRule(UpdateRule):
 class SignSgdRule(UpdateRule):
     """Sign SGD (Bernstein et al. 2018, arXiv 1802.04434): w ← w − lr · (sign(g) + decay · w).
 
-    It ignores the divisor, which changes no sign.
+    It ignores the divisor, because signs stay the same.
     """
 
     def update(

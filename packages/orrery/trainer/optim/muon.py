@@ -36,7 +36,7 @@ NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The odd quintic polynomial that moves singular values to one fastest.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # values orthogonalized at a time, which bounds temporary memory
+BATCH_VALUES = 1 << 27  # values orthogonalized at a time, to bound memory
 
 
 class MuonRule(UpdateRule):

@@ -184,7 +184,6 @@ class BucketedOptimizer:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Build the `WeightPart`s of the next step. Gradients must exist."""
         if self._offload is None:
             self._prepared = [self._parts(bucket, None) for bucket in self._buckets]
 

@@ -61,7 +61,7 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor would select PREMUL_SUM, which gloo lacks.
+            # A factor would select PREMUL_SUM. Gloo lacks it.
             module.set_force_sum_reduction_for_comms(True)
     if trainer.mesh.ep > 1:
         _prefetch(policy)

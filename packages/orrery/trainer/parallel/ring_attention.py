@@ -102,7 +102,7 @@ def _put(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _add(whole: Tensor, places: Tensor | None, part: Tensor) -> None:
-    """Add `part` at unique places, which needs no atomics as `index_add_` does."""
+    """Add `part` at unique places. `index_add_` would use atomics."""
     if places is None:
         whole.add_(part)
     else:

@@ -46,10 +46,8 @@ def _kind(kind: str) -> tuple[Callable[..., RolloutSender], Callable[..., Rollou
 
 
 def make_sender(kind: str, run_dir: Path, host: str, port: int, num_ranks: int) -> RolloutSender:
-    """Return the orchestrator's end. `port` 0 takes a free port."""
     return _kind(kind)[0](Path(run_dir), host, port, num_ranks)
 
 
 def make_receiver(kind: str, run_dir: Path, url: str, rank: int) -> RolloutReceiver:
-    """Return a trainer rank's end."""
     return _kind(kind)[1](Path(run_dir), url, rank)

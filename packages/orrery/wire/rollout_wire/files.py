@@ -153,7 +153,6 @@ class FilesSender:
             await asyncio.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Read all asks. Remove batches acknowledged by all ranks."""
         for path in [self._folder / f"ask.rank_{rank}.json" for rank in range(self.num_ranks)]:
             ask = self._read(path)
             if ask is None:

@@ -89,8 +89,6 @@ _TURNED_AWAY = (
 
 
 class ZmqSender:
-    """A `contract.RolloutSender` over ZeroMQ."""
-
     def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
         self.num_ranks = num_ranks
         self._keep = keep
@@ -101,7 +99,7 @@ class ZmqSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
-        self._last_taken: int | None = None  # newest step given to `send`, which may wait
+        self._last_taken: int | None = None  # newest step given to `send`, perhaps still waiting
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → (peer, newest open ask)
@@ -110,7 +108,6 @@ class ZmqSender:
 
     @property
     def num_foreign(self) -> int:
-        """Refused peers and ignored messages."""
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
@@ -225,8 +222,6 @@ class ZmqSender:
 
 
 class ZmqReceiver:
-    """A `contract.RolloutReceiver` over ZeroMQ."""
-
     def __init__(self, run_dir: Path, url: str, rank: int) -> None:
         self.rank = rank
         self.url = url

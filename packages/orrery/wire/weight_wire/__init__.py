@@ -76,7 +76,6 @@ def served_model(manifest: Manifest, stage: str) -> str | None:
 def make_publisher(
     kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int
 ) -> WeightPublisher:
-    """Return trainer rank 0's end."""
     _check(kind, tuple(KINDS))
     return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
 

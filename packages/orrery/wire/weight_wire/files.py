@@ -77,8 +77,6 @@ def check_room(run_dir: Path, num_nodes: int, keep: int, version_bytes: int) -> 
 
 
 class WeightPublisher:
-    """The trainer's end. `close` removes the folder."""
-
     def __init__(self, folder: Path, keep: int = 2, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder = Path(folder)
         self._keep, self._shard_bytes = keep, shard_bytes
@@ -223,7 +221,6 @@ class WeightWatch:
         return None
 
     def version(self, version: int) -> Published | None:
-        """Return this version, or None if it is unpublished or removed."""
         path = self.folder / f"version_{version}.json"
         try:
             content = nfs.read(path)

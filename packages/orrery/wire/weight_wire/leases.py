@@ -133,7 +133,6 @@ class LeaseTable:
             return self._report
 
     def transfer(self, number: int) -> Transfer | None:
-        """Return the transfer, or None if it is over."""
         with self.changed:
             request = self._request
             if number != self._report.transfer or request.version is None:

@@ -35,7 +35,7 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # disables nccl's watchdog, which would end the process
+NEVER = timedelta(days=30)  # nccl's watchdog would end the process
 
 T = TypeVar("T")
 
@@ -267,7 +267,6 @@ def is_shared(source: Location, target: Location) -> bool:
 def offer_ipc(
     store: StoreConnection, generation: int, source: int, buckets: Sequence[Tensor]
 ) -> str:
-    """Publish this source's bucket handles. Return the key."""
     key = f"ipc/{generation}/{source}"
     store.put(key, [handle_of(bucket) for bucket in buckets])
     return key
@@ -326,7 +325,7 @@ class IpcReader:
 # Both ends register their buckets once for each group of ranks. A source publishes its NIXL
 # metadata and its buckets' addresses in the wire's store.
 
-PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread, which traffic wakes
+PROGRESS_US = 20_000  # longest sleep of NIXL's progress thread without traffic
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -397,7 +396,6 @@ class RegisteredBuckets:
 def offer_nixl(
     store: StoreConnection, generation: int, source: int, registered: RegisteredBuckets
 ) -> str:
-    """Publish this source's buckets. Return the key."""
     key = f"nixl/{generation}/{source}"
     store.put(key, registered.described())
     return key

@@ -56,8 +56,6 @@ class Holding(msgspec.Struct):
 
 
 class Member(msgspec.Struct):
-    """An engine rank and its needed boxes."""
-
     engine: str
     rank: int
     place: Location
@@ -285,7 +283,7 @@ class HeldTensor:
     local: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """Return a view of the data of `box`, which lies inside `self.box`."""
+        """Return a view of the data of `box` inside `self.box`."""
         sides = zip(box, self.box, strict=True)
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
@@ -294,7 +292,6 @@ Copy = tuple[Tensor, int, torch.dtype]  # source view, byte offset and dtype in 
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """Join adjacent copies."""
     found: list[Copy] = []
     for view, offset, dtype in copies:
         if view.is_contiguous():
@@ -377,7 +374,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` has the boxes of lower ranks, which this rank does not count again."""
+        """`held_before` has the boxes of lower ranks, not counted again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0

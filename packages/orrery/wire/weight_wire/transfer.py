@@ -204,7 +204,6 @@ class WeightSender:
             self._sending.close()
 
     def check(self) -> None:
-        """Raise WireFailed if a thread has failed."""
         for thread in (self._sending, self._listener):
             if thread is not None and thread.failure is not None:
                 raise WireFailed(
@@ -512,7 +511,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Drop messages in flight: they would keep connections open, on which peers would wait.
+        # Messages in flight would keep connections open, and peers would wait.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
