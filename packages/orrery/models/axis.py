@@ -27,7 +27,7 @@ from orrery.models.weights import open_checkpoint
 
 OWN_TYPES = ("qwen3", "qwen3_moe", "llama", "glm4_moe")
 NO_DIGEST = "0" * 64
-# What lib/run.libsonnet says, and an axis repeats only if it differs.
+# Defaults of lib/run.libsonnet. An axis need not repeat them.
 DEFAULTS = {
     "rotary_fraction": 1.0,
     "rope_scaling": None,
@@ -47,7 +47,7 @@ KEYWORDS = {
 def model_of(
     folder: Path, init: dict[str, Any], tokenizer: dict[str, Any]
 ) -> tuple[Model, str | None]:
-    """Return the folder's model, and why it has no network of our own, or None.
+    """Return the folder's model, and the reason if it has no network of our own.
 
     Raise OrreryError if transformers does not know the model type or its code is in the folder.
     """
@@ -131,7 +131,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 
 
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes that transformers' config says. A size that it lacks is not used."""
+    """Return the sizes in transformers' config. Sizes that it lacks are unused."""
     found = {}
     for ours, names in hugging_face_config.FIELDS.items():
         if (theirs := hugging_face_config.find_field(config, names)) is not None:
@@ -140,7 +140,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
     positions = hugging_face_config.find_field(config, hugging_face_config.POSITIONS)
     most = getattr(config, positions) if positions else 0
-    for rope in ropes:  # beyond it, a pack rotates by its longest document
+    for rope in ropes:  # beyond this length, a pack rotates by its longest document
         if rope.get("rope_type") == "longrope":
             most = rope.get("original_max_position_embeddings", most)
     heads = found.get("num_heads", 1)
@@ -164,7 +164,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def axis_text(model: Model, title: str) -> str:
-    """Return the Jsonnet file of a model, in the form that `jsonnetfmt` gives."""
+    """Return the Jsonnet file of a model, formatted as by `jsonnetfmt`."""
     fields = model.model_dump(mode="json")
     defaults = {**DEFAULTS, "qk_norm": model.family in ("qwen3", "qwen3_moe")}
     lines = [
@@ -196,7 +196,7 @@ def _text(value: str) -> str:
 
 
 def examine(folder: Path, path: str, revision: str, tokenizer: str, title: str) -> dict[str, Any]:
-    """Return the axis of a folder, with or without weights, and what it says of the model."""
+    """Return a folder's axis and a description of its model. The folder may lack weights."""
     has_weights = any(folder.glob("*.safetensors"))
     digest = sha256_of(weight_files(folder)) if has_weights else NO_DIGEST
     init = {"kind": "pretrained", "path": path, "revision": revision, "sha256": digest}

@@ -1,9 +1,9 @@
-"""The interface of every network, from packed tokens to log-probs, and our own decoder.
+"""Define the interface of every network, from packed tokens to log-probs, and our own decoder.
 
 T tokens · D hidden · V vocabulary · L layers with experts · K experts a token
 
-- FSDP gathers a weight only in the forward pass of the module it wraps. In other code,
-  `lm_head_weight` may be a shard.
+- FSDP gathers a weight only in the forward pass of the module it wraps. Elsewhere `lm_head_weight`
+  may be a shard.
 - Parameters are NaN until `orrery.models.weights` fills them.
 """
 
@@ -19,13 +19,13 @@ from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
-# Our parameter name → HF's names, with `{layer}` in both. If HF's names have `{expert}`, HF has one
-# tensor per index of our dimension 0. Several names divide the next dimension evenly, in order.
+# Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
+# index of our dimension 0. Several names divide the next dimension evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 
 class LmHead(nn.Module):
-    """Hidden states to log-probs and entropies. `weight` is [V, D] as in HF."""
+    """Map hidden states to log-probs and entropies. `weight` is [V, D] as in HF."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class LmHead(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
+    """Map packed tokens to hidden states (`forward`), then to log-probs (`log_probs`).
 
     A family defines `layers`, `lm_head` (None if tied), `lm_head_weight` and `hidden_states`.
     """
 
     layers: nn.ModuleList
     lm_head: Any
-    names: Names | None = None  # if they depend on more than the family
-    num_routes_differ: Tensor | None = None  # i64 [], latest forward pass: see `Router`
+    names: Names | None = None  # set if they depend on more than the family
+    num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class CausalLm(nn.Module):
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return final-norm hidden states [T, D]. A packed document attends only to itself.
+        """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
 
         token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
-        [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` avoids a device-to-host
+        [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` saves a device-to-host
         copy.
         """
         documents = Documents(cu_seqlens, max_seqlen)
@@ -125,7 +125,7 @@ class CausalLm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, or a mixture from block `num_dense_layers` on."""
+    """Pre-norm attention, then a feed-forward, or a mixture from block `num_dense_layers` on."""
 
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()

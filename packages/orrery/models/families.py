@@ -1,4 +1,4 @@
-"""Families of networks as data, with Hugging Face's parameter names and `config.json` fields.
+"""Describe families of networks as data: Hugging Face's parameter names and `config.json` fields.
 
 - `qwen3`, `qwen3_moe`: Qwen3 (https://arxiv.org/abs/2505.09388).
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
@@ -19,8 +19,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
-# All other names are HF's, without "model." in front. We stack experts and fuse gate and up. HF's
-# files hold one tensor per expert and projection.
+# Other names are HF's without "model.". We stack experts and fuse gate and up, and HF's files hold
+# one tensor per expert and projection.
 _NAMES: Names = {
     "lm_head.weight": "lm_head.weight",
     "layers.{layer}.mlp.gate.expert_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
@@ -32,7 +32,7 @@ _NAMES: Names = {
         "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
     ),
 }
-# Fields of transformers' rope_type "llama3", and of `model.rope_scaling`.
+# transformers' fields of rope_type "llama3", and ours of `model.rope_scaling`.
 LLAMA3_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
@@ -148,7 +148,7 @@ class ModelFamily:
     expert_modules: tuple[str, ...] = ()
 
 
-# Both ends of the network read tied embeddings, so the root's unit has them.
+# The root's unit has tied embeddings, because both ends of the network read them.
 TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.

@@ -1,11 +1,11 @@
-"""Floating-point operations (FLOPs) of training, without and with recomputation.
+"""Count floating-point operations (FLOPs) of training, with and without recomputation.
 
 L layers · H query heads · K head size · D hidden · V vocabulary
 
-- `model_flops` a token: 6 a parameter in an active matrix product (2 forward, 4 backward),
-  including the LM head. Attention adds 12 · L · H · K · n² / 2 a document of n tokens.
+- `model_flops` counts, per token, 6 for each parameter in an active matrix product (2 forward, 4
+  backward), including the LM head. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
 - A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
-- `hardware_flops` adds checkpointed blocks, the LM head's logits, and attention's scores in its
+- `hardware_flops` adds the recomputation of blocks and logits, and that of scores in attention's
   backward pass (5 products instead of 4).
 - Networks of transformers are not counted: the manifest lacks their windows and scans.
 """

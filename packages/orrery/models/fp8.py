@@ -1,7 +1,7 @@
-"""Weights in FP8, quantized once for all passes of a step, and as engines receive them.
+"""Quantize weights to FP8 once for all passes of a step, as engines receive them.
 
 A layer that `model.fp8` names has lists `<name>_fp8`: empty, or the weights as `kernels/fp8` takes
-them. While a list is empty, each pass quantizes the weight that it finds.
+them. While a list is empty, each pass quantizes its weight anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -58,13 +58,13 @@ class WeightCache:
         for index, (parts, weights) in enumerate(products(self._network)):
             seen = tuple((id(weight), weight._version) for weight in weights)
             if self._seen.get(index) != seen:
-                parts[:] = []  # free the old ones first
+                parts[:] = []  # frees the old weights first
                 parts[:] = weight_parts(weights[0] if len(weights) == 1 else torch.cat(weights))
                 self._seen[index] = seen
 
 
 class SentWeights:
-    """This rank's weights in FP8, made from bfloat16 as in a step, at addresses that stay.
+    """This rank's weights in FP8, quantized from bfloat16 as in a step, at constant addresses.
 
     Raise OrreryError if a shard does not consist of whole blocks.
     """

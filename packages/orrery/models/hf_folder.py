@@ -1,7 +1,6 @@
 """Read and write Hugging Face folders: safetensors files, an index and `config.json`.
 
-- Files are published whole. `config.json` is removed first and written last: a folder without it is
-  not finished.
+- `config.json` is removed first and written last, so a folder with it is complete.
 - Tensors are read lazily, after all names and shapes have been checked.
 """
 
@@ -32,7 +31,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of a checkpoint, which holds the part `box` of one of our parameters.
+    """One tensor of a checkpoint. It holds the part `box` of one of our parameters.
 
     The tensor of a single expert lacks the first dimension of our stacked experts.
     """
@@ -134,7 +133,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
-    """Read all weights. Raise OrreryError unless their digest is `model.init.sha256`."""
+    """Raise OrreryError unless the digest of all weights is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
@@ -143,7 +142,7 @@ def check_digest(directory: Path, expected: str) -> None:
 
 
 def assign_files(tensors: Sequence[HfTensor], max_file_bytes: int) -> dict[str, list[HfTensor]]:
-    """Map file names to their tensors, in order. A tensor above the limit gets a separate file."""
+    """Map file names to their tensors, in order. A tensor above the limit gets its own file."""
     groups: list[list[HfTensor]] = [[]]
     used = 0
     for hf in tensors:

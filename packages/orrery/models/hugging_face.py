@@ -1,4 +1,4 @@
-"""Any causal language model of transformers behind the interface of our own networks.
+"""Give any causal language model of transformers the interface of our own networks.
 
 - A pack becomes a padded batch and back. Padding follows its document, so this is exact on causal
   models. Others are refused.
@@ -25,12 +25,12 @@ from orrery.manifest.schema import Model
 from orrery.models.causal_lm import CausalLm, Names
 from orrery.models.hugging_face_config import call_transformers, check_config, check_network
 
-try:  # how transformers renames tensors when it saves (private)
+try:  # private names: how transformers renames tensors when it saves
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # of an expert in a probe. 2, 3 and 4 divide its rows
+PROBE_SHAPE = (12, 2)  # shape of an expert in a probe. 2, 3 and 4 divide its rows
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 
@@ -55,7 +55,7 @@ class HuggingFaceLm(CausalLm):
         self.lm_head = Head(network, body_name, head_name, embedding)
         self.body.eval()
         self._latest_draw: tuple[tuple[str, int, float], Tensor] | None = None
-        self._network = (network,)  # in a tuple, so not a submodule
+        self._network = (network,)  # a tuple keeps it from being a submodule
         ours = {f"{body_name}.{name}": f"body.{name}" for name in self.body.state_dict()}
         ours |= {f"{head_name}.{name}": f"lm_head.{name}" for name in self.lm_head.state_dict()}
         state = network.state_dict(keep_vars=True)
@@ -171,10 +171,10 @@ class _PassthroughHead(nn.Identity):
 
 
 class Head(nn.Module):
-    """Hidden states to log-probs and entropies, with the interface of `LmHead`.
+    """Map hidden states to log-probs and entropies, with the interface of `LmHead`.
 
-    Logits are float32. Changed logits go through transformers' own `forward` around a passthrough
-    body and head, as whole chunks, recomputed in the backward pass.
+    Logits are float32. If the network changes them, transformers' own `forward` runs on whole
+    chunks around a passthrough body and head, and again in the backward pass.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         head = network.get_submodule(head_name)
-        self._embedding = (embedding,)  # in a tuple, so not a submodule
+        self._embedding = (embedding,)  # a tuple keeps it from being a submodule
         self.weight = head.weight if embedding is None else None
         self.bias = head.bias
         shell = copy.copy(network)
@@ -233,7 +233,9 @@ class Head(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """hidden · weightᵀ in float32 (float64 for float64). Gradients have the inputs' dtype."""
+    """Compute hidden · weightᵀ in float32 (float64 for float64). Gradients have the inputs'
+    dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ def _names_in_files(network: PreTrainedModel, state: dict[str, Tensor]) -> Names
 def _expert_names(network: PreTrainedModel, name: str, stack: Tensor) -> str | tuple[str, ...]:
     """Return the names of a stack's experts in files, each in one or several even parts.
 
-    Converts a small probe and finds each part by its values. Raise OrreryError for any other
+    Convert a small probe and find each part by its values. Raise OrreryError for any other
     conversion.
     """
     num_experts = len(stack) if stack.ndim == 3 else 0

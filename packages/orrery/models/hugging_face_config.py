@@ -32,7 +32,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Return `make(…)`. Raise OrreryError with any exception's message."""
+    """Return `make(…)`. Raise OrreryError with the message of any exception."""
     try:
         return make(*args, **content)
     except Exception as error:
@@ -53,7 +53,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    The model type and `is_decoder` tell the first, because a network on "meta" cannot be run.
+    The model type and `is_decoder` decide the first, because a network on "meta" cannot run.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:

@@ -74,7 +74,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, a), b)
 
     def scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a and scaled b, to avoid another pass over all rows."""
+        """Return a and scaled b. Scaling b is cheaper than scaling all rows."""
         return self.a.to(dtype), (self.b * self.scale).to(dtype)
 
 
@@ -102,7 +102,7 @@ def rotary_angles(
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     """Divide low frequencies by `factor`, keep high frequencies, interpolate between.
 
-    Low is below `low` turns in the original context, high above `high` turns.
+    Low means below `low` turns in the original context, high above `high` turns.
     """
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -155,7 +155,7 @@ class Attention(nn.Module):
 class Router(nn.Module):
     """Choose each token's top K experts and score them.
 
-    - Scores are probabilities, normalised to sum to one if `normalize_top_k`, times `scale`.
+    - Scores are probabilities times `scale`, first normalised to sum to one if `normalize_top_k`.
     - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
       (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
     - `expert_bias` [E] is a float32 buffer without gradient. bfloat16 would change choices.
@@ -185,7 +185,8 @@ class Router(nn.Module):
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
         Expert ids in `replayed_TK` replace the choice (router replay), with this router's scores
-        and gradients. The number, i64 [], counts replayed ids that it did not choose, or is None.
+        and gradients. The number, i64 [], counts replayed ids that the router had not chosen. None
+        without.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -232,7 +233,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Apply expert e to rows `ends[e − 1]:ends[e]` of x, times their score.
 
-        `ends` and `counts`, the number of rows that are no padding, are i32. Only FP8 reads counts.
+        `ends` and `counts` (rows without padding) are i32. Only FP8 reads `counts`.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             assert counts_E is not None, "experts in FP8 need rows in blocks"

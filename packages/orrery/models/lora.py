@@ -100,7 +100,7 @@ def merged_shard(weight: Tensor, adapter: Adapter) -> Tensor:
 def _matching_part(weight: Tensor, factor: Tensor, rank_dim: int, box: Box) -> Tensor:
     """Return the `box` of an adapter's factor for this rank's shard of the weight.
 
-    Only placements decide whether to gather, so all ranks decide alike.
+    Placements alone decide whether to gather, so all ranks decide alike.
     """
     factor = factor.detach()
     if not (isinstance(factor, DTensor) and isinstance(weight, DTensor)):

@@ -1,6 +1,6 @@
-"""The part of a whole tensor that a local shard holds.
+"""Find the part of a whole tensor that a local shard holds.
 
-A shard is a box: one `[start, stop)` a dimension. Replicas have equal boxes.
+A shard is a box: one `[start, stop)` per dimension. Replicas have equal boxes.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor, on the mesh's device if it is sharded. A collective then."""
+    """Return the whole tensor. If it is sharded, a collective gathers it on the mesh's device."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()

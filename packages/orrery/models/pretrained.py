@@ -1,7 +1,7 @@
 """Compare a pretrained folder's `config.json` with the manifest's model.
 
-- Tensors do not show rotations, epsilons or routing. The engine's `config.json` comes from the
-  manifest, so a difference would make network and engine wrong alike.
+- Rotations, epsilons and routing do not show in tensors. The engine's `config.json` comes from the
+  manifest, so an error there would be the same in network and engine.
 - transformers' config classes fill in defaults. A manifest may have fewer positions.
 """
 
@@ -17,7 +17,7 @@ from orrery.manifest.schema import Model
 from orrery.models.families import LLAMA3_FIELDS, hf_config
 from orrery.models.hf_folder import CONFIG_FILE
 
-# Fields of `config.json` by the manifest's model fields. Others are fixed for a family.
+# Fields of `config.json` by the manifest's model fields. A family fixes the other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -115,7 +115,8 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
 
 def rotation(settings: Any) -> dict[str, Any]:
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if not rope or any(isinstance(one, dict) for one in rope.values()):  # one rotation a layer type
+    # each layer type has its own rotation
+    if not rope or any(isinstance(one, dict) for one in rope.values()):
         return rope
     rope.pop("type", None)  # older name of rope_type
     base = {
@@ -149,7 +150,8 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
             "which knows the config. Install it"
         ) from error
     try:
-        config = AutoConfig.for_model(**copy.deepcopy(content))  # it modifies its arguments
+        # a copy, because it modifies its arguments
+        config = AutoConfig.for_model(**copy.deepcopy(content))
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
             config.head_dim = config.hidden_size // num_heads  # some classes lack it

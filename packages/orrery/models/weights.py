@@ -77,7 +77,7 @@ def _seed(init: RandomInit, name: str) -> int:
 
 @torch.no_grad()
 def initialize_on_device(module: CausalLm, std: float, seed: int) -> None:
-    """Draw local shards on their device: fast, but not reproducible on other meshes."""
+    """Draw local shards on their device. Fast, but other meshes give other weights."""
     _allocate(module)
     device = local_tensor(next(module.parameters())).device
     rank = dist.get_rank() if is_sharded(module) else 0
@@ -134,7 +134,7 @@ def _open_pretrained(
 
 
 def _allocate(module: CausalLm) -> None:
-    """Allocate a module built on "meta": on its mesh's device if sharded, or on the CPU."""
+    """Allocate a module built on "meta": on its mesh's device if sharded, otherwise on the CPU."""
     parameters = list(module.parameters())
     if not any(parameter.is_meta for parameter in parameters):
         return

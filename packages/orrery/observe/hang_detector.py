@@ -2,12 +2,13 @@
 
 `find_stall` looks at the health of all processes of a stage:
 - hung: an event loop has not beaten within its limit.
-- overdue: a wait or an activity is GRACE_S past its deadline (the role's own error comes first).
-- deadlock: processes that wait only for one another, without a change for DEADLOCK_S.
+- overdue: a wait or activity is GRACE_S past its deadline, after which the role itself should
+  raise.
+- deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
-`RankStallDetector` finds the rank for which the others of its role wait in a collective.
+  `RankStallDetector` finds the rank for which the others of its role wait in a collective.
 
-A wait's text names the roles it waits for. Without a role it waits for the outside world.
+A wait's text names the awaited roles. Without a role it waits for the outside world.
 """
 
 import math
@@ -28,14 +29,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # short enough that a stall ends the stage within a minute
+STILL_S = 40.0  # a stall then ends the stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed`: the last process of a chain of waits, or all members of a cycle."""
+    """A stall. `blamed` is the last process of a chain of waits, or all members of a cycle."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -54,7 +55,7 @@ def find_stall(
     grace_s: float = GRACE_S,
     deadlock_s: float = DEADLOCK_S,
 ) -> Stall | None:
-    """Return the stall at `now_s`, if any. `processes` are the running and the done processes."""
+    """Return the stall at `now_s`, if any, among running and done processes."""
     living = _living(processes)
     return (
         _hung(living, now_s)
@@ -100,7 +101,10 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Wait for `deadlock_s`, because messages may arrive after their sender has ended."""
+    """Return the stall if all waits of a process name ended roles.
+
+    It must last `deadlock_s`, because messages may arrive after their sender has ended.
+    """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
     left = {
@@ -117,7 +121,7 @@ def _abandoned(
 
 
 def hung_s(health: Health, now_s: float) -> float | None:
-    """Return for how many seconds the event loop has not beaten, or None within its limit."""
+    """Return the seconds since the event loop's last beat, or None within its limit."""
     beats = health.loop_beats
     for_s = 0.0 if beats is None else now_s - beats.time_s
     return for_s if beats is not None and for_s > beats.within_s else None
@@ -196,16 +200,15 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the rank that holds up its role, with the state of one reader.
+    """Find the rank that holds up its role. One reader owns the state.
 
-    A rank is in one of these states, or makes progress, or has its own deadline:
+    A rank makes progress, has its own deadline, or is in one of these states:
     - silent: it waits, or has a `still_s`, but sends no heartbeats.
     - in a collective: it has started more collectives than it has completed.
     - still: no progress within its `still_s`, and not in a collective.
-    - late: for `behind_s` it waits for data that the other ranks, in collectives, have.
-    A role has stalled when none of its ranks makes progress. Blame, in order: silent ranks, still
-    ranks, ranks that started the fewest collectives. A rank silent for `hang_s` is blamed
-    even if no other rank waits for it.
+    - late: for `behind_s` it waits for data that the other ranks, in collectives, have. A role has
+      stalled when none of its ranks makes progress. Blame, in order: silent ranks, still ranks,
+      ranks that started the fewest collectives. A rank silent for `hang_s` is always blamed.
 
     - Progress is any change of the health except the beats, so a slow rank is never stuck.
     - After a gap of AWAY_S between two looks (a hanging file system) the detector starts anew.
@@ -260,7 +263,7 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """`last_s`: the last progress of the role. Late ranks count from there."""
+        """Return the error sentence. Late ranks count from `last_s`, the role's last progress."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -308,21 +311,20 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """One process's health with its writer's times (`said`) and with the reader's (`stamped`)."""
+    """One process's health, with times of its writer (`said`) and of the reader (`stamped`)."""
 
     said: Health
     stamped: Health
 
 
 class HealthView:
-    """Health with times on the clock of the reader.
+    """Health with times on the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - Times in a health file are for people. Wall clocks can be set, and differ between hosts.
-    - The view's times are when the reader first saw each change, on its monotonic clock, stopped in
-      a suspend. A deadline keeps its distance from the time before it.
+    - A time is when the reader first saw the change. The clock stops in a suspend. A deadline keeps
+      its distance from the time before it.
     - A gap between two looks counts as AWAY_S at most: the reader or its file system was stopped.
-    - `changed_s` orders changes, exactly on one host. Another host's monotonic clock is shifted to
-      ours by the smallest delay with which one of its changes was seen.
+    - `changed_s` orders changes, exactly on one host. Another host's clock is shifted by the
+      smallest delay with which one of its changes was seen.
     """
 
     def __init__(self) -> None:
@@ -332,7 +334,7 @@ class HealthView:
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Set `now_s` and return `said` with our times at `clock_s` of our monotonic clock."""
+        """Set `now_s`, and return `said` with the reader's times at `clock_s` of its clock."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

@@ -1,4 +1,6 @@
-"""The progress of a running stage, from metric rows and health, as a live panel or one line."""
+"""Show the progress of a running stage, from metric rows and health, as a live panel or one
+line.
+"""
 
 import time
 from collections.abc import Mapping, Sequence

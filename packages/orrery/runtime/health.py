@@ -1,11 +1,11 @@
 """The health file of a process: its current activity, or its waits with their deadlines.
 
-- Out: `stages/<stage>/health/<role>.<i>.json`, replaced atomically, never synced.
+- `stages/<stage>/health/<role>.<i>.json` is replaced atomically and never synced.
 - Times are `time.time()`, for people. `clock_s` is monotonic time since the host's `boot`. The
   launcher measures with its own clock (`hang_detector.HealthView`).
-- `time_s` is the time of the last change, other than a heartbeat.
-- Trainer ranks also report a `Heartbeat`, roles with an event loop report `LoopBeats`.
-- On a full disk the file is overwritten in place. A reader may then read broken JSON once.
+- `time_s` is the time of the last change other than a heartbeat.
+- Trainer ranks also report a `Heartbeat`, roles with an event loop `LoopBeats`.
+- On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled. More than NFS's delay of a minute
+HANG_S = 90.0  # scaled, and longer than NFS's delay of a minute
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """The beats of an event loop, which is blocked if `count` does not change for `within_s`."""
+    """The beats of an event loop. It is blocked if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -80,7 +80,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None  # last activity or wait of a failed process
-    still_s: float | None = None  # without progress for so long, it has stalled
+    still_s: float | None = None  # it has stalled after so long without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -159,7 +159,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat, and promise the next within `within_s`. None: no more beats."""
+        """Count one beat, and promise the next within `within_s`. None means no more beats."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -304,13 +304,13 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     """Count beats of the event loop every BEAT_S while the body runs.
 
-    The launcher ends a process that does not beat for HANG_S. So run blocking work in a thread,
+    The launcher ends a process that does not beat for HANG_S, so run blocking work in a thread,
     inside a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield
-    finally:  # afterwards it may wait for threads
+    finally:  # the loop may still wait for threads
         beating.cancel()
         with suppress(asyncio.CancelledError):
             await beating

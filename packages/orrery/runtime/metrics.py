@@ -3,8 +3,8 @@
 - `metrics/<role>.<i>.jsonl`: `{"time_s", "stage", "attempt", "step", **values}`.
 - `metrics/<role>.<i>.spans.jsonl`: `{"name", "start_s", "end_s", "stage", "attempt", "step",
   **attrs}`, times as `time.time()`.
-- A row is written by one `write` in append mode. A kill or a full disk may cut it off. Readers skip
-  such rows, and the next row begins a new line.
+- One `write` in append mode writes a row. A kill or a full disk may cut it off. Readers skip such
+  rows, and the next row begins a new line.
 - If an attempt resumes at step n, its rows replace older attempts' rows from step n on.
 """
 
@@ -58,12 +58,12 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file to append to. First end an incomplete line of an earlier process."""
+    """A JSONL file to append to. An incomplete line of an earlier process is ended first."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
         self._file: int | None = None
-        self._is_torn = False  # the file ends with a part of a row
+        self._is_torn = False  # whether the file ends with a part of a row
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
@@ -164,7 +164,7 @@ class Attempts:
                 steps[attempt] = step
 
     def counts(self, row: Row) -> bool:
-        """Return whether no newer attempt repeated the row's step. Call it after every `add`."""
+        """Return whether no newer attempt repeated the row's step. First `add` all rows."""
         step, attempt = row.get("step"), row.get("attempt", 0)
         return step is None or not any(
             newer > attempt and begin <= step for newer, begin in self._first[_series(row)].items()
@@ -194,7 +194,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Yield the rows appended to `metrics/*.jsonl` (not spans) since the last look.
 
-    An incomplete last line is read later, once it is complete. If another row follows, skip it.
+    An incomplete last line is read once it is complete, or skipped if another row follows.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):

@@ -64,7 +64,7 @@ def rdma_devices() -> list[str]:
 
 
 def without_proxy(hosts: Iterable[str]) -> None:
-    """Make this process and its children reach `hosts` without the site's proxy."""
+    """Let this process and its children reach `hosts` without the site's proxy."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)
@@ -73,7 +73,7 @@ def without_proxy(hosts: Iterable[str]) -> None:
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
     """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
-    with ExitStack() as held:  # hold all ports at once, so they differ
+    with ExitStack() as held:  # all ports are held at once, so they differ
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):
             if len(found) == count:
                 break

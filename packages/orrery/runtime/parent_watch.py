@@ -3,7 +3,7 @@
 - A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
   and kills its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
-- A pipe to the parent would not work, because every child inherits its end and keeps it open.
+- A pipe to the parent would stay open, because every child inherits the parent's end.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, perhaps ended
-START = "ORRERY_START"  # marks all processes of an attempt, not secret
+START = "ORRERY_START"  # marks all processes of an attempt. It is not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 def hide_memory() -> None:
     """Hide memory, environment and open files from other processes of this user.
 
-    It also holds in forks, but not after exec.
+    This extends to forks, but not past exec.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -72,7 +72,7 @@ class ParentWatch:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # False: a user or a test started it
+        self.is_launched = LAUNCHER_PID in os.environ  # False if a user or a test started it
         # Children must not inherit the variable: this process is their parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
@@ -103,5 +103,5 @@ class ParentWatch:
         for callback in self._callbacks:
             try:
                 callback()
-            except Exception as error:  # continue with other callbacks and the end
+            except Exception as error:  # other callbacks still run
                 print(f"parent watch: {callback!r} failed: {error!r}", file=sys.stderr, flush=True)

@@ -33,14 +33,14 @@ def is_requested(run_dir: Path, stage: str) -> bool:
         return False
     file = request_path(run_dir, stage)
     try:
-        return file.name in os.listdir(file.parent)  # NFS caches that a name is missing
+        return file.name in os.listdir(file.parent)  # NFS caches the absence of a name
     except FileNotFoundError:
         return False
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """An incarnation of process `name` (`inference.1`) that must end, for the reason `why`."""
+    """A request to end an incarnation of process `name` (`inference.1`) for the reason `why`."""
 
     name: str
     incarnation: int

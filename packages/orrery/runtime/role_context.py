@@ -1,6 +1,6 @@
-"""A role's process: its command line, logs, signals, and exit code.
+"""Run a role's process: its command line, logs, signals, and exit code.
 
-- In: the launcher's argv, `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
+- The launcher gives `--run-dir R --stage S --index I --attempt K --incarnation N --port P`.
 - `OrreryError` gives one line `error: …`, the health `failed` and the error's exit code.
   `Preempted` gives the health `wound down` and EXIT_PREEMPTED. Other exceptions, also
   `SystemExit(0)`, give a traceback and exit code 1.
@@ -42,7 +42,7 @@ OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
-CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # they log every request
+CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # libraries that log every request
 
 
 class Terminated(SystemExit):
@@ -108,7 +108,7 @@ def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
 @contextmanager
 def role_process(role: str, argv: Sequence[str] | None = None) -> Iterator[RoleContext]:
     """Run a role: `with role_process("trainer") as ctx:`."""
-    # First, because SIGUSR1 may arrive once the health file exists, and would end the process.
+    # SIGUSR1 may arrive once the health file exists, and would otherwise end the process.
     faulthandler.enable(file=STDERR)
     stacks_on_signal()
     log_to_stderr()
@@ -175,8 +175,8 @@ def stacks_on_signal(chain: bool = False) -> None:
 def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
-    A thread runs `answer`, because the main thread may be stuck. Python writes a byte to the signal
-    wake-up descriptor, which this function sets, and the thread reads it.
+    A thread runs `answer`, because the main thread may be stuck. It waits for the byte that Python
+    writes to the signal wake-up descriptor, set here.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -1,10 +1,10 @@
 """A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
 
-- This module has the names of all files. `<process>` is a name such as `trainer.0`.
+- This module names all files. `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive mkdir of `attempts/<k>/`, and syncs it. So two launchers never
-  have the same attempt.
-- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process that is left on an
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never have
+  the same attempt.
+- Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
 - A run resumes from the newest complete step.
 """
@@ -25,7 +25,7 @@ COMPLETE = "COMPLETE"  # marker of a complete checkpoint
 MANIFEST = "manifest.json"
 STATUS = "status.json"
 LOCK = ".lock"
-ADOPTED = "adopted.json"  # the state that `orrery adopt` copied
+ADOPTED = "adopted.json"  # the state copied by `orrery adopt`
 STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
@@ -96,7 +96,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the folder of a stage's weights, of an export (`step_<n>`), or of WIRE's versions."""
+    """Return the folder of a stage's weights, an export (`step_<n>`), or WIRE's versions."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -113,7 +113,7 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
-    """Return the folder of snapshots of the code, named by their digests."""
+    """Return the folder with snapshots of the code, named by digest."""
     return Path(run_dir) / "code"
 
 
@@ -165,7 +165,7 @@ def _anew(run_dir: Path) -> str:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Claim and return the next attempt's number, from 1. The claim is durable and unique."""
+    """Claim the next attempt's number, from 1. The claim is durable and unique."""
     folder = run_dir / ATTEMPTS
     make_folder(folder)
     number = last_attempt(run_dir) + 1

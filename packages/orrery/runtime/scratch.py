@@ -1,12 +1,11 @@
-"""Names of a run's shared memory and scratch folders, and their removal.
+"""Name and remove a run's shared memory and scratch folders.
 
 - Shared memory: names in `/dev/shm` contain `orrery-<run id12>-<place>-`.
 - Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` also depends on the manifest's
   inode and time, because a new run folder counts versions from 0 again.
-- Sockets of one start of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. Socket paths may have at
-  most 107 characters.
-- `place` is the beginning of the hash of the run folder's path, which differs between checkouts.
-- The launcher removes all of them when a stage begins (on its node) and ends (on every node). An
+- Sockets of an engine's start: `<TMPDIR>/orrery-<place>-<engine>-*`, in at most 107 characters.
+- `place` is the start of the hash of the run folder's path, so checkouts differ.
+- The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
   engine removes its own when it ends, and those of its killed starts when it begins.
 """
 
@@ -61,7 +60,7 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | None = None) -> str:
-    """Return the prefix of the folders of an engine's starts. None: of all engines."""
+    """Return the prefix of the folders of an engine's starts, or of all engines' starts."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

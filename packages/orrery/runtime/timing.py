@@ -30,7 +30,7 @@ def scaled(seconds: float) -> float:
 
 
 def period_s(age_s: float, shortest_s: float) -> float:
-    """Return the seconds to the next row of a series: 1/1000 of its age `age_s`, within bounds."""
+    """Return the seconds to the next row of a series: 1/1000 of its age, within bounds."""
     return max(shortest_s, min(LONGEST_S, SHARE_OF_AGE * age_s))
 
 
@@ -43,7 +43,7 @@ class Pace:
     def due(self, now_s: float) -> bool:
         if now_s < self._next_s - 0.5 * self._shortest_s:  # timer jitter
             return False
-        # Count from the due time, so that rows written early do not shorten the pace.
+        # Count from the due time, so that early rows do not shorten the pace.
         self._next_s = max(self._next_s + period_s(now_s - self._begin_s, self._shortest_s), now_s)
         return True
 

@@ -6,8 +6,8 @@
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
 - A process with the token hides its memory from other processes of its user.
-- The token never goes over HTTP. Requests carry a derived credential: one for generation, another
-  for administration. A router that sees the first cannot administer an engine.
+- The token never goes over HTTP. Requests carry a derived credential, for generation or for
+  administration. A router that sees the first cannot administer an engine.
 """
 
 import hmac
@@ -101,8 +101,8 @@ def run_token() -> str:
 
 
 class Purpose(StrEnum):
-    GENERATE = "generate"  # /inference/v1/generate, at engine or router
-    ADMINISTER = "administer"  # all other paths
+    GENERATE = "generate"  # for /inference/v1/generate, at engine or router
+    ADMINISTER = "administer"  # for all other paths
 
 
 def credential(token: str, purpose: Purpose) -> str:

@@ -1,7 +1,7 @@
 """Record CPU time and memory of a process and its children as metric rows.
 
-- Out: `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}` every
-  PERIOD_S, in long runs less often. 100 % is one core.
+- Rows are `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`, every
+  PERIOD_S or less often in long runs. 100 % is one core.
 - This reads /proc directly, because psutil reads all processes of a host to list children.
 - Only roles under a launcher record usage. The launcher's own usage excludes its roles.
 """

@@ -1,9 +1,9 @@
-"""Rows and spans as columns in memory, and the thinning of long lines.
+"""Keep rows and spans as columns in memory, and thin long lines.
 
 - Numbers of one type take eight bytes each. A text is kept once.
 - A row is made on access: a dict with every key of the table, None for missing values.
-- A line with more than POINTS points is cut into pieces of equal size, drawn as means (rates and
-  shares) or extremes (single values).
+- A line with more than POINTS points is cut into equal pieces, drawn as means (rates and shares) or
+  extremes (single values).
 """
 
 import sys
@@ -84,7 +84,7 @@ class Table(Sequence[Row]):
 
 class _Column:
     def __init__(self) -> None:
-        self._code: str | None = None  # an array's type, None: a list
+        self._code: str | None = None  # type code of the array. None: a list
         self._values: Any = []
 
     @property

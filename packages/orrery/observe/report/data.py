@@ -1,6 +1,6 @@
-"""The data of a report, read once from a run directory.
+"""Read the data of a report once from a run directory.
 
-- In: `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list.
+- Sources are `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list.
 - For a step of several attempts the newest row counts. Spans are of the newest attempt.
 - Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
@@ -61,7 +61,7 @@ class RunData:
     engine_restarts: Table
     admission: Table  # rollouts in flight and their adaptive limit
     engines: Mapping[int, Table]  # each engine's own measurements
-    usage: Sequence[Row]  # times of each attempt's first and last row
+    usage: Sequence[Row]  # with the times of each attempt's first and last row
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row
@@ -148,7 +148,7 @@ def unfinished(run: RunData) -> list[str]:
 
 
 def wall_s(run: RunData, *left_out: str) -> float:
-    """Return the seconds of work on the finished stages.
+    """Return the seconds of work on the finished stages, except `left_out`.
 
     A lost attempt counts from its launcher's first row to its last.
     """
@@ -247,7 +247,7 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the time of the RL stage's newest attempt was spent, between first and last batch."""
+    """Shares of time in the RL stage's newest attempt, between first and last batch."""
 
     window_s: float
     trainer_busy: float  # share in forward, backward or optimizer
