@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import _gojsonnet
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -93,6 +94,18 @@ def test_a_folders_splits_are_read_by_name(tmp_path):
     assert len(open_rows(tmp_path, "test")) == 10
     with pytest.raises(OrreryError, match=r"has no 'dev'. Choose from test, train"):
         open_rows(tmp_path, "dev")
+    with pytest.raises(OrreryError, match=r"is a folder of splits. Choose from test, train"):
+        open_rows(tmp_path)
+
+
+def test_a_split_of_several_files_of_any_form_is_read_in_the_order_of_names(tmp_path):
+    write(tmp_path / "train-1.csv", ROWS[10:30])
+    write(tmp_path / "train-0.jsonl", ROWS[:10])
+    write(tmp_path / "train-2.parquet", ROWS[30:])
+    rows = open_rows(tmp_path, "train")
+    assert [rows[i] for i in range(len(rows))] == ROWS
+    assert rows.place(9).endswith("train-0.jsonl:19")
+    assert rows.place(10).endswith("train-1.csv: row 0")
 
 
 def test_a_saved_dataset_is_read_by_split(tmp_path):
@@ -363,6 +376,14 @@ def test_the_pages_table_tells_the_verdicts(verdict, answer, reply, worth):
     assert score(reply, answer, **{"kind": verdict} | OF_TABLE[verdict]) == float(worth)
 
 
+def test_the_pages_line_for_a_reward_is_jsonnet():
+    page = (ROOT / "docs/datasets.md").read_text()
+    (line,) = re.findall(r"^verdict: .+$", page, re.MULTILINE)
+    read = {"import_callback": lambda _, name: (name, b"text")}
+    args = json.loads(_gojsonnet.evaluate_snippet("page", f"{{ {line} }}", **read))
+    assert args["verdict"]["function"] == "reward"
+
+
 def test_json_fits_the_answers_schema():
     schema = json.dumps({"type": "object", "required": ["x"]})
     assert score('Here:\n```json\n{"x": 1}\n```', schema, kind="json_schema") == 1.0
@@ -420,6 +441,44 @@ async def test_a_reward_file_is_found_from_the_working_directory(path, tmp_path,
     assert (await one.judge(one.problem(3), [Message("assistant", "any")])).reward == 0.75
 
 
+async def test_an_exception_of_a_reward_function_is_logged_once(path, tmp_path, caplog):
+    code = "def reward(reply, answer, row):\n    return float(reply)"
+    one = task(**args(path, verdict=reward(tmp_path, code)))
+    for _ in range(3):
+        judgement = await one.judge(one.problem(0), [Message("assistant", "seven")])
+        assert (judgement.reward, judgement.metrics["unscorable"]) == (0.0, 1.0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "ValueError: could not convert string to float: 'seven' (reward.py:2)" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("(reply, answer): return 1.0", "takes 2 positional arguments but 3 were given"),
+        ("(reply, answer, row): return row['level']", "raises KeyError: 'level' (reward.py:1)"),
+        ("(reply, answer, row): pass", "the reward is NoneType, not a number"),
+        ("(reply, answer, row): return 2", "returns 2; return a number from 0 to 1"),
+        ("(reply, answer, row): return float(reply)", "for an empty reply it raises ValueError"),
+        ("(reply, answer, row): exit()", "checking the row ends the process"),
+    ],
+)
+def test_a_reward_function_is_tried_when_rows_are_checked(path, tmp_path, code, says):
+    verdict = reward(tmp_path, f"def reward{code}")
+    rows = write(path, [{"question": f"{n}?", "answer": "1"} for n in range(40)])
+    with pytest.raises(OrreryError, match=re.escape(says)):
+        task(**args(rows, verdict=verdict)).check_rows(None, 0)
+
+
+def test_a_row_that_takes_too_long_is_named(path, tmp_path, monkeypatch):
+    code = "def reward(reply, answer, row):\n    while answer == '7': pass\n    return 1.0"
+    rows = write(path, [{"question": f"{n}?", "answer": str(n)} for n in range(9)])
+    one = task(**args(rows, verdict=reward(tmp_path, code)))
+    slow = next(at for at in one._kept if one._row(at)["answer"] == "7")
+    monkeypatch.setattr("orrery.tasks.watched.watched.__defaults__", (0.5,))
+    with pytest.raises(OrreryError, match=rf":{2 * slow + 1}: checking the row takes more than"):
+        one.check_rows(None, 0)
+
+
 async def test_a_request_that_its_verdict_refuses_fails_the_rollout_with_a_sentence(path):
     one = task(**args(path, verdict={"kind": "choice", "num_choices": 2}))
     with pytest.raises(OrreryError, match=r"the answer '\d+' is none of the letters AB"):
@@ -444,7 +503,9 @@ def test_good_rows_pass(path):
 def test_empty_answers_are_counted_and_the_first_three_rows_named(tmp_path):
     rows = [{"question": f"{n}?", "answer": " "} for n in range(30)]
     said = bad(tmp_path, rows)
-    assert re.match(r"source: \d+ of \d+ rows have an empty answer \(rows.jsonl:\d+, ", said)
+    assert re.match(
+        r"source: \d+ of \d+ training rows have an empty answer \(rows.jsonl:\d+, ", said
+    )
     assert said.count("rows.jsonl:") == 3 and ", …)" in said and "`where`" in said
 
 
@@ -454,13 +515,13 @@ def test_answers_that_their_verdict_calls_wrong_are_named(tmp_path):
     assert "have an answer that the verdict calls wrong" in said and "none of the letters" in said
 
 
-def test_rows_without_a_column_are_counted_with_the_nearest_name(tmp_path):
+def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
     with pytest.raises(OrreryError) as error:
         task(**args(path))
     said = "2 of 82 rows lack the column 'question' (rows.jsonl:81, rows.jsonl:163): correct "
     assert said in str(error.value).replace(f"{tmp_path}/", "")
-    assert str(error.value).endswith("did you mean 'qestion'?")
+    assert str(error.value).endswith("The first has the columns 'qestion', 'answer'")
 
 
 def test_long_prompts_are_counted(tmp_path):
@@ -471,4 +532,6 @@ def test_long_prompts_are_counted(tmp_path):
 def test_rows_on_both_sides_are_counted(tmp_path):
     other = write(tmp_path / "test.jsonl", ROWS[:2])
     said = bad(tmp_path, [], held_out=source(other), split="held_out")
-    assert said.startswith("source: 2 of 2 rows are training rows too (test.jsonl:1, test.jsonl:3)")
+    assert said.startswith(
+        "source: 2 of 2 held-out rows are training rows too (test.jsonl:1, test.jsonl:3)"
+    )

@@ -86,8 +86,13 @@ def _sentence(invalid: pydantic.ValidationError, args: type[pydantic.BaseModel])
         case "extra_forbidden":
             name = error["loc"][-1]
             return f": there is no {name!r}; {did_you_mean(str(name), args.model_fields)}"
+        case "missing" if len(error["loc"]) > 1:
+            return f"{path} is missing; add it"
         case "missing":
             return f"{path} is missing; this task needs {', '.join(args.model_fields)}"
+        case "union_tag_invalid":
+            given, known = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "")
+            return f"{path}.kind: there is no {given!r}; {did_you_mean(given, known.split(', '))}"
         case "value_error":
             return f"{path}: {error['ctx']['error']}"
     message = error["msg"]

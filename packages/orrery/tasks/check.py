@@ -2,9 +2,11 @@
 
 Print one line per task that fits, or one error.
 
-- Every task makes its first problems within `MAX_CPU_S` of CPU time.
+- Every task makes its first problems within `MAX_CPU_S` of CPU time, and one second more for each
+  `BYTES_PER_S` of its files.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless
   a pretrained tokenizer is missing on this machine.
+- A task with a file checks all its rows (`check_rows`), with a time limit for each row.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -20,6 +22,7 @@ from typing import Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
+from orrery.manifest.publish import data_files
 from orrery.manifest.schema import Manifest, Model, TaskUse
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
@@ -28,6 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
+BYTES_PER_S = 1_000_000  # of rows; the slowest forms of files are ten times as fast
 
 
 def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
@@ -133,23 +137,36 @@ class _TooLong(BaseException):
 
 @contextmanager
 def _limited(use: TaskUse) -> Iterator[None]:
-    """Raise OrreryError after `MAX_CPU_S` of CPU time. Works in the main thread only."""
+    """Raise OrreryError after the task's limit of CPU time. Works in the main thread only."""
+    limit_s = MAX_CPU_S + _file_bytes(use.args) / BYTES_PER_S
 
     def stop(*_: Any) -> None:
         raise _TooLong
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
     try:
         yield
     except _TooLong:
         raise OrreryError(
             f"task {use.name!r}: args {use.args}: its first {NUM_PROBLEMS} problems take more than "
-            f"{MAX_CPU_S:g} s. Make them smaller"
+            f"{limit_s:g} s. Make them smaller"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def _file_bytes(args: dict[str, Any]) -> int:
+    """Return the bytes of the files of rows that args name, at every depth."""
+    found = 0
+    for value in args.values():
+        if isinstance(value, dict):
+            found += _file_bytes(value)
+            if value.get("kind") == "source" and (path := Path(str(value.get("path")))).exists():
+                files = data_files(path) if path.is_dir() else [path]
+                found += sum(file.stat().st_size for file in files)
+    return found
 
 
 @cache

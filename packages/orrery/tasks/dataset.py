@@ -29,15 +29,16 @@ from orrery.tasks.task import (
     Role,
     SingleTurn,
     Split,
-    did_you_mean,
     scored,
     split_of,
 )
-from orrery.tasks.verdicts import Verdict, compiled, scorer_of
+from orrery.tasks.verdicts import Verdict, compiled, scorer_of, told
+from orrery.tasks.watched import RowFailed, watched
 
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows that an error message shows
+TRIED = 16  # rows whose check calls a reward function
 KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
@@ -49,7 +50,9 @@ def filled(template: str, row: dict[str, Any]) -> str:
     """Return the template with a row's values in place of columns. Doubled braces become single."""
 
     def fill(found: re.Match[str]) -> str:
-        return str(row[found[1]]) if found[1] else found[0][0]
+        if not found[1]:
+            return found[0][0]
+        return "" if row[found[1]] is None else str(row[found[1]])
 
     return FIELD.sub(fill, template)
 
@@ -131,6 +134,7 @@ class Dataset(SingleTurn):
                 f"split: no row of {file.path} is on the side {args.split!r}. "
                 "Change held_out or where"
             )
+        self._tried = set(self._kept[:TRIED].tolist())
         self._made = lru_cache(KEPT)(self._make)
         self._order = lru_cache(4)(self._shuffled)
 
@@ -148,9 +152,9 @@ class Dataset(SingleTurn):
             if not missing and self._side_of(row) == self.args.split and self._passes(row):
                 kept.append(at)
         for name, rows in lacks.items():
-            near = did_you_mean(name, self._row(rows[0]))
-            advice = f"correct the template or add the column; {near}"
-            kind = f"lack the column {name!r}"
+            has = ", ".join(map(repr, self._row(rows[0]))) or "none"
+            advice = f"correct the template or add the column. The first has the columns {has}"
+            kind = f"rows lack the column {name!r}"
             raise OrreryError(self._sentence(kind, rows, advice, len(self._rows)))
         return kept
 
@@ -239,14 +243,20 @@ class Dataset(SingleTurn):
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
-        for at in map(int, self._kept):
-            misfit = self._misfit(at, tokens, most_tokens)
-            if misfit is not None:
-                kind, reason = misfit
-                found.setdefault(kind, []).append(at)
-                reasons.setdefault(kind, reason)
+        kept = self._kept.tolist()
+        try:
+            misfits = watched(lambda at: self._misfit(at, tokens, most_tokens), kept)
+        except RowFailed as error:
+            raise OrreryError(
+                f"source: {self._rows.place(error.row)}: checking the row {error}; correct its "
+                "answer, the pattern or the reward function, or leave the row out by `where`"
+            ) from error
+        for at, (kind, reason) in misfits.items():
+            found.setdefault(kind, []).append(at)
+            reasons.setdefault(kind, reason)
+        side = "training" if self.args.split == "train" else "held-out"
         for kind, rows in found.items():
-            raise OrreryError(self._sentence(kind, rows, reasons[kind], len(self._kept)))
+            raise OrreryError(self._sentence(f"{side} rows {kind}", rows, reasons[kind], len(kept)))
         if self.args.split == "held_out" and not isinstance(self.args.held_out, Fraction):
             self._check_against_training()
         return len(self._kept)
@@ -263,7 +273,10 @@ class Dataset(SingleTurn):
             return "have an empty answer", "fill it, or leave these rows out by `where`"
         if not any(message.content.strip() for message in problem.messages):
             return "have an empty prompt", "fill it, or leave these rows out by `where`"
-        if (reason := self._self_judged(at, problem.answer)) is not None:
+        if self.args.verdict.kind == "python":
+            if at in self._tried and (reason := self._tried_reward(at, problem.answer)) is not None:
+                return "have a reward that the function does not give", reason
+        elif (reason := self._self_judged(at, problem.answer)) is not None:
             return "have an answer that the verdict calls wrong", reason
         if tokens is not None and (length := tokens(problem)) > most_tokens:
             return (
@@ -278,7 +291,7 @@ class Dataset(SingleTurn):
         verdict = self.args.verdict
         try:
             scorer = scorer_of(self._request(at, answer))
-            if verdict.kind in ("json_schema", "python"):  # the answer does not look like a reply
+            if verdict.kind == "json_schema":  # the answer does not look like a reply
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
             if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:
@@ -290,13 +303,25 @@ class Dataset(SingleTurn):
             return f"{error}; correct the answer or the verdict"
         return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
 
+    def _tried_reward(self, at: int, answer: str) -> str | None:
+        """Return what is wrong with the user's reward of the answer and of an empty reply."""
+        scorer = scorer_of(self._request(at, answer))
+        for what, reply in (("the row's answer", answer), ("an empty reply", "")):
+            try:
+                score = scorer(reply)
+            except Exception as error:  # the user's code
+                return f"for {what} it raises {told(error)}; correct the function"
+            if not 0.0 <= score <= 1.0:
+                return f"for {what} it returns {score:g}; return a number from 0 to 1"
+        return None
+
     def _check_against_training(self) -> None:
         train = Dataset(self.args.model_copy(update={"split": "train"}), self.seed)
         trained = set(map(train._prompt, train._kept))
         both = [int(at) for at in self._kept if self._prompt(at) in trained]
         if both:
             advice = "leave them out of one side, or use held_out of kind fraction"
-            kind = "are training rows too"
+            kind = "held-out rows are training rows too"
             raise OrreryError(self._sentence(kind, both, advice, len(self._kept)))
 
     def _prompt(self, at: int) -> str:
@@ -305,4 +330,4 @@ class Dataset(SingleTurn):
     def _sentence(self, kind: str, rows: list[int], advice: str, num_rows: int) -> str:
         places = ", ".join(self._rows.place(at) for at in rows[:SHOWN])
         more = ", …" if len(rows) > SHOWN else ""
-        return f"source: {len(rows)} of {num_rows} rows {kind} ({places}{more}): {advice}"
+        return f"source: {len(rows)} of {num_rows} {kind} ({places}{more}): {advice}"

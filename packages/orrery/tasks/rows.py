@@ -1,7 +1,8 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
 - A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
-  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`).
+  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`). Several
+  files of a split are read in the order of their names.
 - JSONL, Parquet and Arrow files are mapped, so they may exceed memory. JSON and CSV are read whole.
 """
 
@@ -62,9 +63,7 @@ def _open_folder(path: Path, split: str | None) -> DataRows:
     files = sorted(by_split[_chosen(path, split, by_split)])
     if all(file.suffix in (".parquet", ".arrow") for file in files):
         return Tables(path, files)
-    if len(files) > 1:
-        raise OrreryError(f"path: {path} holds {len(files)} files of {split!r}. Name one of them")
-    return _open_file(files[0])
+    return Joined([_open_file(file) for file in files])
 
 
 def splits(path: Path) -> dict[str, list[Path]]:
@@ -79,7 +78,8 @@ def splits(path: Path) -> dict[str, list[Path]]:
 def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
     if split is not None and split in splits:
         return split
-    raise OrreryError(f"split: {path} has no {split!r}. Choose from {', '.join(sorted(splits))}")
+    what = f"has no {split!r}" if split is not None else "is a folder of splits"
+    raise OrreryError(f"split: {path} {what}. Choose from {', '.join(sorted(splits))}")
 
 
 # Folders of `save_to_disk` ------------------------------------------------------------------------
@@ -147,7 +147,11 @@ class JsonLines:
     def __getitem__(self, index: int) -> dict[str, Any]:
         begin = self._begins[index]
         end = self._content.find(b"\n", begin)
-        return _object(json.loads(self._content[begin : end if end >= 0 else None].decode()))
+        line = self._content[begin : end if end >= 0 else None].decode()
+        try:
+            return _object(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno})") from error
 
     def place(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
@@ -169,6 +173,29 @@ class Listed:
 
     def place(self, index: int) -> str:
         return f"{self._path}: row {index}"
+
+
+class Joined:
+    """The rows of several files, one file after the other."""
+
+    def __init__(self, parts: Sequence[DataRows]):
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _part(self, index: int) -> tuple[DataRows, int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[number], index - (int(self._ends[number - 1]) if number else 0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part, at = self._part(index)
+        return part[at]
+
+    def place(self, index: int) -> str:
+        part, at = self._part(index)
+        return part.place(at)
 
 
 class Tables:

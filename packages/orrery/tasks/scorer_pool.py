@@ -10,6 +10,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import os
 import socket
@@ -24,9 +25,11 @@ from orrery.runtime.timing import scaled
 from orrery.tasks.scorer_process import LIMIT_S, MAX_SENTENCE
 from orrery.tasks.task import JudgeBroken
 
+log = logging.getLogger(__name__)
+
 NUM_SCORERS = 8
 START_S = 120.0  # imports from a slow file system take long
-MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # a number and a score, or an escaped sentence
+MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence or note
 HASH_SEED = "0"
 SLACK_S = 5.0  # after LIMIT_S, to kill the fork and reply
 CANARY_EVERY = 500  # answers between two checks
@@ -115,6 +118,11 @@ class ScorerPool:
         return scorer
 
 
+@cache  # one warning for each exception
+def _warn(note: str) -> None:
+    log.warning("the reward function raised %s; such a reply is worth 0", note)
+
+
 @cache
 def _canary() -> tuple[str, str]:
     import reasoning_gym
@@ -144,10 +152,12 @@ class _Scorer:
         self._number += 1
         line = json.dumps([self._number, *request]).encode() + b"\n"
         await asyncio.get_running_loop().sock_sendall(self._wire, line)
-        number, score = json.loads(await self._line())
+        number, score, note = json.loads(await self._line())
         is_score = isinstance(score, float) and math.isfinite(score)
         if number != self._number or not (is_score or score is None or isinstance(score, str)):
             raise ValueError(f"no answer to request {self._number}: {number}, {score}")
+        if note is not None:
+            _warn(note)
         return score
 
     async def _line(self) -> bytes:

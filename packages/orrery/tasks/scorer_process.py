@@ -1,8 +1,9 @@
 """Score answers, each in its own fork: `python -m orrery.tasks.scorer_process`.
 
 - In, a line per answer: `[number, kind, request, text, limit_s]`. Out: an empty line when ready,
-  then `[number, score]`. The score is null if the scorer raises, exits, is slow or gives no finite
-  number, and a sentence if the request is wrong.
+  then `[number, score, note]`. The score is null if the scorer raises, exits, is slow or gives no
+  finite number, and a sentence if the request is wrong. The note is null, or the exception of a
+  user's reward function.
 - This process never interprets an answer. It has no secret, no capability and no open file except
   its socket.
 - A fork scores one answer, without output, in a removed folder, and is then killed with its
@@ -33,7 +34,8 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
 }
 LIMIT_S = 5.0  # per answer
 MEMORY_BYTES = 4 * 2**30
-MAX_BYTES = 32  # longest text of a score
+MAX_BYTES = 256  # longest text of a score or a note
+NOTE = b"note "
 KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
 MAX_SENTENCE = 500  # characters of an error
 
@@ -64,7 +66,7 @@ def main() -> None:
     os.dup2(nowhere, 2)  # errors at the start are still printed
     for line in requests:
         number, *request = json.loads(line)
-        answers.write(json.dumps([number, _score(*request)]).encode() + b"\n")
+        answers.write(json.dumps([number, *_score(*request)]).encode() + b"\n")
 
 
 def _warm_up() -> None:
@@ -77,15 +79,18 @@ def _warm_up() -> None:
         str(expand(parse_expr(text)))
 
 
-def _score(kind: str, request: Any, text: str, limit_s: float) -> float | str | None:
+def _score(
+    kind: str, request: Any, text: str, limit_s: float
+) -> tuple[float | str | None, str | None]:
     try:
         scorer = _scorer(kind, json.dumps(request))
     except Exception as error:  # a library or a user's reward function may raise any type
-        return f"{error or type(error).__name__}"[:MAX_SENTENCE]
+        return f"{error or type(error).__name__}"[:MAX_SENTENCE], None
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
-            _answer(scorer, text.strip(), limit_s, writer)
+            is_users = kind == "verdict" and request["verdict"]["kind"] == "python"
+            _answer(scorer, text.strip(), limit_s, writer, is_users)
         finally:
             os._exit(1)
     os.close(writer)
@@ -94,14 +99,18 @@ def _score(kind: str, request: Any, text: str, limit_s: float) -> float | str | 
     finally:
         os.close(reader)
         _end_children()
+    if output.startswith(NOTE):
+        return None, output.removeprefix(NOTE).decode(errors="replace")
     try:
         score = float(output)
     except ValueError:
-        return None
-    return score if math.isfinite(score) else None
+        return None, None
+    return score if math.isfinite(score) else None, None
 
 
-def _answer(scorer: Callable[[str], float], text: str, limit_s: float, writer: int) -> None:
+def _answer(
+    scorer: Callable[[str], float], text: str, limit_s: float, writer: int, is_users: bool
+) -> None:
     die_with_parent()
     os.dup2(writer, 3)
     os.closerange(4, 1024)  # the kernel gives the lowest free numbers
@@ -109,7 +118,11 @@ def _answer(scorer: Callable[[str], float], text: str, limit_s: float, writer: i
     _limit(resource.RLIMIT_NPROC, 0)
     try:
         score = float(scorer(text))
-    except BaseException:  # a scorer may raise anything, or exit
+    except BaseException as error:  # a scorer may raise anything, or exit
+        if is_users and isinstance(error, Exception):
+            from orrery.tasks.verdicts import told
+
+            os.write(3, NOTE + told(error).encode()[: MAX_BYTES - len(NOTE)])
         return
     os.write(3, repr(score).encode())
 

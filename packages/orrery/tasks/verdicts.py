@@ -6,7 +6,9 @@ A request holds the verdict's args, the reference answer and, for a user's funct
 
 import hashlib
 import json
+import numbers
 import re
+import traceback
 import types
 import unicodedata
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Record
 from orrery.manifest.schema.model import Sha256
 
+PACKAGE = str(Path(__file__).parent)
 PLACEHOLDER = "{answer}"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
@@ -123,7 +126,7 @@ def scorer_of(request: dict[str, Any]) -> Callable[[str], float]:
             return _schema_scorer(answer)
         case "python":
             function = reward_function(verdict["path"], verdict["sha256"], verdict["function"])
-            return lambda text: float(function(text, answer, request["row"]))
+            return lambda text: _number(function(text, answer, request["row"]))
     raise ValueError(f"there is no verdict {verdict['kind']!r}")
 
 
@@ -197,6 +200,23 @@ def _schema_scorer(answer: str) -> Callable[[str], float]:
     return score
 
 
+def _number(given: Any) -> float:
+    """Return a user's reward. Raise TypeError if it is no number."""
+    if not isinstance(given, numbers.Real):
+        raise TypeError(f"the reward is {type(given).__name__}, not a number")
+    return float(given)
+
+
+def told(error: Exception) -> str:
+    """Return an error of the user's code with its last line: `KeyError: 'x' (reward.py:3)`."""
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    return f"{said} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else said
+
+
 @cache
 def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
     """Load the user's function. Raise OrreryError if the file has changed or lacks it."""
@@ -215,7 +235,7 @@ def reward_function(path: str, sha256: str, name: str) -> Callable[..., float]:
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except Exception as error:
-        raise OrreryError(f"path: {path} cannot be loaded: {error!r}. Correct it") from error
+        raise OrreryError(f"path: {path} cannot be loaded: {told(error)}. Correct it") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise OrreryError(f"function: {path} defines no function {name!r}. Correct the name")
