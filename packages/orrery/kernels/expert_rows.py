@@ -1,4 +1,4 @@
-"""Tokens to expert order and back, and the activation between an expert's two products.
+"""Put tokens in expert order and back, and apply the activation between an expert's two products.
 
 T tokens · K experts a token · M = T·K routed rows · E experts · D hidden · I expert intermediate
 
@@ -78,8 +78,9 @@ def order_slots(value_TK: Tensor, order: RowOrder) -> Tensor:
 def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None) -> Tensor:
     """Return silu(gate) · up · score, computed in float32 and rounded once to gate_up's dtype.
 
-    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. Scored here, the
-    backward pass does not need the down projection's output. Raise ValueError on other shapes.
+    gate_up [M, 2·I] has gate in its first I columns. score [M] is floating. With the score applied
+    here, the backward pass does not need the down projection's output. Raise ValueError on other
+    shapes.
     """
     if gate_up_M2I.shape[1] % 2 or score_M.shape != gate_up_M2I.shape[:1]:
         raise ValueError(

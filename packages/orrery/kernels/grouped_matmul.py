@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Private. Without it, products are slow while a collective runs.
+# A private function. Without it, products are slow while a collective runs.
 _set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
 _num_reserved = 0
 HAS_TRITON = find_spec("triton") is not None
@@ -69,7 +69,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_matmul`'s result on any device and dtype. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # One unbind, not E selects: the backward is one stack instead of E full-size zero tensors.
+    # E selects would make E full-size zero tensors in the backward pass, instead of one stack.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])

@@ -83,7 +83,7 @@ def reference_token_logprob(
 def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """Return an "auto" chunk: 256 tokens on a CPU, 1/16 of a GPU's memory at 6 bytes a logit.
 
-    Total memory, so that ranks with equal devices compute equal tiles.
+    It depends on total memory, so that ranks with equal devices compute equal tiles.
     """
     if device.type != "cuda":
         return AUTO_CPU_TOKENS

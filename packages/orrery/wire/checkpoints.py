@@ -1,13 +1,12 @@
-"""Checkpoints: folders that are valid only once they are complete.
+"""Write and find checkpoints: folders that are valid only once they are complete.
 
 - The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json` (the
-  sha256 of every file), and last, after a sync of all, the marker `COMPLETE`. No attempt changes,
-  completes or removes a newer attempt's folders.
-- Each rank writes the sha256 of its big files into a note (`note_digests`), so ranks hash in
-  parallel, and `complete` does not read these files again.
+  sha256 of every file), and last, after a sync of all, the marker `COMPLETE`. No attempt touches a
+  newer attempt's folders.
+- Ranks hash their own big files in parallel, into notes (`note_digests`) that `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- After the marker only `later.attempt_<k>/` may be added, with a marker of its own. Attempt k
-  writes it if it is preempted before the next checkpoint.
+- After the marker only `later.attempt_<k>/` may be added, with its own marker. Attempt k writes it
+  if it is preempted before the next checkpoint.
 - To discard a folder, remove its marker, rename it, then remove its files.
 """
 
@@ -89,14 +88,14 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
-    """Write `note` with the size and sha256 of `files`, which are synced and in the same folder."""
+    """Write `note` with the size and sha256 of synced `files` in its folder."""
     write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
 
 
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write `note` from the (bytes, sha256) of every file, by name.
 
-    Call this last: a reader of the note may rename the folder at once. `complete` syncs the note.
+    Call this last, because a reader of the note may rename the folder. `complete` syncs the note.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -107,8 +106,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes` are files of `note_digests`, relative to `folder`. Their files are not read again.
-    Raises RunFailed if one is missing or its size differs.
+    `notes`, relative to `folder`, name files that are not hashed again. Raises RunFailed if one is
+    missing or its size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)
@@ -136,8 +135,7 @@ def verify(
 ) -> None:
     """Raise OrreryError, ending in `remedy`, if a file is missing, damaged or unknown.
 
-    `share` (i, n) divides the files among n processes, and selects the part of process i. Threads
-    call `each` after every CHUNK_BYTES.
+    `share` (i, n) checks the i-th of n parts. Threads call `each` after every CHUNK_BYTES.
     """
     folder = Path(folder)
     remedy = remedy or f"remove {folder} to go on from the checkpoint before it"
@@ -151,7 +149,7 @@ def verify(
         if name not in found:
             raise OrreryError(f"{folder / name}: is in {FILES} but missing; {remedy}")
     index, count = share
-    # Sort by suffix, so that every process gets equally many big files.
+    # Sorting by suffix gives every part equally many big files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
@@ -269,7 +267,7 @@ def _noted(folder: Path, note: str) -> dict[str, str]:
 
 
 def _size(path: Path) -> int:
-    """Return the size. Open the file, because NFS may show a stale size in `stat`."""
+    """Return the size of the opened file, because NFS may show a stale size in `stat`."""
     with path.open("rb") as file:
         return file.seek(0, 2)
 

@@ -1,9 +1,7 @@
 """Columns in safetensors files, and the trained batches that a run keeps.
 
-- A file holds the tensors `offsets`, `token/<name>` and `sample/<name>`, and JSON
-  metadata.
-- The writer writes a temporary file directly from a micro-batch's parts, then renames it. The
-  library's writer would copy every tensor.
+- A file holds tensors `offsets`, `token/<name>` and `sample/<name>`, and JSON metadata.
+- Parts of a micro-batch are written directly. The library's writer would copy every tensor.
 - `rollouts/step_<n>.safetensors` in the run directory holds the batch of step n.
 """
 
@@ -38,7 +36,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's limit
 def write(
     path: Path, micro_batch: MicroBatch, info: dict[str, Any] | None = None, sync: bool = True
 ) -> int:
-    """Write `path` atomically. Return its size in bytes. `sync=False`: a crash may lose it."""
+    """Write `path` atomically. Return its size in bytes. Without `sync` a crash may lose it."""
     layout = layout_of(micro_batch)
     header: dict[str, Any] = {"__metadata__": {"orrery": json.dumps(info or {}, sort_keys=True)}}
     for slot in layout.slots:
@@ -65,8 +63,8 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into its JSON header and its data.
 
-    Use it where the safetensors library fails: it has no numpy type for bfloat16, and does not name
-    a cut-off tensor. Raises ValueError if the header is incomplete.
+    The safetensors library has no numpy type for bfloat16 and does not name a cut-off tensor.
+    Raises ValueError if the header is incomplete.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -80,8 +78,8 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
     """Return (columns, info), read-only.
 
-    Mapped columns stay valid if this machine removes the file, but not if another machine removes
-    it over NFS. `mapped=False` reads the whole file. Raises OrreryError if missing or damaged.
+    If another machine removes the file over NFS, mapped columns become invalid. `mapped=False`
+    reads the whole file. Raises OrreryError if missing or damaged.
     """
     try:
         if mapped:

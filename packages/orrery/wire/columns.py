@@ -1,10 +1,9 @@
 """Training data as columns: one numpy array per column over all tokens, plus the samples' offsets.
 
-- A sample is one document (a rollout or an SFT example) with tokens
-  `offsets[i]:offsets[i + 1]`.
+- A sample is one document (a rollout or an SFT example) with tokens `offsets[i]:offsets[i + 1]`.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`.
-- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), `trained[t]` says that
-  the loss counts it. A sample's first token is never trained.
+- Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and the loss counts it
+  if `trained[t]`. A sample's first token is never trained.
 - `TOKEN_COLUMNS` and `SAMPLE_COLUMNS` fix the dtypes. Other columns have any dtype. Row t of
   `routed_experts` has the experts that computed `logprob[t + 1]`.
 - Absent weights have defaults: `rl_weight` 1, `cross_entropy_weight` 0, `reference_kl_weight` 0.
@@ -30,7 +29,7 @@ TOKEN_COLUMNS = {
 }
 SAMPLE_COLUMNS = {
     "temperature": np.dtype("float32"),
-    "dispatch_version": np.dtype("int32"),  # version at the group's dispatch, the cache salt
+    "dispatch_version": np.dtype("int32"),  # the cache salt: version at the group's dispatch
     "engine": np.dtype("int32"),  # index of the sampling engine, −1 if unknown or several
     "reward": np.dtype("float32"),
     "group_id": np.dtype("int64"),
@@ -75,7 +74,7 @@ class Columns:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample, int64 [num_samples]."""
+        """Return the number of tokens of each sample, int64 [num_samples]."""
         return np.diff(self.offsets)
 
     def select(self, samples: Sequence[int] | np.ndarray) -> "Columns":
@@ -143,7 +142,9 @@ class ColumnLayout(msgspec.Struct, frozen=True):
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError if `layout_of` cannot have made this layout: it is unsafe."""
+        """Raise ValueError unless the layout is one that `layout_of` can make. Others are
+        unsafe.
+        """
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")
@@ -200,7 +201,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order as views of the parts. Only non-contiguous arrays are copied."""
+    """Yield the bytes in order as views of the parts. Arrays with gaps are copied."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":

@@ -1,8 +1,8 @@
 """The authenticated socket between the orchestrator (ROUTER) and the trainer's ranks (DEALER).
 
 - It carries batches (`rollout_wire.zeromq`) and leases (`weight_wire.leases`).
-- Both ends derive both CurveZMQ key pairs from the run's token, so neither the token nor the
-  orchestrator's public key is sent. The handshake drops peers without the token.
+- Both ends derive both CurveZMQ key pairs from the run's token, so no key or token is sent. The
+  handshake drops peers without the token.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.
 """
 
@@ -59,7 +59,7 @@ def authenticate(socket: Any, is_sender: bool) -> None:
 
 
 def dealer(context: zmq.Context, url: str) -> zmq.Socket:
-    """Return a rank's socket for messages that may be lost."""
+    """Return a rank's socket. Its messages may be lost."""
     socket = context.socket(zmq.DEALER)
     authenticate(socket, is_sender=False)
     socket.connect(url)
@@ -108,7 +108,7 @@ class ControlSocket:
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Start serving, unless it runs. Return its task, which ends with a call of `at_end`."""
+        """Start serving, unless it runs. Return its task. At its end the task calls `at_end`."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")

@@ -1,4 +1,4 @@
-"""Fingerprints: 64 bits that tell whether two processes hold the same tensor, bit for bit.
+"""Compute 64-bit fingerprints that tell whether two processes hold the same tensor, bit for bit.
 
 Let b_i be the elements in row-major order, their raw bits read as signed integers:
 
@@ -24,7 +24,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1 << 18  # fits a core's cache, keeps temporaries small
+CHUNK_ELEMENTS = 1 << 18  # fits a core's cache
 GPU_CHUNK_ELEMENTS = 1 << 24  # large enough to hide fifteen kernel launches
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
@@ -140,7 +140,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of whole groups with the numbers `index`. Overwrites `index`."""
+    """Return the share of the whole groups with numbers `index`. Overwrites `index`."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -208,7 +208,7 @@ class SliceSpec(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int] | None:
-        """The slice as equal rows: (elements per row, distance of rows, first position).
+        """Return the slice as equal rows: (elements per row, distance of rows, first position).
 
         A row is consecutive in the full tensor. None if rows have no constant distance.
         """
@@ -229,7 +229,7 @@ class SliceSpec(NamedTuple):
 class SliceFingerprints:
     """Compute the shares of many slices at fixed places of one buffer.
 
-    On a GPU one kernel for each element size saves tens of thousands of launches.
+    On a GPU one kernel per element size replaces tens of thousands of launches.
     """
 
     def __init__(

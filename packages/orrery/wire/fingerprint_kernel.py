@@ -1,10 +1,10 @@
-"""Fingerprints of many slices of a buffer in one pass on a GPU (Triton).
+"""Compute fingerprints of many slices of a buffer in one pass on a GPU (Triton).
 
 A slice consists of rows of `num_columns` consecutive elements, `row_stride` positions apart in the
-tensor's row-major order. Each Triton program adds a few blocks to their slice's share, mod 2^64.
+tensor's row-major order. Each program adds a few blocks to their slice's share, mod 2^64.
 
-If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a
-group's m is computed once. With W the element's width and u = b + 2^(W−1):
+If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a group's m is
+computed once. With W the element's width and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
 

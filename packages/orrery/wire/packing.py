@@ -1,12 +1,10 @@
-"""Packing: divide samples into micro-batches, by rank and micro-step.
+"""Divide samples into micro-batches, by rank and micro-step.
 
-- The result is a list of sample indices for each `[rank][micro_step]`.
-- Every sample occurs exactly once. No micro-batch exceeds `max_tokens`, padding included. Every
-  rank has the same number of micro-steps.
+- The result is a list of sample indices for each `[rank][micro_step]`, each sample exactly once.
+- No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
 - Without padding, best-fit decreasing fills the bins. It needs at most 11/9 of the least number of
   bins, plus one, rounded up to whole micro-steps.
-- A micro-step lasts as long as its costliest rank. So the micro-batches of a micro-step have
-  similar costs, and if possible all micro-batches.
+- A micro-step lasts as long as its costliest rank, so its micro-batches get similar costs.
 """
 
 from bisect import bisect_left, insort
@@ -117,7 +115,7 @@ def _spread(
 ) -> np.ndarray | None:
     """Return each sample's bin, int64 [num_samples], or None if the search finds no solution.
 
-    Put each sample, costliest first, into the cheapest bin that has room. Try only a few bins.
+    Put each sample, costliest first, into the cheapest of a few bins with room.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -173,9 +171,9 @@ def quadratic_cost(model: Model) -> float:
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """A sequence of `length` micro-batches. `make(index)` makes each on access, to save memory.
+    """A sequence of `length` micro-batches, made on each access to save memory.
 
-    `make` must return the same micro-batch every time.
+    `make(index)` must return the same micro-batch every time.
     """
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
@@ -199,7 +197,7 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return the micro-batches of a plan, `[rank][micro_step]`, as lists of documents, not copied.
+    """Return the micro-batches of a plan, `[rank][micro_step]`, as lists of uncopied documents.
 
     `documents[i]` is sample i of the plan. A dummy step has the same columns, of length 0.
     """

@@ -1,9 +1,8 @@
-"""Rendezvous: the roles of a stage find one another's addresses, and call engines alike.
+"""Let the roles of a stage find one another's addresses, and call engines alike.
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
   for the file until a deadline, and report the wait in their health.
-- The file contains the attempt. Files of earlier attempts are ignored.
-- A restarted process has a new incarnation number, which distinguishes its address from the old.
+- Files of earlier attempts are ignored. A restarted process has a new incarnation number.
 """
 
 import os
@@ -132,7 +131,7 @@ NUM_CANARY_TOKENS = 32
 def request_s(manifest: "Manifest") -> float:
     """Return the timeout of a request, for the client and every proxy before the engine.
 
-    The orchestrator usually ends a slow rollout earlier, but its clock stops during an update.
+    The orchestrator usually ends slow rollouts earlier, but its clock stops during an update.
     """
     return 2 * manifest.orchestrator.rollout_timeout_s + scaled(UPDATE_S)
 

@@ -1,12 +1,11 @@
 """Router replay (R3): the trainer uses the experts that an engine's routers chose.
 
 - Row t of the token column `routed_experts`, [tokens, layers, top_k], has the experts for input
-  token t, as uint8 up to 256 experts, uint16 above. Layers are in the network's order. Engines also
-  report dense layers, which the column may contain.
-- A token without a route in a layer has the dtype's largest value in all slots: the last token,
-  which is never an input, and all tokens of an engine that reports no routes. The trainer's router
-  chooses for these tokens, and counts them. Expert 255 of 256 with top_k 1 looks the same, so the
-  router chooses for it too.
+  token t, as uint8 up to 256 experts, uint16 above. Layers are in the network's order, perhaps with
+  dense layers.
+- A token without a route in a layer has the dtype's largest value in all slots: the last token, and
+  all tokens of an engine that reports no routes. The trainer's router chooses for these tokens, and
+  counts them. With 256 experts and top_k 1 it also replaces expert 255.
 - Either all documents of a batch have the column, or none. `without_routes` takes no memory.
 """
 

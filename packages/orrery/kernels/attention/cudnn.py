@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN is fast on this device and dtype, and its backward has the head size.
+    """Return whether cuDNN is fast on this device and dtype, and supports the head size backward.
 
     Its gradients vary in their last bits, so deterministic runs use FlashAttention.
     """
@@ -52,7 +52,7 @@ def runs_on(q: Tensor) -> bool:
 
 
 class CudnnDense(AttentionBackend):
-    """Equally long documents, commonly one, through torch's operator.
+    """Equally long documents, usually one, through torch's operator.
 
     Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only
     multiples of 256 are supported: configured lengths recur in every step.
@@ -60,7 +60,7 @@ class CudnnDense(AttentionBackend):
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
         num_q, num_k = q.shape[0], k.shape[0]
-        # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree for equal lengths.
+        # cuDNN aligns the starts of a causal mask, `Layout` its ends. They agree for equal lengths.
         agrees = not layout.causal or num_q == num_k
         recurs = num_q % (_LENGTH_MULTIPLE * max(layout.num_documents, 1)) == 0
         fits = agrees and recurs and layout.is_dense(num_q, num_k)
@@ -123,7 +123,7 @@ class CudnnPacked(AttentionBackend):
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:
-        # cuDNN aligns the starts of a causal mask, `Layout` its ends: they agree in self-attention.
+        # cuDNN aligns the starts of a causal mask, `Layout` its ends. They agree in self-attention.
         agrees = layout.is_self_attention or not layout.causal
         return runs_on(q) and agrees and k.shape[0] > 0 and load_library() is not None
 

@@ -1,9 +1,8 @@
-"""Public attention functions, their two custom operators, and the choice of a backend.
+"""Public attention functions, their custom operators, and the choice of a backend.
 
 - `BACKENDS` has the fastest first. If one fails, the next runs, and the failed backend is not tried
   again in this process. `prefer` moves some to the front.
-- `torch.compile(fullgraph=True)` traces the operators with symbolic lengths: a new packing does not
-  recompile.
+- `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
   recomputing attention.
 """
@@ -95,7 +94,7 @@ def varlen_attention(
 def reference_varlen_attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None
 ) -> Tensor:
-    """Return `varlen_attention`'s result by all scores of one document at a time."""
+    """Return `varlen_attention`'s result from all scores of one document at a time."""
     dtype = lse_dtype(q_THD)
     heads_per_group = q_THD.shape[1] // k_TGD.shape[1]
     outputs = [q_THD[:0]]

@@ -1,4 +1,4 @@
-"""Packed documents, the interface of backends, and a check of torch's private operators."""
+"""Define packed documents and the interface of backends, and check torch's private operators."""
 
 import itertools
 import logging
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     def is_dense(self, num_q: int, num_k: int) -> bool:
         """Return whether all documents have the same length, so that a pack is also a batch.
 
-        This is so if n documents of at most m tokens have n·m tokens in all.
+        That holds if n documents of at most m tokens have n·m tokens in all.
         """
         n = self.num_documents
         full = n == 1 or (n * self.max_q == num_q and n * self.max_k == num_k)
@@ -72,7 +72,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, in their dtypes
 
 
 class AttentionBackend(Protocol):
-    """An implementation of both passes over contiguous tensors. Each may run on another backend."""
+    """An implementation of both passes over contiguous tensors. The passes may use different
+    backends.
+    """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool: ...
 
@@ -87,7 +89,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def has_signatures(signatures: dict[str, str]) -> bool:
-    """Return whether `torch.ops.aten` has these private operators with these leading parameters."""
+    """Return whether these private operators of `torch.ops.aten` begin with these parameters."""
     return all(_matches(name, tuple(words.split())) for name, words in signatures.items())
 
 

@@ -92,7 +92,7 @@ def _heads(x_SGD: Tensor, part: slice, q_THD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _groups(x_HSD: Tensor, like_SGD: Tensor) -> Tensor:
-    """Sum over each group's query heads: [S, G, D]."""
+    """Sum over the query heads of each group: [S, G, D]."""
     return x_HSD.unflatten(0, (like_SGD.shape[1], -1)).sum(1).transpose(0, 1)
 
 
@@ -133,13 +133,13 @@ class Grids:
         return _grids(tuple(cu_seqlens.tolist()), cu_seqlens.device)
 
     def gather(self, x: Tensor, grid: int) -> Tensor:
-        """Return one grid's [N_b, L_b, …] of a packed [T, …]."""
+        """Return a packed [T, …] as one grid's [N_b, L_b, …]."""
         source_NL = self.sources[grid]
         cells = x if self.place is None else x.index_select(0, source_NL.view(-1))
         return cells.unflatten(0, source_NL.shape)
 
     def spread(self, x: Tensor) -> list[Tensor]:
-        """Return every grid's [N_b, L_b, …] of a packed [T, …], with zeros in padding."""
+        """Return a packed [T, …] as every grid's [N_b, L_b, …], with zeros in padding."""
         sizes = [source.numel() for source in self.sources]
         if self.place is not None:
             x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, self.place, x)
@@ -154,7 +154,7 @@ class Grids:
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Cached, because layers and passes share one result."""
+    """Build the grids. They are cached, because layers and passes share them."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")

@@ -1,11 +1,10 @@
-"""Rollout wires: batches from the orchestrator to the trainer's ranks. One file a kind.
+"""Send batches from the orchestrator to the trainer's ranks. One file per kind of wire.
 
-- The receiver asks for (step, rank). The sender answers as soon as it has that batch. So a rank can
-  join at any time, no batch is dropped, and a restarted rank asks again.
+- The receiver asks for (step, rank). The sender answers once it has that batch. So a rank can join
+  at any time, no batch is dropped, and a restarted rank asks again.
 - `send` waits while any rank has not acknowledged `keep` earlier batches.
 - Micro-batches are sent one by one, so neither end copies a whole batch.
-- Every message has its step. A receiver that asks for an acknowledged batch, or skips a batch, is
-  refused.
+- A receiver that asks for an acknowledged batch, or skips a batch, is refused.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""The bytes of micro-batches on a rollout wire, each over its own TCP connection with a ticket.
+"""Send the bytes of micro-batches, each over its own TCP connection with a ticket.
 
 - The sender issues a `Ticket` with two random secrets over the wire's authenticated socket.
 - The receiver connects and sends the first secret and an offset. The sender answers with the second
   secret and the bytes from the offset on. Each end refuses a peer without the expected secret.
-- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on
-  one of MAX_UNKNOWN connections.
+- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on one
+  of MAX_UNKNOWN connections.
 - A rank has at most TICKETS_A_RANK valid tickets, none for acknowledged batches.
 - The bytes are neither encrypted nor signed. Like gradients and weights, they need a private
   network.
@@ -31,7 +31,7 @@ MAX_UNKNOWN = 64  # a further connection closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # first secret, offset
-_UNSHARED = 2  # references to a free buffer: by the list and by getrefcount's argument
+_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's argument
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 
 
 class BufferPool:
-    """Receive buffers for reuse, because fresh memory pages cost as much as the copy into them.
+    """Reuse receive buffers, because fresh memory pages cost as much as the copy into them.
 
     Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. A buffer
     that only the pool references is free. The pool keeps at most `keep` buffers.

@@ -13,9 +13,9 @@ from orrery.wire.control_socket import ControlSocket
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. The sequence of a rank may
-      be lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
-      the batch is acknowledged.
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. A rank's sequence may be
+      lazy or shared, and the wire may read an index twice. Arrays must not change until the batch
+      is acknowledged.
     - `totals` (the loss's token counts) and `info` hold JSON values. Every rank receives both.
     """
 

@@ -1,14 +1,14 @@
-"""Rollouts through files: one safetensors file a micro-batch, in a folder that both ends see.
+"""Send rollouts through files: one safetensors file per micro-batch, in a folder that both ends
+see.
 
 - The sender makes `rollouts/wire/<session>/` and names it in its url, so a receiver never reads an
   earlier sender's batches.
 - A batch is `step_<n>/rank_<r>.micro_<m>.safetensors`, then the marker `step_<n>/BATCH.json`. Files
   are closed in this order, so a reader of the marker sees the data, on NFS too. Ranks with the same
   micro-batches share files by hard links.
-- A receiver asks by writing `ask.rank_<r>.json`: the wanted step, and the last step that it has
-  received completely. The sender removes a batch that all ranks have received.
-- Both files contain a hash of the run's token. The sender ignores asks without it. A receiver
-  refuses a `wire.json` without it.
+- A receiver asks by writing `ask.rank_<r>.json`: the wanted step, and the last step received. The
+  sender removes a batch that all ranks have received.
+- Asks and `wire.json` contain a hash of the run's token. Files without it are ignored or refused.
 """
 
 import asyncio

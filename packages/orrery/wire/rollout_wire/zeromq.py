@@ -1,4 +1,4 @@
-"""Rollouts over the control socket (`control_socket`), their bytes over `bulk`.
+"""Send rollouts over the control socket (`control_socket`), and their bytes over `bulk`.
 
 - A receiver sends `ZmqAsk(step, rank, micro_step)`. The answer to `micro_step` −1 is the batch's
   head, otherwise a layout and a ticket to fetch the bytes.

@@ -1,13 +1,13 @@
-"""Weight wires: new policy versions from the trainer to the engines.
+"""Send new policy versions from the trainer to the engines.
 
-- One marker file announces a version. Version numbers only rise. The marker has a fingerprint of
-  every tensor in the trainer's memory.
+- One marker file announces a version, with a fingerprint of every tensor in the trainer's memory.
+  Version numbers only rise.
 - On a direct wire the orchestrator leases a version before engines load it (`leases`).
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
   same for the adapters of `trainer.lora` alone. Names are PEFT's, and B includes the scale.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
-  gathering or writing. vLLM's own senders send whole tensors or need Ray, so only the loading is
-  vLLM's. `README.md` describes the protocol.
+  gathering or writing. vLLM's senders send whole tensors or need Ray, so only its loading is used.
+  `README.md` describes the protocol.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def make_weight_sender(
 def check_library(kind: str) -> None:
     """Raise OrreryError if an engine's package for this kind is not installed.
 
-    Does not load it, since vLLM first sets NIXL's environment.
+    It is not loaded, because vLLM first sets NIXL's environment.
     """
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(

@@ -1,15 +1,15 @@
-"""The coordinator of a direct wire: trainer and engine ranks agree when a transfer begins and ends.
+"""Let trainer and engine ranks agree when a transfer on a direct wire begins and ends.
 
 - Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
   the address and a secret that is never sent.
-- A TCPStore has no authentication. So each value carries an HMAC-SHA256 of its key and content
-  under the secret, and readers check it before decoding. Another program on the network can read
-  values and stop the run, but not forge a value.
+- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content
+  under the secret. Readers check it before decoding. Another program can read values and stop the
+  run, but not forge a value.
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
   rank 0 orders the transfer, with its members and their process group's number.
 - A new group is formed only when the members change, or after a failure at any end.
-- Waits of a transfer end with it. CURRENT has the current transfer's number, and a failing rank
-  writes `failed/<transfer>`.
+- Waits of a transfer end with it. CURRENT has its number, a failing rank writes
+  `failed/<transfer>`.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class PartTimer:
 
 
 class StoreConnection:
-    """One thread's connection to the store. A wait blocks it for other threads."""
+    """One thread's connection to the store. A wait would block other threads on it."""
 
     def __init__(self, store: dist.Store, address: WireAddress) -> None:
         self.address, self.store = address, store
@@ -204,7 +204,9 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address. It lives as long as the object."""
+    """Open the store on `host` and write its address. The store lives as long as the returned
+    object.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # A bound socket keeps the store off other interfaces.
@@ -262,7 +264,7 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Starts transfers one by one, in a thread of trainer rank 0. A new transfer ends the last."""
+    """Start transfers one by one, in a thread of trainer rank 0. A new transfer ends the last."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
@@ -343,7 +345,7 @@ class Coordinator:
         return TransferOrder(transfer.number, transfer.version, self._generation, members)
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order. Ranks waiting for an earlier one learn that it is over."""
+        """Publish the order. Ranks that wait for an earlier order learn that it is over."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

@@ -1,14 +1,12 @@
-"""Weights as safetensors files: the trainer writes them, every engine maps them.
+"""Send weights as safetensors files: the trainer writes them, every engine maps them.
 
-The folder is in shared memory, or in the run's folder for a stage on several nodes.
-
-- `version_<n>/00000.safetensors …`: the tensors. The writer holds one shard of bounded size, never
-  a copy of the model. `publish_folder` links existing files instead.
-- `version_<n>.json`: the marker, written last, after all files are on disk. Readers look only for
-  it.
+- The folder is in shared memory, or in the run's folder for a stage on several nodes. Only its
+  owner may enter it. Another user's folder is refused.
+- `version_<n>/00000.safetensors …`: the tensors. The writer holds one shard of bounded size.
+  `publish_folder` links existing files instead.
+- `version_<n>.json`: the marker, written after all files are on disk. Readers look only for it.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
   file stays readable.
-- Only the owner may enter the folder. Another user's folder is refused.
 """
 
 import math
@@ -176,7 +174,7 @@ class WeightPublisher:
 
 def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
-    # Absolute but not resolved: a container has the folder under this name.
+    # Not resolved, because a container has the folder under this name.
     for path in sorted(folder.absolute().glob("*.safetensors")):
         (aside / path.name).symlink_to(path)
         fingerprints |= {name: array_fingerprint(bits) for name, bits in _tensor_bits(path)}
@@ -234,7 +232,7 @@ def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str
     from safetensors import safe_open
 
     folder = Path(path)
-    # The marker exists, so NFS shows the folder soon, unless the publisher removed this version.
+    # After the marker NFS shows the folder soon, unless the publisher removed this version.
     if not any(version > _version(folder) for version in _versions(folder.parent)):
         nfs.appears(folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -27,7 +27,7 @@ from orrery.manifest.errors import RunFailed
 from orrery.runtime.timing import scaled
 from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, dealer
 
-# vLLM passes on only the text of a worker's error, so these words in it mark the kind of failure.
+# vLLM passes on only the text of a worker's error, so these words mark the kind of failure.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
 ROUND_S = 60.0  # longest wait for one round of messages, scaled
@@ -281,7 +281,7 @@ class LeaseClient:
             self._want(leased.version)
 
     def release(self) -> None:
-        """End the lease and its transfer, so that the trainer may step."""
+        """Release the lease and end its transfer, so that the trainer may step."""
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:
@@ -290,7 +290,7 @@ class LeaseClient:
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)
             return
-        if self._report.number != report.number:  # a restarted trainer's report changes nothing
+        if self._report.number != report.number:  # a restarted trainer's report changes no state
             self._report = report
             self._changed.set()
 

@@ -81,7 +81,7 @@ class Slice(NamedTuple):
 
 @dataclass
 class SliceMessage:
-    """A message of one round, at these offsets of the source's and the target's bucket."""
+    """A message of one round, with its offsets in the source's and the target's bucket."""
 
     source_offset: int
     target_offset: int
@@ -116,7 +116,7 @@ class TransferPlan:
 
     @property
     def ranks(self) -> list[str]:
-        """Names for error messages: sources, then targets."""
+        """Return names for error messages: sources, then targets."""
         sources = [f"trainer {rank}" for rank in range(len(self.holdings))]
         return [*sources, *(f"{each.engine} (rank {each.rank})" for each in self.members)]
 
@@ -214,7 +214,7 @@ def aligned_bytes(box: Box, itemsize: int) -> int:
 
 
 def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: int) -> Rounds:
-    """Put each slice into the first round with room for it at both of its ranks.
+    """Put each slice into the first round with room at both of its ranks.
 
     A rank's slices keep their order.
     """

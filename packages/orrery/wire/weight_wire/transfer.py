@@ -270,7 +270,7 @@ class _SendLoop:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
                 # Engines are paused meanwhile, so this stream precedes the trainer's queued work.
-                # The weights are complete, because `publish` has waited for the step's end.
+                # `publish` has waited for the step's end, so the weights are complete.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
             coordinator = None
