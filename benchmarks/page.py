@@ -66,6 +66,12 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
         [
             Line("async/whole_loop_cpu", "Tiny model, two CPU cores"),
             Line("async/whole_loop_h200_1", "Both roles on one H200"),
+            Line("async/memory_h100", "One-GPU runs measured that fit a card of 80 GB"),
+            Line("async/memory_h100", "… smallest card, SmolLM2", "smollm2_problems_seed_1"),
+            Line("async/memory_h100", "… Qwen3-0.6B with LoRA", "gsm8k_qwen3_0_6b_lora"),
+            Line("async/memory_h100", "… Qwen3-4B with LoRA", "gsm8k_qwen3_4b"),
+            Line("async/trl_h100", "SmolLM2 on a file of problems, relative to TRL 1.16, one H100"),
+            Line("async/trl_h100", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
             Line("async/whole_loop_h200_2", "Two H200"),
             Line("async/whole_loop_h200_2_fp8", "Two H200, FP8 engine"),
             Line("async/whole_loop_h200_4", "Four H200"),
@@ -213,6 +219,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
         [
             Line("manifest/render", "Render, check and hash 100 runs"),
             Line("pipeline/dry_run", "`snakemake -n reverse_text_seeds`"),
+            Line("cluster/gpu_slurm", "The GPU demo as Slurm jobs on one H100, without containers"),
             Line("cluster/overhead", "What jobs in containers add to the demo's local processes"),
             Line("images/build", "Build all CPU images again, packages fetched before"),
         ],
