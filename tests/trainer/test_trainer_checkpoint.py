@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_roles import import_before
 from optim_cases import MUON
 from safetensors.torch import load_file, save_file
 from trainer_cases import (
     HOSTED,
     MOE,
     OFFLOADED,
+    PRELOADED,
     make_learner,
     manifest,
     run_ranks,
@@ -326,7 +328,8 @@ def test_a_checkpoint_killed_while_it_was_written_is_not_seen_and_can_be_written
     train(learner, [1, 2])
     checkpoint_writer.save(learner, checkpoints.checkpoint_dir(tmp_path, 2, 1) / "trainer")
     checkpoints.complete(checkpoints.checkpoint_dir(tmp_path, 2, 1))
-    process = multiprocessing.get_context("spawn").Process(
+    import_before(*PRELOADED)
+    process = multiprocessing.get_context("forkserver").Process(
         target=die_in_the_middle, args=(start, tmp_path, after_file)
     )
     process.start()

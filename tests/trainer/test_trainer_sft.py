@@ -6,9 +6,7 @@ validation chats, each a word and its reversal, with a column `length` beside `m
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_cases import make_learner, manifest
+from trainer_cases import forked_rank, make_learner, manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
@@ -701,41 +699,16 @@ def test_two_ranks_train_a_dataset_and_agree_with_one_on_its_validation_loss(
 ):
     changes, rows_alone, expected = alone
     run_dir = start_run(tmp_path / "two", sft_spec(mesh=mesh, **changes), start)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "orrery.trainer",
-        "--run-dir",
-        str(run_dir),
-        "--stage",
-        "sft",
-        "--attempt",
-        "1",
-        "--index",
-    ]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
+    options = ["--run-dir", str(run_dir), "--stage", "sft", "--attempt", "1", "--index"]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = [forked_rank(log, [*options, str(rank)]) for rank, log in enumerate(logs)]
     try:
-        ends = [(rank.communicate(timeout=100)[1], rank.returncode) for rank in ranks]
+        codes = [rank.wait(100) for rank in ranks]
     finally:
         for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    assert [code for _, code in ends] == [0, 0], ends[0][0] + ends[1][0]
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()
     together = read(run_dir / "metrics" / "trainer.0.jsonl")
 
     def validation_of(rows):

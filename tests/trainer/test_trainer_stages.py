@@ -3,11 +3,8 @@
 import asyncio
 import hashlib
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from itertools import pairwise
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_cases import batch_columns, manifest
+from trainer_cases import batch_columns, forked_rank, fresh_rank, manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
@@ -56,51 +53,35 @@ DEADLINE_S = 120.0
 
 
 class Stage:
-    """The trainer ranks of one stage of one attempt."""
+    """The trainer ranks of one stage of one attempt: forks, or `fresh` interpreters."""
 
-    def __init__(self, run_dir: Path, stage: str, num_ranks: int = 1, attempt: int = 1):
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "orrery.trainer",
-            "--run-dir",
-            str(run_dir),
-            "--stage",
-            stage,
-            "--attempt",
-            str(attempt),
+    def __init__(
+        self, run_dir: Path, stage: str, num_ranks: int = 1, attempt: int = 1, fresh: bool = False
+    ):
+        start = fresh_rank if fresh else forked_rank
+        options = ["--run-dir", str(run_dir), "--stage", stage, "--attempt", str(attempt)]
+        self.outputs = [
+            run_dir.with_name(f"{run_dir.name}.{stage}.{attempt}.{rank}.log")
+            for rank in range(num_ranks)
         ]
         self.ranks = [
-            # A session of its own: a role whose parent dies ends its whole process group.
-            subprocess.Popen(
-                [*command, "--index", str(rank)],
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
-            for rank in range(num_ranks)
+            start(output, [*options, "--index", str(rank)])
+            for rank, output in enumerate(self.outputs)
         ]
 
     def end(self) -> list[tuple[int, str]]:
         """(exit code, stderr) of every rank, once all have ended."""
         try:
-            errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in self.ranks]
+            codes = [rank.wait(DEADLINE_S) for rank in self.ranks]
         finally:
             self.kill()
-        return [(rank.returncode, error) for rank, error in zip(self.ranks, errors, strict=True)]
+        return [(code, log.read_text()) for code, log in zip(codes, self.outputs, strict=True)]
 
     def kill(self) -> None:
         for rank in self.ranks:
             if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL)
+                rank.kill()
                 rank.wait()
-            rank.stderr.close()  # otherwise the collector warns during another test
 
 
 def start_run(folder: Path, spec, stages=()) -> Path:
@@ -225,9 +206,10 @@ def run_rl(
     change=None,
     winds_down=False,
     ends_early=False,
+    fresh=False,
 ) -> list[tuple[int, str]]:
     """(exit code, stderr) of every rank. A trainer that fails is not waited for."""
-    stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt)
+    stage = Stage(run_dir, "rl", spec.trainer.mesh.world_size, attempt, fresh)
 
     async def both() -> list[tuple[int, str]]:
         orchestrator = asyncio.create_task(
@@ -368,7 +350,7 @@ def test_rl_publishes_every_version_and_a_killed_stage_resumes_to_the_same_bits(
         stage.kill()
     assert checkpoints.steps(killed)[-1] == 2
     in_shared_memory(killed, 2)
-    ends = run_rl(killed, spec, range(3, 6), attempt=2)
+    ends = run_rl(killed, spec, range(3, 6), attempt=2, fresh=True)
     assert [code for code, _ in ends] == [0] * num_ranks, ends[0][1]
     assert "resuming after step 2" in ends[0][1]
     assert final_weights(killed, "rl") == final_weights(straight, "rl")
@@ -594,7 +576,7 @@ def test_the_init_stage_gives_the_same_bytes_again(tmp_path):
     here, there = start_run(tmp_path / "a", manifest()), tmp_path / "b"
     there.mkdir()
     (there / "manifest.json").write_bytes(canonical_json(manifest()))
-    [(code, error)] = Stage(there, "init").end()
+    [(code, error)] = Stage(there, "init", fresh=True).end()
     assert code == 0, error
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         assert (here / "weights" / "init" / name).read_bytes() == (
@@ -611,7 +593,7 @@ def sft_spec(num_steps: int, **mesh: int):
 def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     spec = sft_spec(40)
     runs = [start_run(tmp_path / name, spec) for name in "ab"]
-    for stage in [Stage(run_dir, "sft") for run_dir in runs]:
+    for stage in [Stage(run_dir, "sft", fresh=run_dir is runs[1]) for run_dir in runs]:
         [(code, error)] = stage.end()
         assert code == 0, error
     losses = [
@@ -651,7 +633,7 @@ def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_pat
     assert 4 <= reached < 20
     torn = checkpoints.checkpoint_dir(killed, reached + 2, 1, "sft")  # a kill left it half-written
     torn.mkdir(exist_ok=True)
-    [(code, error)] = Stage(killed, "sft", attempt=2).end()
+    [(code, error)] = Stage(killed, "sft", attempt=2, fresh=True).end()
     assert code == 0, error
     assert f"resuming after step {reached}" in error
     assert final_weights(killed, "sft") == final_weights(straight, "sft")
@@ -798,7 +780,7 @@ def test_an_unknown_stage_is_one_sentence(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "manifest.json").write_text(canonical_json(manifest()).decode())
-    [(code, error)] = Stage(run_dir, "evaluate").end()
+    [(code, error)] = Stage(run_dir, "evaluate", fresh=True).end()
     assert (code, error.strip()) == (
         2,
         "error: --stage: the trainer has no stage 'evaluate'; choose from init, sft, rl",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from forked_roles import ForkedRole, import_before
 
 from orrery.manifest.schema import Manifest
 from orrery.models import build, weights
@@ -20,6 +21,16 @@ from orrery.wire.columns import Columns
 from orrery.wire.packing import pack
 
 torch.set_num_threads(1)
+
+# Most of the imports of a rank, for the fork server.
+PRELOADED = (
+    "trainer_rank",
+    "orrery.trainer.assemble",
+    "orrery.trainer.export",
+    "orrery.trainer.heartbeat",
+    "orrery.trainer.out_of_memory",
+    "orrery.trainer.sft",
+)
 
 ALPHABET = "abcdefgh"
 MEMORY = {
@@ -281,6 +292,24 @@ def run_ranks(
     return run_script("trainer_rank", folder, num_ranks, deadline_s=100, device=device)
 
 
+def rank_environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(HERE), *sys.path]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def forked_rank(output: Path, options: list[str]) -> ForkedRole:
+    """Start a rank of the role as a fork that writes to `output`."""
+    import_before(*PRELOADED)
+    return ForkedRole("orrery.trainer", options, output, rank_environment())
+
+
+def fresh_rank(output: Path, options: list[str]) -> subprocess.Popen:
+    """Start a rank of the role as the launcher does: an interpreter that imports all it needs."""
+    command = [sys.executable, "-m", "orrery.trainer", *options]
+    with output.open("wb") as log:
+        return subprocess.Popen(command, stderr=log, env=rank_environment(), start_new_session=True)
+
+
 def run_script(
     module: str, folder: Path, num_ranks: int, deadline_s: float, device: str = "cpu"
 ) -> list[dict]:
@@ -290,23 +319,13 @@ def run_script(
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path])),
-    }
-    environment["TRAINER_TEST_DEVICE"] = device
-    command = [
-        sys.executable,
-        str(HERE / "ranks.py"),
-        module,
-        str(folder),
-        str(port),
-        str(num_ranks),
-    ]
-    ranks = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    environment = rank_environment() | {"TRAINER_TEST_DEVICE": device}
+    words = [module, str(folder), str(port), str(num_ranks)]
+    output = folder / "ranks.log"
+    import_before(*PRELOADED)
+    ranks = ForkedRole("ranks", words, output, environment)
     try:
-        _, stderr = ranks.communicate(timeout=deadline_s)
+        ranks.wait(deadline_s)
     finally:
         if ranks.poll() is None:
             ranks.terminate()  # it ends its ranks
@@ -315,5 +334,7 @@ def run_script(
         stream: [path.read_text() for path in sorted(folder.glob(f"rank_?.{stream}"))]
         for stream in ("out", "err")
     }
-    assert ranks.returncode == 0, "\n".join(text[-3000:] for text in (stderr, *said["err"]))
+    assert ranks.returncode == 0, "\n".join(
+        text[-3000:] for text in (output.read_text(), *said["err"])
+    )
     return [json.loads(text.splitlines()[-1]) for text in said["out"]]
