@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
@@ -23,11 +23,14 @@ from orrery.runtime.token import handed_over
 _context = multiprocessing.get_context("forkserver")
 
 
-def import_before(*modules: str) -> None:
-    """Start this pytest's fork server, if it does not run yet, and let it import `modules`."""
-    multiprocessing.set_forkserver_preload(list(modules))
+def import_before(*modules: str, **environment: str) -> None:
+    """Start this pytest's fork server, if it does not run yet, and let it import `modules`.
+
+    `environment` has variables that they read at import.
+    """
+    multiprocessing.set_forkserver_preload(["pytest", *modules])
     path = os.pathsep.join(filter(None, sys.path))
-    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
+    with patch.dict(os.environ, environment, OMP_NUM_THREADS="1", PYTHONPATH=path):
         forkserver.ensure_running()
 
 
@@ -85,5 +88,6 @@ def _be(
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)
+    resource_tracker._resource_tracker.__init__()  # a role has one of its own
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from forked_roles import ForkedRole, import_before
 
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Manifest
@@ -23,9 +24,19 @@ from orrery.orchestrator.engines.messages import EngineGone
 from orrery.orchestrator.engines.pool import EnginePool
 from orrery.runtime.token import handed_over
 
+Process = subprocess.Popen | ForkedRole
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "rl"
 START_S = 120.0
+# Imports of an engine that read nothing of its manifest, so vLLM is not among them.
+PRELOADED = (
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
+    "transformers.models.auto.auto_factory",
+    "openai.types.responses",
+    "fastapi",
+    "aiohttp",
+)
 
 DENSE = {
     "family": "qwen3",
@@ -127,7 +138,7 @@ def start_role(
     interface: str = "lo",
     stage: str = STAGE,
     incarnation: int = 0,
-) -> "subprocess.Popen[bytes]":
+) -> Process:
     """A role process in a process group of its own, writing to `logs/`."""
     # A test that is itself one end of a wire has named an interface for gloo in its own process.
     environment = {
@@ -142,38 +153,34 @@ def start_role(
     }
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    with (
-        (logs / f"{module}.{index}.log").open("ab" if incarnation else "wb") as log,
-        handed_over(token) as stdin,
-    ):
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                module,
-                "--run-dir",
-                run_dir,
-                "--stage",
-                stage,
-                "--index",
-                str(index),
-                "--attempt",
-                "1",
-                "--port",
-                "0",
-                "--incarnation",
-                str(incarnation),
-            ],
-            stdin=stdin,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    log = logs / f"{module}.{index}.log"
+    if not incarnation:
+        log.unlink(missing_ok=True)
+    options = {
+        "--run-dir": run_dir,
+        "--stage": stage,
+        "--index": index,
+        "--attempt": 1,
+        "--port": 0,
+        "--incarnation": incarnation,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    if module == "orrery.inference.router":  # without torch, so it starts in a second
+        with log.open("ab") as output, handed_over(token) as stdin:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+    import_before(*PRELOADED, TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+    return ForkedRole(module, words, log, environment, token)
 
 
 def await_published(
-    run_dir: Path, role: str, index: int, process: "subprocess.Popen[bytes]", stage: str = STAGE
+    run_dir: Path, role: str, index: int, process: Process, stage: str = STAGE
 ) -> str:
     """The address that the role published; fails with the end of its log if it ends before."""
     path = run_dir / "stages" / stage / "endpoints" / f"{role}.{index}.json"
@@ -190,7 +197,7 @@ def await_published(
 
 
 @contextmanager
-def engine(run_dir: Path, index: int = 0) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+def engine(run_dir: Path, index: int = 0) -> Iterator[tuple[Process, str]]:
     """A server (its process and its address), ended at the end."""
     process = start_role("orrery.inference", run_dir, index)
     try:
@@ -237,7 +244,7 @@ async def in_flight(fleet, *requests):  # type: ignore[no-untyped-def]
     raise AssertionError
 
 
-def stop(process: "subprocess.Popen[bytes]") -> float:
+def stop(process: Process) -> float:
     """SIGTERM and wait; returns the seconds it took, SIGKILL after 10."""
     begin = time.monotonic()
     process.terminate()
@@ -249,13 +256,13 @@ def stop(process: "subprocess.Popen[bytes]") -> float:
     return time.monotonic() - begin
 
 
-def family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+def family(process: Process) -> list[psutil.Process]:
     """The process and everything below it."""
     top = psutil.Process(process.pid)
     return [top, *top.children(recursive=True)]
 
 
-def listening(process: "subprocess.Popen[bytes]") -> set[str]:
+def listening(process: Process) -> set[str]:
     """The addresses at which a server and its children take connections."""
     every = (
         connection for member in family(process) for connection in member.net_connections("inet")
