@@ -44,10 +44,15 @@ class ForkedRole:
         output: Path,
         environment: Mapping[str, str],
         token: str = "",
+        errors: Path | None = None,
+        folder: Path = Path(),
     ):
-        """Write stdout and stderr to the end of `output`. Hand over `token` on stdin."""
+        """Run in `folder`. Write stdout and stderr to the end of `output` and, where given,
+        `errors`. Hand over `token` on stdin.
+        """
         self._polling = threading.Lock()
-        arguments = (module, [*map(str, words)], str(output), dict(environment), token)
+        streams = (output.resolve(), (errors or output).resolve())
+        arguments = (module, list(words), streams, dict(environment), token, folder.resolve())
         self._process = _context.Process(target=_be, args=arguments)
         self._process.start()
         self.pid = self._process.pid
@@ -77,16 +82,23 @@ class ForkedRole:
 
 
 def _be(
-    module: str, words: list[str], output: str, environment: dict[str, str], token: str
+    module: str,
+    words: list[str],
+    streams: tuple[Path, Path],
+    environment: dict[str, str],
+    token: str,
+    folder: Path,
 ) -> None:
     os.setsid()  # a role whose parent dies ends its whole process group
-    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.chdir(folder)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     with handed_over(token) as stdin:
         os.dup2(stdin, 0)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.environ.clear()
-    os.environ.update(environment)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name in [name for name, value in environment.items() if os.environ.get(name) != value]:
+        os.environ[name] = environment[name]  # setproctitle finds argv by variables in their place
     multiprocessing.set_start_method("fork", force=True)
     resource_tracker._resource_tracker.__init__()  # a role has one of its own
     sys.argv = [module, *words]
