@@ -53,7 +53,7 @@ class ForkedRole:
         self._polling = threading.Lock()
         streams = (output.resolve(), (errors or output).resolve())
         arguments = (module, list(words), streams, dict(environment), token, folder.resolve())
-        self._process = _context.Process(target=_be, args=arguments)
+        self._process = _context.Process(target=be, args=arguments)
         self._process.start()
         self.pid = self._process.pid
 
@@ -81,7 +81,7 @@ class ForkedRole:
         self.send_signal(signal.SIGKILL)
 
 
-def _be(
+def be(
     module: str,
     words: list[str],
     streams: tuple[Path, Path],
@@ -89,6 +89,7 @@ def _be(
     token: str,
     folder: Path,
 ) -> None:
+    """Become the role, in a forked process."""
     os.setsid()  # a role whose parent dies ends its whole process group
     os.chdir(folder)
     for number, path in enumerate(streams, 1):

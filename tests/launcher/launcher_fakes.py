@@ -3,7 +3,8 @@
 `python -m launcher_fakes --run-dir …` is a role, whose acts `<run_dir>/script.json` has by index.
 `python launcher_fakes.py launch RUN_DIR [RESTARTS [DEADLINE_SCALE]]` is a launcher with the plan in
 `<run_dir>/plan.json`. A test may write an error of a wall clock in seconds into
-`<run_dir>/wall_clock.<role or launcher>`.
+`<run_dir>/wall_clock.<role or launcher>`. Only `launch` imports the launcher, which takes longer
+than a role's start.
 """
 
 import asyncio
@@ -18,12 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from orrery.launcher.site import Roles, Site
-from orrery.launcher.stage import Job
-from orrery.launcher.supervisor import run_stage
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.manifest.identity import Workspace
-from orrery.manifest.plan import ProcessPlan, StagePlan
 from orrery.runtime import preemption, scratch
 from orrery.runtime.role_context import role_process
 from orrery.runtime.scratch import memory_prefix
@@ -155,6 +151,12 @@ def is_told(process: psutil.Process) -> bool:
 
 
 def launch(run_dir: Path, restarts: int = 0, deadline_scale: float = 1.0) -> int:
+    from orrery.launcher.site import Roles, Site
+    from orrery.launcher.stage import Job
+    from orrery.launcher.supervisor import run_stage
+    from orrery.manifest.identity import Workspace
+    from orrery.manifest.plan import ProcessPlan, StagePlan
+
     processes = tuple(ProcessPlan(**row) for row in json.loads((run_dir / "plan.json").read_text()))
     if not (run_dir / "manifest.json").exists():
         shutil.copy(

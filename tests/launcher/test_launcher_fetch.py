@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_roles import ForkedRole, import_before
 from loopback_hub import TOKEN, Hub
 
 from orrery.manifest.errors import OrreryError
@@ -24,6 +25,13 @@ constants.DOWNLOAD_CHUNK_SIZE = 1024
 from orrery.launcher.cli import main
 main()
 """
+# Imports of a fetch and of the programs that it starts, which take most of its time.
+PRELOADED = (
+    "orrery.models.axis",
+    "pyarrow.parquet",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
 RUN = """
 (import 'lib/named.libsonnet')({
   fetched:
@@ -76,15 +84,27 @@ class Place:
             "NO_PROXY": "*",
         }
 
-    def orrery(self, *words: str, **variables: str) -> tuple[int, str, str]:
+    def fresh_orrery(self, *words: str) -> tuple[int, str, str]:
+        """Run `orrery` and the programs that it starts in interpreters of their own."""
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words],
             cwd=self.root,
-            env={**self.environment, **variables},
+            env=self.environment,
             capture_output=True,
             text=True,
         )
         return done.returncode, done.stdout, done.stderr
+
+    def orrery(self, *words: str, **variables: str) -> tuple[int, str, str]:
+        """Run `orrery` as a fork."""
+        import_before(*PRELOADED, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+        out, err = (self.cache.with_name(name) for name in ("out", "err"))
+        environment = {**self.environment, **variables}
+        process = ForkedRole("fetch_program", words, out, environment, errors=err, folder=self.root)
+        code, texts = process.wait(), (out.read_text(), err.read_text())
+        out.unlink()
+        err.unlink()
+        return code, *texts
 
     def refuse(self, *words: str, **variables: str) -> str:
         """Return the last line of a refused fetch, which leaves nothing behind."""
@@ -120,7 +140,7 @@ def test_a_model_becomes_a_folder_and_an_axis_of_a_run_that_renders(place, own):
     commit = place.hub.add(NAME, own)
     place.hub.breaks = 1  # the first download goes on by range
     place.hub.failing = 1
-    code, out, err = place.orrery("fetch", "model", f"{NAME}@v1")
+    code, out, err = place.fresh_orrery("fetch", "model", f"{NAME}@v1")
     assert code == 0, err
     assert f"{FOLDER}: model {NAME} at {commit}" in out
     assert "family qwen3" in out
@@ -299,7 +319,7 @@ def test_a_dataset_becomes_a_folder_of_splits_and_the_lines_of_a_spec(place, pro
     commit = place.hub.add("tiny-labs/problems", problems, "datasets")
     place.hub.failing, place.hub.breaks = 2, 1
     words = ("fetch", "dataset", "tiny-labs/problems", "--config", "main")
-    code, out, err = place.orrery(*words)
+    code, out, err = place.fresh_orrery(*words)
     assert code == 0, err
     folder = place.root / "datasets" / "problems-main"
     digest = sha256_of_data(folder)

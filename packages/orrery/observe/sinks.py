@@ -10,16 +10,15 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.metrics import Row
 from orrery.runtime.run_directory import metrics_dir
 from orrery.runtime.scratch import place
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 SUBJECTS = ("task", "policy", "engine", "process")  # names and indices, never measurements
 STAMPS = ("time_s", "stage", "attempt", "step", "event", "version", *SUBJECTS)
@@ -54,6 +53,11 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
+        # Slow imports, so a command that writes no row does without.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         key = (str(row.get("stage")), process)
         if key not in self._writers:
             self._writers[key] = EventFileWriter(str(self._folder / key[0] / key[1]), flush_secs=10)
