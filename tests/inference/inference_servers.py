@@ -130,6 +130,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def network() -> str:
+    return os.readlink("/proc/thread-self/ns/net")
+
+
+FIRST_NETWORK = network()
+
+
 def start_role(
     module: str,
     run_dir: Path,
@@ -165,7 +172,8 @@ def start_role(
         "--incarnation": incarnation,
     }
     words = [str(word) for option in options.items() for word in option]
-    if module == "orrery.inference.router":  # without torch, so it starts in a second
+    # The router does without torch. Forks would be in this process's first network.
+    if module == "orrery.inference.router" or network() != FIRST_NETWORK:
         with log.open("ab") as output, handed_over(token) as stdin:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *words],
