@@ -134,9 +134,9 @@ def test_gpus_that_are_not_offered_are_told_with_those_that_are(gres, remedy, is
             "allocation failure: Requested node configuration is not available",
             "lower slurm.cpus_per_node or slurm.memory_per_node_mb",
         ),
-        ("sbatch: error: Invalid generic resource (gres) specification", "mend slurm.gpu_type"),
+        ("sbatch: error: Invalid generic resource (gres) specification", "correct slurm.gpu_type"),
         ("allocation failure: Invalid qos specification", "add the QOS"),
-        ("something new", "mend [slurm] of the site file"),
+        ("something new", "correct [slurm] of the site file"),
     ],
 )
 def test_a_job_that_would_not_be_taken_is_told_with_the_field_to_mend(said, remedy):
@@ -629,7 +629,7 @@ def test_shared_memory_is_told_with_what_it_is_compared_with_and_what_it_is_not(
     one = doctor._shared_memory(0.25)
     assert (
         one.found.startswith(
-            f"{free_gib} GiB free, 0.25 asked for; an RL stage on the wire `files` asks for its own"
+            f"{free_gib} GiB free, 0.25 needed; an RL stage with transport.weights 'files'"
         )
         and one.remedy == remedy
     )

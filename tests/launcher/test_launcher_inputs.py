@@ -53,7 +53,7 @@ def verify(run_dir: Path, stage: str, stages=STAGES) -> list[str]:
         ),
         (
             lambda path: path.write_bytes(b"Weights"),
-            "is not the file whose sha256 receipt.json tells, so it is not what init made",
+            "has another sha256 than receipt.json says, so it is not what init made",
         ),
         (
             lambda path: path.unlink(),
@@ -118,7 +118,7 @@ def test_without_a_receipt_nothing_is_verified_and_the_stage_says_so(run_dir):
     assert verify(run_dir, "rl") == ["init"] and not inputs_path(run_dir, "rl").exists()
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0, stderr
-    assert "rl: what init made is not verified: receipt.json does not tell it" in stderr
+    assert "rl: the files of init are not verified: receipt.json does not list them" in stderr
 
 
 def test_a_stage_whose_input_is_damaged_starts_no_process_and_says_what_to_type(run_dir):

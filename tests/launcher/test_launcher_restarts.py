@@ -54,7 +54,7 @@ def test_losses_of_weeks_end_no_run_that_loses_few_a_day():
 
 
 def test_a_persons_mistake_is_not_repeated():
-    assert "would say the same" in Restarts(3).refusal("inference.0", False, 2, 0.0)
+    assert "the error would be the same" in Restarts(3).refusal("inference.0", False, 2, 0.0)
 
 
 def restarted(run_dir: Path, name: str, before: int) -> int:

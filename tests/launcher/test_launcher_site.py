@@ -109,7 +109,7 @@ def test_the_variable_names_another_file(workspace, tmp_path, monkeypatch):
         (
             'images = "images"',
             'images = "images"\nscratch = "tmp x"',
-            "containers.scratch: 'tmp x' is not what can stand there",
+            "containers.scratch: 'tmp x' is not a valid value",
         ),
         ('partition = "gpu"', "partition = gpu", "Texts need quotes"),
         ('"/scratch"', '"scratch"', "'scratch' is not 'SRC'"),

@@ -433,7 +433,7 @@ def test_an_attempt_that_goes_on_with_other_code_says_so(run_dir):
     commit = subprocess.run(
         [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout[:12]
-    said = f"goes on with other code than attempt 1 (rl): commit 000000000000 → {commit}"
+    said = f"continues with other code than attempt 1 (rl): commit 000000000000 → {commit}"
     code, stderr = end(launch(run_dir, ("trainer", [])))
     assert code == 0 and f"rl: {said}" in stderr
     assert f"rl, attempt 2: {said}" in (run_dir / "logs/launcher.0.log").read_text()

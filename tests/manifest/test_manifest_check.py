@@ -1071,7 +1071,7 @@ def test_a_spec_that_nests_too_deep_or_cannot_be_read_is_one_sentence(checkout, 
     path.mkdir()
     assert orrery("check") == 2
     assert (
-        "error: import 'runs/odd.jsonnet': under jsonnet/ it is no file that can be read"
+        "error: import 'runs/odd.jsonnet': this file under jsonnet/ cannot be read"
         in capsys.readouterr().err
     )
 

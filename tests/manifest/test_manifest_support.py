@@ -539,10 +539,10 @@ EVERY = {"kind": "selective", "keep": ["attention", "projections", "experts"]}
         (
             "qwen3_30b_a3b_16k",
             {"ep": 8},
-            "['projections']: made again all the same, for with trainer.compile on cp 1 and ep 8",
+            "['projections']: recomputed, because trainer.compile with cp 1 and ep 8",
         ),
-        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
-        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: made again"),
+        ("qwen3_30b_a3b_16k", {"cp": 8, "dp_shard": 1}, "['projections']: recomputed"),
+        ("qwen3_8b_8k", {"cp": 8, "dp_shard": 1}, "['projections']: recomputed"),
         ("qwen3_30b_a3b_16k", {}, None),
     ],
 )
@@ -573,7 +573,7 @@ def test_keeping_experts_alone_where_there_are_none_is_told():
     (said,) = notes(changed("qwen3_8b_8k", trainer__memory__activation_checkpointing=experts))
     assert said.startswith(
         "  note: trainer.memory.activation_checkpointing.keep ['experts']: family 'qwen3' has "
-        "none, and all is made again"
+        "no experts, so a whole block is recomputed"
     )
     assert (
         notes(changed("qwen3_30b_a3b_16k", trainer__memory__activation_checkpointing=experts)) == []

@@ -142,7 +142,7 @@ async def test_what_an_answer_starts_ends_with_it(kept, task):
 
 
 @pytest.mark.parametrize(
-    ("signal", "how"), [("SIGKILL", "ended, or said"), ("SIGSTOP", "stood still")]
+    ("signal", "how"), [("SIGKILL", "ended, or gave"), ("SIGSTOP", "stood still")]
 )
 async def test_an_answer_that_ends_or_stops_the_process_behind_it_fails_its_rollout(
     kept, task, monkeypatch, signal, how
@@ -312,8 +312,7 @@ async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
         OrreryError,
-        match="the process that scores answers did not start: "
-        "what it said of it stands above in this log",
+        match="the process that scores answers did not start: its error is above in this log",
     ):
         await said(task, "RIGHT")
     monkeypatch.undo()

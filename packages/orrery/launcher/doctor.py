@@ -104,8 +104,8 @@ def _shared_memory(gib: float) -> Finding:
         return Finding("/dev/shm", "not writable", remedy)
     free = shutil.disk_usage(path).free / GIB
     found = (
-        f"{free:.2f} GiB free, {gib} asked for; "
-        "an RL stage on the wire `files` asks for its own versions when it starts"
+        f"{free:.2f} GiB free, {gib} needed; "
+        "an RL stage with transport.weights 'files' checks its own need at its start"
     )
     remedy = f"free {gib} GiB there (in a container: `--shm-size 2g`)"
     return Finding("/dev/shm", found, "" if free >= gib else remedy)
@@ -324,7 +324,7 @@ def _probe(
     assert slurm is not None
     idle = [node for node in nodes if node.state == "idle"][:PROBED]
     if not idle:
-        remedy = "ask again when one is; until then `--no-probe` says the rest"
+        remedy = "type `orrery doctor` again when a node is idle; `--no-probe` checks all else now"
         return [Finding("probe", "no node is idle now", remedy, is_required=False)]
     gpus = min(node.num_gpus(slurm.gpu_type) for node in idle)
     word = secrets.token_hex(4)

@@ -81,7 +81,7 @@ def judge_controller(ping: Answer, version: str) -> Finding:
     if ping.code == 0 and " UP" in ping.out:
         return Finding("Slurm", f"{found}, its controller answers")
     said = ping.said or " ".join(ping.out.split()) or f"exit code {ping.code}"
-    remedy = "ask who runs the cluster: no controller answers (`scontrol ping`)"
+    remedy = "no controller answers (`scontrol ping`); ask the cluster's administrators"
     return Finding("Slurm", f"{found}: {said}", remedy)
 
 
@@ -131,7 +131,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
         remedy = "stages of several node groups need SchedulerType=sched/backfill"
     found = [Finding("scheduler", scheduler, remedy, False)]
     is_off = config.get("JobRequeue", "1") == "0"
-    requeue = "off unless a job asks for it, as ours do" if is_off else "allowed"
+    requeue = "off by default; Orrery's jobs ask for it" if is_off else "allowed"
     found.append(Finding("requeue", requeue))
     accounting = config.get("AccountingStorageType", "(null)")
     if "none" not in accounting and accounting != "(null)":
@@ -140,7 +140,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
     if kept is not None and int(kept[0]) < 3 * slurm.poll_s:
         remedy = (
             f"set MinJobAge to {3 * slurm.poll_s} s or more: "
-            "an ended job is forgotten before it is asked for"
+            "Slurm forgets ended jobs before Orrery asks for them"
         )
     told = f"none; the controller keeps ended jobs for {kept[0] if kept else '?'} s"
     return [*found, Finding("accounting", told, remedy)]
@@ -170,12 +170,12 @@ def judge_admission(test: Answer, slurm: Slurm) -> Finding:
         "account": "set slurm.account to one that admits you "
         "(`sacctmgr show associations user=$USER`)",
         "node configuration": "lower slurm.cpus_per_node or slurm.memory_per_node_mb, "
-        "or mend slurm.gpu_type or slurm.extra",
-        "gres": "mend slurm.gpu_type (`sinfo -o %G` says what there is)",
+        "or correct slurm.gpu_type or slurm.extra",
+        "gres": "correct slurm.gpu_type (`sinfo -o %G` lists the types)",
         "qos": "add the QOS that you may use to slurm.extra: '--qos=…'",
     }
     found = (remedy for word, remedy in remedies.items() if word in said.lower())
-    remedy = next(found, "mend [slurm] of the site file")
+    remedy = next(found, "correct [slurm] of the site file")
     return Finding("admission", f"{asked}: {said}", remedy)
 
 
@@ -185,14 +185,16 @@ def judge_no_probe(answer: Answer) -> Finding:
         remedy = "move it to the file system that all nodes share"
         return Finding("probe", "the nodes do not see this checkout", remedy)
     if "module: command not found" in said:
-        remedy = "empty containers.modules, or ask who runs the cluster"
+        remedy = "empty containers.modules, or ask the cluster's administrators"
         return Finding("probe", "a login shell on the nodes has no `module`", remedy)
     busy = r"unable to allocate|immediate|busy|unavailable"
     if answer.code is None or re.search(busy, said, re.IGNORECASE):
-        remedy = "ask again when the queue is shorter; `--no-probe` says the rest"
+        remedy = (
+            "type `orrery doctor` again when the queue is shorter; `--no-probe` checks all else"
+        )
         told = f"its job did not start within {START_S} s ({said})"
         return Finding("probe", told, remedy, is_required=False)
-    remedy = "mend [slurm] of the site file, or ask who runs the cluster"
+    remedy = "correct [slurm] of the site file, or ask the cluster's administrators"
     return Finding("probe", f"its job failed: {said}", remedy)
 
 
@@ -300,7 +302,7 @@ def _judge_locks(probes: Sequence[Probe]) -> Finding:
         "mount it with locks between nodes (Lustre: `-o flock`, not `localflock`; "
         "NFS: without `nolock` and `local_lock`)"
     )
-    return over_nodes("file locks", "what one node locks no other can", twice, remedy)
+    return over_nodes("file locks", "a lock on one node excludes all others", twice, remedy)
 
 
 def _judge_network(probes: Sequence[Probe], name: Mapping[int, str], site: Site) -> list[Finding]:
@@ -364,7 +366,7 @@ def _judge_devices(probes: Sequence[Probe], gpus: int, site: Site) -> list[Findi
 def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
     shown = {one["node"]: len(one["visible_gpus"]) for one in probes}
     wrong = {node: f"shows {count}" for node, count in shown.items() if count != gpus}
-    remedy = "Slurm's gres.conf and the node differ; ask who runs the cluster"
+    remedy = "Slurm's gres.conf and the node differ; ask the cluster's administrators"
     found = [over_nodes("visible GPUs", f"{gpus} a node", wrong, remedy)]
     drivers = {
         one["node"]: one["nvidia"][1].split() if one["nvidia"][0] == 0 else [] for one in probes
@@ -386,7 +388,7 @@ def _judge_gpus(probes: Sequence[Probe], gpus: int) -> list[Finding]:
         if 0 < len(lines) < gpus
     }
     if fewer:
-        remedy = "look at `nvidia-smi` there: a GPU has fallen off"
+        remedy = "type `nvidia-smi` there: a GPU does not answer"
         found.append(over_nodes("driver", "", fewer, remedy))
     return found
 

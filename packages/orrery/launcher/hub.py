@@ -243,8 +243,8 @@ def _explained(kind: Kind, repository: str, revision: str) -> Iterator[None]:
 def _unreachable(repository: str, error: BaseException) -> OrreryError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return OrreryError(
-        f"{repository}: {constants.ENDPOINT} is out of reach ({reason[:200]}); type the command "
-        "again to go on, or set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache"
+        f"{repository}: {constants.ENDPOINT} cannot be reached ({reason[:200]}); type the "
+        "command again, or set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache"
     )
 
 

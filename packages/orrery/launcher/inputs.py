@@ -100,7 +100,7 @@ def _how(path: Path, expected: str) -> str:
     if size == 0:
         return "has 0 bytes"
     if _is_sha256(expected):
-        return f"is not the file whose sha256 {RECEIPT} tells"
+        return f"has another sha256 than {RECEIPT} says"
     return f"has {size} bytes, but {RECEIPT} says: {expected}"
 
 

@@ -82,7 +82,7 @@ class Preemption:
     def _begin(self) -> None:
         stage = self.stage
         if stage.name != "rl":
-            stage.log("its time is nearly up, and it has no checkpoints: it goes on")
+            stage.log("its time limit is near, and it writes no checkpoints: it continues")
             stage.interrupts.preemption_requested, self._ends_at_s = False, None
             return
         write_atomic(request_path(stage.run_dir, stage.name), b"")

@@ -335,7 +335,7 @@ def _versions(python: list[str], isolation: str = "-I") -> dict[str, str]:
         )  # fmt: skip
         return json.loads(done.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
-        return {"unknown": f"{Path(python[0]).name} did not say ({type(error).__name__})"}
+        return {"unknown": f"{Path(python[0]).name} gave no versions ({type(error).__name__})"}
 
 
 def _driver() -> str | None:

@@ -47,7 +47,7 @@ class Restarts:
         if not self.most:
             return ""
         if code == OrreryError.exit_code:
-            return "it is not started again, for it would say the same"
+            return "it is not started again, because the error would be the same"
         if self._failed_starts[name] > 1:
             return "it ended twice before it served, so it is not started again"
         if self.num_recent >= self.most:

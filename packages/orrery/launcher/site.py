@@ -207,6 +207,6 @@ def _sentence(error: ValidationError) -> str:
         "tuple_type": 'is not a list; write ["…"]',
         "string_type": "is not a text; put it in quotes",
         "int_type": "is not a whole number, in the unit that the key's name ends with",
-        "string_pattern_mismatch": "is not what can stand there",
+        "string_pattern_mismatch": "is not a valid value",
     }
     return f"{field}: {first['input']!r} {words.get(first['type'], first['msg'].lower())}"

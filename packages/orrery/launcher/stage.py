@@ -200,7 +200,7 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
     names = ", ".join(f"{one.name} (process {one.pid} on {one.node})" for one in stuck)
     return (
         f"{names} did not end within {within_s:g} s of SIGKILL, so the kernel holds it in a "
-        "device or file system that does not answer; see to that node before you start again"
+        "device or file system that does not answer; repair that node before you start again"
     )
 
 

@@ -128,7 +128,7 @@ class Supervisor:
             *(self.job.num_steps, stage.status.started_s),
         )
         observer, view = Observer(run_dir, progress), View(progress)
-        outcome = Outcome("failed", f"{name}: the launcher itself broke", 1)
+        outcome = Outcome("failed", f"{name}: the launcher failed", 1)
         try:
             self._tell_restart()
             self._tell_changes()
@@ -232,7 +232,7 @@ class Supervisor:
         job, stage = self.job, self.stage
         images = job.allocation.images(job.plan) if job.allocation else {}
         if changes := receipt.changes(stage.run_dir, job.stages, stage.name, self.code, images):
-            stage.tell(f"goes on with {changes}; {receipt.RECEIPT} tells both")
+            stage.tell(f"continues with {changes}; {receipt.RECEIPT} has both")
 
     def _verify_inputs(self) -> None:
         stage, run_dir = self.stage, self.stage.run_dir
@@ -249,7 +249,9 @@ class Supervisor:
         )
         if unknown:
             makers = " and ".join(unknown)
-            stage.tell(f"what {makers} made is not verified: {receipt.RECEIPT} does not tell it")
+            stage.tell(
+                f"the files of {makers} are not verified: {receipt.RECEIPT} does not list them"
+            )
 
     def _start_and_watch(self, view: View) -> Outcome:
         stage, allocation, plan = self.stage, self.job.allocation, self.job.plan

@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 
 FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks check` prints it for each correct manifest
-NAMES = "Runs by name; all when none is named."
+NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN}.")]
@@ -143,7 +143,7 @@ def _must_start(word: str, manifest: Manifest) -> None:
         raise OrreryError(f"{word}: {told}")
 
 
-ON_THIS_MACHINE = "Fit the runs to the GPUs here, as runs of their own (RUN_on_h100)."
+ON_THIS_MACHINE = "Write copies of the runs that fit this machine's GPUs (RUN_on_h100)."
 
 
 @app.command()
@@ -239,7 +239,7 @@ def _check_known(workspace: Workspace) -> None:
 
 
 FIELD = "Only this field, such as trainer.optimizer."
-SHOW_RECEIPT = "Print the receipt instead: what ran, where, and what came out."
+SHOW_RECEIPT = "Print the run's receipt instead."
 
 
 @app.command()
@@ -267,7 +267,7 @@ def show(
         print(json.dumps(data, indent=2, sort_keys=True))
 
 
-EVERYTHING = "Of receipts also what always differs: times, job ids, earlier attempts."
+EVERYTHING = "Compare times, job ids and earlier attempts in receipts too."
 
 
 @app.command()

@@ -24,7 +24,6 @@ def explain_os_error(error: OSError) -> str:
     text = error.strerror or f"{type(error).__name__} {error}".strip()
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += (
-            "; free some, such as run folders in runs/ that nobody needs "
-            "(`df -h . /dev/shm` says what is full)"
+            "; free some, such as unused folders in runs/ (`df -h . /dev/shm` shows the full disk)"
         )
     return f"{error.filename}: {text}" if error.filename else text

@@ -224,21 +224,22 @@ def notes(manifest: Manifest) -> list[str]:
     lost = [name for name in keep if name in trainer.unseen]
     if lost := [name for name in lost if name != "experts" or manifest.model.moe is not None]:
         said.append(
-            f"  note: trainer.memory.activation_checkpointing.keep {lost}: made again all the "
-            f"same, for with trainer.compile on cp {mesh.cp} and ep {mesh.ep} nothing of that can "
-            "be kept; set trainer.compile to false to keep it"
+            f"  note: trainer.memory.activation_checkpointing.keep {lost}: recomputed, "
+            f"because trainer.compile with cp {mesh.cp} and ep {mesh.ep} cannot keep them; set "
+            "trainer.compile to false to keep them"
         )
     if set(keep) == {"experts"} and manifest.model.moe is None:
         said.append(
             "  note: trainer.memory.activation_checkpointing.keep ['experts']: family "
-            f"{manifest.model.family!r} has none, and all is made again; set it to ['attention'] "
-            "or ['attention', 'projections'], or activation_checkpointing.kind to 'full'"
+            f"{manifest.model.family!r} has no experts, so a whole block is recomputed; set it "
+            "to ['attention'] or ['attention', 'projections'], or activation_checkpointing.kind "
+            "to 'full'"
         )
     if trainer.compile and manifest.model.family == "hugging_face":
         said.append(
             "  note: trainer.compile with family 'hugging_face': the first step ends the run "
-            "where torch does not compile such a block whole (one with experts, or Mamba's); set "
-            "trainer.compile to false there"
+            "if torch cannot compile its blocks into one graph (experts, Mamba); set "
+            "trainer.compile to false for such a model"
         )
     return said
 

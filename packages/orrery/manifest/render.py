@@ -80,9 +80,7 @@ class Evaluator:
                 return str(path), data
         paths = [folder / name for folder in self.workspace.library]
         if any(path.exists() or path.is_symlink() for path in paths):
-            self._lost = (
-                f"import {name!r}: under jsonnet/ it is no file that can be read; put the file back"
-            )
+            self._lost = f"import {name!r}: this file under jsonnet/ cannot be read; restore it"
             return name, _FAILS
         root = self.workspace.library[0]
         near = nearest(name, [str(path.relative_to(root)) for path in root.rglob("*sonnet")])

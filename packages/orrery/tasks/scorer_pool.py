@@ -60,7 +60,7 @@ class ScorerPool:
             except (OSError, EOFError, ValueError, TypeError) as error:
                 scorer.end()
                 is_late = isinstance(error, TimeoutError)
-                how = "stood still" if is_late else "ended, or said what is no score,"
+                how = "stood still" if is_late else "ended, or gave an invalid score,"
                 raise OrreryError(
                     f"the process that scores answers {how} while it scored an answer. "
                     "The next answer gets a new process"
@@ -108,7 +108,7 @@ class ScorerPool:
                 await scorer.ready()
         except (OSError, EOFError) as error:
             scorer.end()
-            why = "what it said of it stands above in this log"
+            why = "its error is above in this log"
             if isinstance(error, TimeoutError):
                 why = "it was too slow"
             raise OrreryError(f"the process that scores answers did not start: {why}") from error
