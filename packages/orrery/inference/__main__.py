@@ -19,7 +19,7 @@ from orrery.runtime.token import run_token
 
 
 def main() -> None:
-    gc.disable()  # the imports make millions of permanent objects
+    gc.disable()  # imports make millions of objects that are never freed
     with role_process("inference") as ctx:
         run_token()  # raise its errors before the long load
         ctx.health.doing("loading vLLM")
@@ -31,7 +31,7 @@ def main() -> None:
         arguments = server_arguments(manifest, weights, ctx.index, ctx.host, ctx.port, adapter)
         arguments += offload(ctx)
         registry.import_vllm(manifest.inference.enforce_eager)
-        from orrery.inference import server  # vLLM reads the environment at import
+        from orrery.inference import server
 
         registry.correct_server(manifest)
         explain = partial(out_of_memory.explain, manifest=manifest, weights=weights)

@@ -198,7 +198,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
     sync_tree(aside)  # a later start does not check the folder
     try:
         aside.rename(folder)
-    except OSError:  # another engine made it first
+    except OSError:
         shutil.rmtree(aside)
     return folder
 
@@ -216,7 +216,7 @@ def engine_variables(manifest: Manifest) -> dict[str, str]:
         **registry.environment(manifest),
     }
     if manifest.inference.quantization == "fp8":
-        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # or Hopper engines round weights twice
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # otherwise Hopper engines round weights twice
     if manifest.inference.enforce_eager:
         # vLLM would compile the ranking of log-probs, for which it needs a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"

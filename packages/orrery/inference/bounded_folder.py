@@ -42,7 +42,7 @@ class BoundedFolder:
         except BaseException:
             self._forget(path for path in paths if not os.path.exists(path))
             raise
-        with self._lock:  # another thread may have taken the room
+        with self._lock:
             lost = [path for path in paths if path not in self._sizes]
         _remove(lost)
 

@@ -26,7 +26,7 @@ from orrery.runtime.token import run_token
 
 MAX_CPU_CACHE_BYTES = 4 << 30
 CPU_SHARE = 4  # the cache takes 1 / CPU_SHARE of the free memory
-MAX_ERROR_CHARACTERS = 300  # vLLM lists all of its architectures
+MAX_ERROR_CHARACTERS = 300
 
 
 def arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -> list[str]:
@@ -65,7 +65,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # the imports make millions of permanent objects
+    gc.disable()  # imports make millions of objects that are never freed
     with role_process("inference") as ctx:
         if not run_token():
             raise OrreryError("no token came by standard input; type `orrery serve FOLDER`")
@@ -74,7 +74,7 @@ def main() -> None:
         is_cpu = not Path("/dev/nvidiactl").exists()
         environment(ctx.host, is_cpu)
         import_vllm(enforce_eager=is_cpu)
-        from orrery.inference import server  # vLLM reads the environment at import
+        from orrery.inference import server
 
         cache_bytes = None
         if is_cpu:
@@ -82,7 +82,7 @@ def main() -> None:
             cache_bytes = min(psutil.virtual_memory().available // CPU_SHARE, MAX_CPU_CACHE_BYTES)
         try:
             server.serve(ctx, arguments(folder, ctx.host, ctx.port, cache_bytes))
-        except (ValueError, KeyError, OSError) as error:  # vLLM refuses its configuration
+        except (ValueError, KeyError, OSError) as error:
             raise RunFailed(f"vLLM cannot serve it: {first_sentence(error)}") from error
 
 

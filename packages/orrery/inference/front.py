@@ -33,11 +33,11 @@ ROUTES = {
 ASKED = {b"content-type", SESSION_HEADER.lower().encode()}
 PASSED = {b"content-type", b"content-encoding", ENGINE_HEADER.lower().encode()}
 MAX_HEAD_BYTES = 1 << 14
-MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens is 8 MB of JSON
+MAX_BODY_BYTES = 1 << 26  # a prompt of a million tokens takes 8 MB of JSON
 BACKLOG = 1024  # the orchestrator opens hundreds of connections at once
 KEPT_S = 600.0  # clients close idle connections earlier
 SWEEP_S = 10.0
-LINGER_S = 1.0  # time for a refused caller to read the answer
+LINGER_S = 1.0
 
 _UNAUTHORIZED = "this router serves one run's roles only: the run's token is missing or another's\n"
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class _Caller(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:
-            return  # a trailer
+            return
         name = name.lower()
         if name == b"authorization":
             self._given = value
@@ -265,7 +265,7 @@ class _Caller(asyncio.Protocol):
         if self.is_waiting:
             return self.transport.abort()
         self.transport.write(_answer(status, text, "Connection: close\r\n"))
-        self.transport.pause_reading()  # the body is not read
+        self.transport.pause_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._loop.call_later(LINGER_S, self.transport.abort)
@@ -305,7 +305,7 @@ class _Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._caller is None:
-            return self.transport.abort()  # an answer to no request
+            return self.transport.abort()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

@@ -67,7 +67,7 @@ def main() -> None:
                 f"Read logs/{ctx.name}.log"
             )
         finally:
-            process.kill()  # its state is not needed after the stage
+            process.kill()
             process.wait()
 
 

@@ -86,7 +86,7 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
             model.load_weights((each.name, recorder.source(each)) for each in tensors)
         for path, layer in model.named_modules():
             copied, total = recorder.num_copied.get(path, 0), get_layer_size(layer)
-            is_padded = isinstance(layer, VocabParallelEmbedding)  # the padding is never loaded
+            is_padded = isinstance(layer, VocabParallelEmbedding)
             if 0 < copied < total and not is_padded:
                 raise ValueError(
                     f"layer {path!r} would get {copied} of {total} elements from the published "
@@ -213,7 +213,7 @@ def as_box(
                 f"tensor {name!r}: its loader takes elements of it that are no box; "
                 "set transport.weights to 'files'"
             )
-        if starts[dim] + n > shape[dim]:  # the view merges dimensions
+        if starts[dim] + n > shape[dim]:
             dims.append((n // shape[dim], s * shape[dim], t * shape[dim]))
             n = shape[dim]
         sizes[dim], strides[dim] = n, t

@@ -44,7 +44,7 @@ def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
             head += f", to be shared by {engines} engines"
         return _lower_cache(manifest, int(free * (1 - CPU_RESERVE)) // engines, head)
     if found := TOO_LONG.search(cause):
-        least = -(-int((float(found[1]) + 0.01) * GIB) // ROUND) * ROUND  # vLLM rounds its number
+        least = -(-int((float(found[1]) + 0.01) * GIB) // ROUND) * ROUND
         return (
             f"inference.kv_cache_bytes {inference.kv_cache_bytes} cannot hold one sequence of "
             f"inference.max_model_len_tokens {inference.max_model_len_tokens}; type at least "

@@ -189,7 +189,7 @@ class Receiver(Backend):
             if (tensor := self._resident(name, consumed)) is not None:
                 resident[name] = self._fingerprint(tensor)
         if resident:
-            values = torch.cat([*resident.values()]).tolist()  # waits for the device once
+            values = torch.cat([*resident.values()]).tolist()
             for name, value in zip(resident, values, strict=True):
                 held[name] = (value & MASK, RESIDENT)
         self.parts.add("finish_s", begin)
@@ -220,7 +220,7 @@ class Receiver(Backend):
         try:
             loading.check()
         except ValueError:
-            target.fail()  # as after a failed transfer
+            target.fail()
             raise
         begin = time.perf_counter()
         self._consumed = {

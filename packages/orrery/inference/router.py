@@ -79,7 +79,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
     deadline_s, is_left = scaled(ENGINES_DEADLINE_S), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # asyncio waits for this thread at exit
+        if is_left.is_set():
             raise asyncio.CancelledError
 
     try:

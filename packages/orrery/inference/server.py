@@ -74,7 +74,7 @@ def serve(
     log_begin = log.stat().st_size if log.exists() else 0
     os.environ[plugin.SHARED] = left.shared
     plugin.register()
-    from vllm.entrypoints.launchers.api_server import entry  # its import uses patched names
+    from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(arguments))
@@ -88,7 +88,7 @@ def serve(
 
     try:
         uvloop.run(_serve(ctx, entry, args, left, death))
-    except RuntimeError as error:  # an engine core died
+    except RuntimeError as error:
         cause = root_cause(error, log, log_begin)
         text = explain(cause) or f"vLLM did not start ({cause})"
         raise RunFailed(f"inference {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
@@ -171,7 +171,7 @@ async def _serve(
         while {serving, watching} <= awaited:
             done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if announcing in done:
-                announcing.result()  # raises its error
+                announcing.result()
         announcing.cancel()
         watching.cancel()
         if serving.done():
@@ -245,7 +245,7 @@ async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
         await asyncio.sleep(0.02)
     vllm_processes.unlink_host_tiers(left.shared)
     gc.collect()
-    gc.freeze()  # not collected again
+    gc.freeze()
     gc.enable()
     rendezvous.publish(ctx, f"http://{host}:{port}", **handover(args.kv_transfer_config, host))
     ctx.health.doing("serving")
@@ -281,7 +281,7 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
     except FileNotFoundError:
         return str(error)
     said: list[tuple[int, bool, str]] = []  # (rank, not logged as ERROR, exception)
-    in_stack: dict[str, bool] = {}  # by process
+    in_stack: dict[str, bool] = {}
     for line in lines:
         prefix = PREFIX.match(line)
         process, text = (prefix[1], line[prefix.end() :]) if prefix else ("", line)

@@ -52,7 +52,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     if block > 1:
         dense_E = ends_E
         ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
-        shift_E = F.pad(ends_E, (1, 0)) - F.pad(dense_E, (1, 0))  # of each start, and of the end
+        shift_E = F.pad(ends_E, (1, 0)) - F.pad(dense_E, (1, 0))
         place_M = place_M + shift_E[expert_TK.flatten().long()]
         num_rows = (row_M.shape[0] // block + num_experts + 1) * block
         slot_M = torch.arange(row_M.shape[0], device=row_M.device)

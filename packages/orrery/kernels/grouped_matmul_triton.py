@@ -59,7 +59,7 @@ def thin_gradient(wide_MW: Tensor, narrow_MR: Tensor, ends_E: Tensor, narrow_fir
 
 
 def _padded(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))  # tensor cores need at least 16
+    return max(16, triton.next_power_of_2(rank))  # tensor cores need at least 16 columns
 
 
 @triton.jit

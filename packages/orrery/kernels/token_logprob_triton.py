@@ -58,7 +58,7 @@ def _absorb(logits, target, temperature, state, first_column, num_rows, width, B
     maximum = tl.load(state + row)
     s = tl.load(state + num_rows + row)
     w = tl.load(state + 2 * num_rows + row)
-    s_lanes = tl.zeros([BLOCK], tl.float32)  # summed across lanes at the end
+    s_lanes = tl.zeros([BLOCK], tl.float32)
     w_lanes = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -64,7 +64,7 @@ def qwen3_config(config: Model) -> dict[str, Any]:
 
 def qwen3_moe_config(config: Model) -> dict[str, Any]:
     moe = config.moe
-    assert moe is not None  # the schema requires it for this family
+    assert moe is not None
     return {
         **qwen3_config(config),
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -81,7 +81,7 @@ def qwen3_moe_config(config: Model) -> dict[str, Any]:
 
 def glm4_moe_config(config: Model) -> dict[str, Any]:
     moe = config.moe
-    assert moe is not None  # the schema requires it for this family
+    assert moe is not None
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
@@ -102,7 +102,7 @@ def glm4_moe_config(config: Model) -> dict[str, Any]:
 
 
 def hugging_face_config(config: Model) -> dict[str, Any]:
-    assert config.hf_config is not None  # the schema requires it for this family
+    assert config.hf_config is not None
     dtypes = ("dtype", "torch_dtype")
     return {name: value for name, value in config.hf_config.items() if name not in dtypes}
 
@@ -207,7 +207,7 @@ def _network(model: Model) -> CausalLm:
 
 def _check_glm4_moe(model: Model) -> None:
     moe = model.moe
-    assert moe is not None  # the schema requires it for this family
+    assert moe is not None
     if moe.score != "sigmoid":
         raise OrreryError(
             f"model.moe.score {moe.score!r}: GLM-4.5 scores by sigmoids only. "

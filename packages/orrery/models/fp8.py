@@ -58,7 +58,7 @@ class WeightCache:
         for index, (parts, weights) in enumerate(products(self._network)):
             seen = tuple((id(weight), weight._version) for weight in weights)
             if self._seen.get(index) != seen:
-                parts[:] = []  # frees the old weights first
+                parts[:] = []
                 parts[:] = weight_parts(weights[0] if len(weights) == 1 else torch.cat(weights))
                 self._seen[index] = seen
 

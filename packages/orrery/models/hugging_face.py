@@ -161,7 +161,7 @@ class _PassthroughBody(nn.Module):
         return _BodyOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
-        return self  # some networks read parts of their body
+        return self
 
 
 class _PassthroughHead(nn.Identity):

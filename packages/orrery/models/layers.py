@@ -225,7 +225,7 @@ class Experts(nn.Module):
         self.down_fp8: Parts | None = [] if is_fp8 else None
         self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
-        self.gate_up_lora: Adapter | None = None  # set by `lora.adapt`
+        self.gate_up_lora: Adapter | None = None
         self.down_lora: Adapter | None = None
 
     def forward(

@@ -156,7 +156,7 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
         if getattr(config, "head_dim", None) is None and num_heads:
             config.head_dim = config.hidden_size // num_heads  # some classes lack it
         return config
-    except Exception as error:  # transformers raises many types
+    except Exception as error:
         raise OrreryError(
             f"{source}: transformers refuses the config ({' '.join(str(error).split())}). "
             "Mend the field that it names"

@@ -38,7 +38,7 @@ class Progress:
             return
         role, event = process.split(".")[0], row.get("event")
         if event == "usage":
-            self.usage.update(used_by_process(row))  # every process writes its own row
+            self.usage.update(used_by_process(row))
         elif event == "batch":
             self._take(
                 row, reward_mean="reward", staleness_mean="staleness", staleness_max="oldest"

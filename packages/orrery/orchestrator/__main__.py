@@ -15,7 +15,7 @@ async def rl(ctx: RoleContext) -> None:
     try:
         try:
             pool = await assemble.engine_pool(ctx, assemble.leases(ctx, wire))
-        except Preempted as preempted:  # raised before any batch was sent
+        except Preempted as preempted:
             await stop_trainer(ctx, wire, preempted.step)
         async with pool as engines:
             await (await assemble.loop(ctx, engines, wire)).run()

@@ -21,11 +21,11 @@ from orrery.orchestrator.engines.messages import EngineMetrics
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import Pace, period_s
 
-BACKOFF = 0.05  # largest cut of the limit at once, as a fraction
-LEAST = 1e-9  # smallest share of a cache
+BACKOFF = 0.05
+LEAST = 1e-9
 DECAY = 3.0  # e^-DECAY of an old share remains after all rollouts have ended once
 ENGINE_POLL_S = 0.5
-PIECE_S = 5.0  # length of an activity span, longer in long runs
+PIECE_S = 5.0
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Admission:
             self.adaptive = AdaptiveLimit(settings, max_model_len_tokens)
         self.limit = self.adaptive.limit if self.adaptive else settings.max_in_flight
         self.taken = 0
-        self._num_ended, self._was_full = 0, False  # since the last poll
+        self._num_ended, self._was_full = 0, False
 
     @property
     def free(self) -> int:
@@ -134,7 +134,7 @@ async def poll_engines(
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()
-    except OrreryError as error:  # slow metrics must not end the run
+    except OrreryError as error:
         ctx.log.warning("no numbers from the engines: %s", error)
         return {}
     due = pace is None or pace.due(time.monotonic())

@@ -59,7 +59,7 @@ async def _endpoints(ctx: RoleContext, role: str, count: int) -> list[rendezvous
     request, is_left = PreemptionWatch(ctx), threading.Event()
 
     def end_early() -> None:
-        if is_left.is_set():  # at exit, the event loop waits for this thread
+        if is_left.is_set():
             raise asyncio.CancelledError
         if request.poll():
             raise Preempted(newest.step if (newest := checkpoints.latest(ctx.run_dir)) else 0)

@@ -23,8 +23,8 @@ from orrery.wire.rollout_wire import Batch
 from orrery.wire.routed_experts import COLUMN
 
 _NONE = np.float32(0.0)
-NUM_MESSAGES = 16  # messages kept of a sample
-TEXT_CHARACTERS = 4000  # characters kept of a message or its tool calls
+NUM_MESSAGES = 16
+TEXT_CHARACTERS = 4000
 
 
 def document(rollout: Rollout, temperature: float) -> Columns:

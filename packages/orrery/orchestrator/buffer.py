@@ -31,12 +31,12 @@ class RolloutBuffer:
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
         # The most rollouts by which generation may be ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
-        self.queue: deque[list[Rollout]] = deque()  # by time of completion
+        self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
         self.num_sampled = 0  # each taken batch subtracts its budget
-        self.dropped: Counter[str] = Counter()  # rollouts by reason
-        self._barren: Counter[str] = Counter()  # since the last trainable group
-        self._details: dict[str, str] = {}  # reason → newest error sentence
+        self.dropped: Counter[str] = Counter()
+        self._barren: Counter[str] = Counter()
+        self._details: dict[str, str] = {}
 
     @property
     def num_queued(self) -> int:

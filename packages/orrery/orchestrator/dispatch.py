@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # metrics of a generating engine change within a second, scaled
+PROOF_S = 30.0  # a generating engine changes its metrics within a second (scaled)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _OpenGroup:
     request: GroupRequest
     version: int | None = None
     num_started: int = 0
-    to_restart: list[int] = field(default_factory=list)  # group members
+    to_restart: list[int] = field(default_factory=list)
     # Request name → request and start time.
     in_flight: dict[str, tuple[Request, float]] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class Dispatch:
         self.admission = admission
         self._groups: dict[str, _OpenGroup] = {}
         self._waiting: dict[Purpose, deque[str]] = {"evaluation": deque(), "train": deque()}
-        self._group_of: dict[str, _OpenGroup] = {}  # by name of a request in flight
+        self._group_of: dict[str, _OpenGroup] = {}
         self._unserved_since: float | None = None
 
     @property

@@ -62,7 +62,7 @@ async def _both(ctx: RoleContext, pool: Any, publisher: Any) -> dict[str, Evalua
             if policy == "after":
                 check_last(ctx, version, folder, published.digest)
             report = await pool.update(published)
-            assert report is not None  # files are never gone
+            assert report is not None
         ctx.metrics.write(
             version,
             event="update",

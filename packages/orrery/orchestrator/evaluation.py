@@ -26,7 +26,7 @@ class _Active:
     rollouts: list[Rollout] = field(default_factory=list)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)  # by task index and reason
     zeros: Counter[int] = field(default_factory=Counter)  # timeouts of reward 0, by task index
-    details: dict[int, str] = field(default_factory=dict)  # last failure by task index
+    details: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Evaluations:
     ):
         self.tasks, self.interval_steps, self.last_step = tasks, interval_steps, last_step
         self.num_problems, self.rollouts_per_problem = num_problems, rollouts_per_problem
-        self.last = last  # the newest evaluated version
-        self.num_groups = num_groups  # the next group's number
+        self.last = last
+        self.num_groups = num_groups
         self._active: _Active | None = None
 
     @property

@@ -34,10 +34,10 @@ from orrery.wire import checkpoints, column_files
 from orrery.wire.rendezvous import UPDATE_S
 from orrery.wire.rollout_wire import Batch, RolloutSender
 
-TICK_S = 0.5  # precision of rollout timeouts
+TICK_S = 0.5
 POLL_S = 0.03
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
-NUM_SAMPLES = 4  # decoded rollouts per batch
+NUM_SAMPLES = 4
 PREEMPTION_POLL_S = 1.0
 TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
@@ -80,7 +80,7 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    was_known = version in scheduler.digests  # known from a checkpoint
+    was_known = version in scheduler.digests
     # The version's first tokens may arrive before the update returns.
     scheduler.digests[version] = digest
     start_s = time.time()
@@ -222,7 +222,7 @@ class Loop:
         scheduler = self.scheduler
         while not scheduler.done:
             await asyncio.sleep(ENGINE_POLL_S)
-            if scheduler.updating:  # the load of a paused engine is meaningless
+            if scheduler.updating:
                 continue
             admission = scheduler.dispatch.admission
             loads = await poll_engines(self.ctx, self.pool, admission, self._pace)
@@ -255,7 +255,7 @@ class Loop:
                 num_batches,
             )
         if version == num_batches:
-            self._evaluation = result  # kept, because the trainer compares its rollouts
+            self._evaluation = result
         digest = self.scheduler.digests[version]
         record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 

@@ -293,7 +293,7 @@ async def _generate(engine: Engine, request_id: str, token_ids: np.ndarray, **op
 
 
 async def _abort(engine: Engine, request_id: str) -> None:
-    with suppress(OrreryError):  # a lost engine has no requests
+    with suppress(OrreryError):
         await engine.abort([request_id])
 
 

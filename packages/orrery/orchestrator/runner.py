@@ -66,8 +66,8 @@ class RolloutRunner:
         self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._generating: set[str] = set()  # names of requests in an engine
-        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, but still in the engine
+        self._generating: set[str] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
 
     @property
@@ -97,7 +97,7 @@ class RolloutRunner:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
-        if self._running.get(task.get_name()) is task:  # a restart may have replaced the request
+        if self._running.get(task.get_name()) is task:
             del self._running[task.get_name()]
 
     def cancel(self, requests: Iterable[Request]) -> "asyncio.Future[list]":

@@ -72,12 +72,12 @@ class Snapshot:
     in_flight: list[GroupRequest]
     queue: list[list[Rollout]]
     spare: list[list[Rollout]]  # groups whose advantages are zero
-    num_sampled: int  # as in `RolloutBuffer`
-    evaluated: int  # the newest evaluated version
+    num_sampled: int
+    evaluated: int
     num_evaluation_groups: int
-    digests: dict[int, str]  # weight digest by version
+    digests: dict[int, str]
     num_batches: int  # below the manifest's number if the stage ends early
-    rewards: list[tuple[int, float, bool]]  # as in `Tally`
+    rewards: list[tuple[int, float, bool]]
 
 
 class Scheduler:
@@ -112,7 +112,7 @@ class Scheduler:
             cursors=snapshot.cursors if snapshot else None,
             unfinished=snapshot.in_flight if snapshot else (),
         )
-        self._open_train_rollouts = 0  # rollouts of incomplete groups
+        self._open_train_rollouts = 0
         if snapshot:
             self.clock.next_batch = snapshot.next_batch
             self.wanted = snapshot.next_batch - 1

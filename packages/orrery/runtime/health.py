@@ -183,7 +183,7 @@ class HealthFile:
         except BaseException:
             with self._lock:
                 self._waits.pop(ticket)
-                self._was = f"waiting for {what}"  # for an error message
+                self._was = f"waiting for {what}"
             raise
         with self._lock:
             self._waits.pop(ticket)
@@ -294,7 +294,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
         try:
             health = from_row(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # it was removed, or is no health file
+            continue
         if attempt is None or health.attempt == attempt:
             found[health.name] = health
     return found
@@ -310,7 +310,7 @@ async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:
         yield
-    finally:  # the loop may still wait for threads
+    finally:
         beating.cancel()
         with suppress(asyncio.CancelledError):
             await beating

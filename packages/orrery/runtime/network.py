@@ -73,7 +73,7 @@ def without_proxy(hosts: Iterable[str]) -> None:
 def free_ports(count: int, host: str = LOOPBACK, seed: int | None = None) -> list[int]:
     """Return distinct free ports on `host`. Raise RunFailed if there are too few."""
     found: list[int] = []
-    with ExitStack() as held:  # all ports are held at once, so they differ
+    with ExitStack() as held:
         for port in random.Random(seed).sample(PORTS, k=len(PORTS)):
             if len(found) == count:
                 break

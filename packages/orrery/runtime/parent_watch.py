@@ -72,7 +72,7 @@ class ParentWatch:
     def __init__(self, poll_s: float = POLL_S):
         self._callbacks: list[Callable[[], object]] = []
         self._poll_s = poll_s
-        self.is_launched = LAUNCHER_PID in os.environ  # False if a user or a test started it
+        self.is_launched = LAUNCHER_PID in os.environ
         # Children must not inherit the variable: this process is their parent.
         self._parent = int(os.environ.pop(LAUNCHER_PID, 0)) or os.getppid()
         self._stop = threading.Event()
@@ -103,5 +103,5 @@ class ParentWatch:
         for callback in self._callbacks:
             try:
                 callback()
-            except Exception as error:  # other callbacks still run
+            except Exception as error:
                 print(f"parent watch: {callback!r} failed: {error!r}", file=sys.stderr, flush=True)

@@ -42,7 +42,7 @@ OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
-CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")  # libraries that log every request
+CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")
 
 
 class Terminated(SystemExit):

@@ -123,7 +123,7 @@ def code_dir(run_dir: Path) -> Path:
 def begin(run_dir: Path) -> None:
     """Make the folder of a new run, with its layout. Keep an existing folder."""
     make_folder(run_dir)
-    sync(run_dir.parent)  # Snakemake may have made the folder
+    sync(run_dir.parent)
     if not (run_dir / MANIFEST).exists():
         write_atomic(run_dir / LAYOUT_FILE, f"{LAYOUT}\n".encode())
 

@@ -43,7 +43,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with suppress(OSError):  # removed meanwhile, or another user's
+            with suppress(OSError):
                 path.unlink()
     return [path for path in found if not path.exists()]
 

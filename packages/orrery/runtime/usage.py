@@ -91,7 +91,7 @@ class UsageRows:
         while not self._stop.wait(period_s(time.monotonic() - begin_s, self._period_s)):
             try:
                 self._metrics.write(event="usage", processes={self._name: sampler.sample()})
-            except OSError as error:  # the role itself will report a full disk
+            except OSError as error:
                 if not has_failed:
                     log.warning(
                         "use of processor and memory cannot be written (%s); tried again",

@@ -202,7 +202,7 @@ class CheckpointReader:
         """Read the `box` of tensor `name` into `target`, which has the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
-            if not box:  # a scalar
+            if not box:
                 target.copy_(self.file(rank).get_tensor(name))
                 missing = 0
             elif (common := intersection(box, piece)) is not None:
@@ -217,7 +217,7 @@ class CheckpointReader:
             path = self._folder / f"rank_{rank}.safetensors"
             try:
                 self._files[rank] = safe_open(path, framework="pt")
-            except Exception as error:  # OSError or an error of safetensors
+            except Exception as error:
                 raise RunFailed(f"{path}: cannot be read ({error}); {REMEDY}") from error
         return self._files[rank]
 

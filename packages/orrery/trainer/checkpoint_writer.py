@@ -77,7 +77,7 @@ class CheckpointWriter:
         self._host = HostCopy(world.device)
         self._copied: _CopiedCheckpoint | None = None
         self._work: _BackgroundWork | None = None
-        self._incomplete: tuple[str, Path] | None = None  # (description, marker)
+        self._incomplete: tuple[str, Path] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +222,7 @@ class _BackgroundWork:
                 f"{explain_os_error(error)}; the run goes on from its newest whole checkpoint"
             )
             self.error.__cause__ = error
-        except Exception as error:  # raised by `wait`
+        except Exception as error:
             self.error = error
 
     @property

@@ -176,13 +176,13 @@ class _Tensors:
         self._parts: dict[str, list[HfTensor]] = {}
         for hf in hf_tensors(network):
             self._parts.setdefault(hf.parameter_name, []).append(hf)
-        self._merged: tuple[str, Tensor] | None = None  # the parameter merged last
+        self._merged: tuple[str, Tensor] | None = None
 
     def __getitem__(self, hf: HfTensor) -> Tensor:
         name = hf.parameter_name
         if name in self._adapter_of:
             if self._merged is None or self._merged[0] != name:
-                self._merged = None  # frees memory: only one is held at a time
+                self._merged = None
                 self._merged = (name, self._merge(name))
             return hf.view_of(self._merged[1])
         if name not in self._held:

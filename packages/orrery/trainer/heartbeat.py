@@ -98,7 +98,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
     folder = flight_recorder_dir(ctx.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     dump = folder / f"rank_{ctx.index}"
-    dump.unlink(missing_ok=True)  # from an earlier attempt
+    dump.unlink(missing_ok=True)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank_")
@@ -124,7 +124,7 @@ def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
 
 def _report_compilation(ctx: RoleContext) -> None:
     """Report each compilation as a wait, because any step may recompile."""
-    from torch._dynamo import on_compile_end, on_compile_start  # a slow import
+    from torch._dynamo import on_compile_end, on_compile_start
 
     compiling = ExitStack()
 

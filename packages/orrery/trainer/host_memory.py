@@ -80,7 +80,7 @@ def _group_available_bytes(folder: Path, version: CgroupVersion) -> int:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         page_cache = sum(int(stat.get(row, 0)) for row in version.page_cache)
         return int(limit) - int((folder / version.used).read_text()) + page_cache
-    except OSError:  # an invisible group, or the unlimited root
+    except OSError:
         return sys.maxsize
 
 

@@ -36,7 +36,7 @@ class StepResult:
     """The metrics of a step, and the (begin, end) of its phases as `time.time()`."""
 
     metrics: dict[str, float | int | None]
-    wait_s: float  # time spent waiting for micro-batches
+    wait_s: float
     forward_backward: tuple[float, float]
     optimizer: tuple[float, float]
 
@@ -93,7 +93,7 @@ class Learner:
         norm = gradient_norm(self.weights.values(), self.world)
         divisor = clip(norm, self.max_grad_norm)
         self.optimizer.prepare()
-        values = self._check_sums(step, sums, totals)  # waits for the device
+        values = self._check_sums(step, sums, totals)
         grad_norm = norm.item()
         backward_s = time.time()
         if not math.isfinite(grad_norm):
@@ -102,7 +102,7 @@ class Learner:
             values["logprob_mean_abs_diff"] = self.guard.check(step, values["mismatch_kl"])
         settle_s = self.before_step()
         self.optimizer.set_rate(lr_factor)
-        self.optimizer.step(divisor)  # does not block the host
+        self.optimizer.step(divisor)
         self.optimizer.zero_grad()
         self.step = step
         rate = self.peak_lr * lr_factor
@@ -276,9 +276,7 @@ class Learner:
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)
-        groups = self.world.all_gather(
-            self.world.data_rank
-        )  # a cp group shares its data, so its first rank stands for all
+        groups = self.world.all_gather(self.world.data_rank)
         first: dict[int, int] = {}
         for group, index in zip(groups, broke, strict=True):
             if index >= 0:

@@ -25,7 +25,7 @@ from orrery.trainer.publish import Publisher
 from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.rollout_wire import ReceivedBatch, RolloutReceiver
 
-SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs, for float32 on a CPU
+SAME_WEIGHTS_TOLERANCE = 1e-4  # largest difference of log-probs in float32 on a CPU
 
 
 @dataclass
@@ -83,7 +83,7 @@ class RlLoop:
             batch = self.receiver.receive(step, self.batch_deadline_s)
         if batch.info.get("wind_down"):
             self.checkpoint_last_step()
-            self.checkpoints.finish()  # while the process group exists
+            self.checkpoints.finish()
             raise Preempted(self.learner.step)
         if self.world.is_first:
             self.publisher.check(step, batch.info.get("digests"))

@@ -44,7 +44,7 @@ class StepSums:
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
     )  # fmt: skip
 
-    sums: torch.Tensor  # float64 [len(NAMES)], because float32 counts only up to 2^24
+    sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
     peaks: torch.Tensor  # float32 [1]: max |log π − log μ| over `same_weights` tokens, or −1
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
 from orrery.trainer.memory_plan import MemoryPlan, ParameterCounts, Workload, is_sparse, plan_memory
 
-CHUNKS = (4096, 1024, 256)  # values of `chunk_tokens` to try
+CHUNKS = (4096, 1024, 256)
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention", "projections", "experts"),
     ("attention", "projections"),

@@ -28,7 +28,7 @@ class MismatchGuard:
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
-        num_engines = manifest.inference.num_replicas + 1  # the last row is for unknown engines
+        num_engines = manifest.inference.num_replicas + 1
         num_ages = manifest.orchestrator.max_off_policy_steps + 1
         # [|difference|, tokens] × engine × age in versions
         self._sums = torch.zeros(2, num_engines, num_ages, dtype=torch.float64, device=world.device)

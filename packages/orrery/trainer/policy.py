@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from orrery.models.causal_lm import CausalLm
 from orrery.trainer.micro_batch import MicroBatch
 
-if TYPE_CHECKING:  # `fsdp` imports this module
+if TYPE_CHECKING:
     from orrery.trainer.parallel.fsdp import ComputeCopies
 
 

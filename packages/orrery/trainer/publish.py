@@ -53,7 +53,7 @@ class Publisher:
             published = self._wire.publish(version, tensors, canary)
             self.digests[version] = published.digest
             return published
-        deque(tensors, maxlen=0)  # takes part in the gathers
+        deque(tensors, maxlen=0)
         return None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -44,7 +44,7 @@ MESSAGE_FIELDS: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    where: str  # for error messages
+    where: str
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
 

@@ -151,7 +151,7 @@ def verify(
     index, count = share
     # Sorting by suffix gives every part equally many big files.
     own = sorted(found, key=lambda name: (PurePosixPath(name).suffix, name))[index::count]
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+    with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: _sha256(folder / name, each), own)
         for name, digest in zip(own, digests, strict=True):
             if digest != expected[name]:
@@ -185,7 +185,7 @@ def discard_all(run_dir: Path, stage: str) -> list[int]:
     """Remove a finished stage's checkpoints. Return their steps. The next call retries failures."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
-        if (one := checkpoint_named(folder.name)) is None:  # a user's own copy
+        if (one := checkpoint_named(folder.name)) is None:
             continue
         with contextlib.suppress(OSError):
             (folder / MARKER).unlink(missing_ok=True)

@@ -167,5 +167,5 @@ class ControlSocket:
 
     def _count_foreign(self, why: str) -> None:
         self.num_foreign += 1
-        if self.num_foreign.bit_count() == 1:  # powers of two keep the log short
+        if self.num_foreign.bit_count() == 1:
             log.warning("rollout wire: turned away %s (%d so far)", why, self.num_foreign)

@@ -95,7 +95,9 @@ def slice_share(
         return total
     most = GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
     shape = tuple(tensor.shape)
-    is_run = tensor.is_contiguous() and shape[1:] == full_shape[1:]  # in the full tensor too
+    is_run = (
+        tensor.is_contiguous() and shape[1:] == full_shape[1:]
+    )  # consecutive in the full tensor too
     if not is_run and tensor.numel() > most:  # flattening would copy all of it
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
@@ -249,7 +251,7 @@ class SliceFingerprints:
         import torch
 
         if len(self._kernels) == 1 and not self._alone:
-            return self._kernels[0][0].of(buffer)  # already in the slices' order
+            return self._kernels[0][0].of(buffer)
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         shares = torch.zeros(len(self._slices), dtype=torch.int64, device=self._device)
         for kernel, positions in self._kernels:

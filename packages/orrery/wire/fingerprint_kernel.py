@@ -181,7 +181,7 @@ def _of_groups(
 ) -> KernelLaunch:
     bits, parts = 8 * itemsize, WORD_BYTES // itemsize
     slice_of, first_of, (begin, *others) = _tables(rows, chosen, GROUP, STEPS * BLOCK, device)
-    factors = FACTORS.reshape(-1, parts).T.reshape(-1)  # lowest part of every word first
+    factors = FACTORS.reshape(-1, parts).T.reshape(-1)
     halves = [
         (factors >> np.uint64(shift) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
         for shift in (0, 32)

@@ -31,7 +31,7 @@ class Routes:
     start: int
     shape: tuple[int, int, int]  # rows, layers, experts a token
     dtype: np.dtype
-    _text: memoryview  # the whole .npy file
+    _text: memoryview
     _header_bytes: int
 
     @property
@@ -95,7 +95,7 @@ def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.nd
                 f"experts per token, as {shape.dtype}"
             )
     rows = np.empty((num_tokens, shape.num_layers, shape.top_k), shape.dtype)
-    filled = 0  # all rows before this are set, by a part or as missing
+    filled = 0
     for part in sorted(parts, key=lambda part: part.start):
         rows[filled : max(filled, part.start)] = shape.no_route
         filled = max(filled, part.start + part.num_rows)

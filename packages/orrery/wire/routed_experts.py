@@ -87,7 +87,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
             f"and a missing route is {shape.no_route} in all {shape.top_k} slots"
         )
     ids = routes
-    if shape.num_experts > 256:  # torch has few operations on uint16
+    if shape.num_experts > 256:  # torch supports few operations on uint16
         ids = routes.view(np.int16)
     elif shape.num_experts == 256:
         ids = routes.astype(np.int16)

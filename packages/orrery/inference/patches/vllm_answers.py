@@ -195,7 +195,7 @@ class Held:
         if not outputs:
             return found
         others, none = _others(outputs[0].__struct_fields__)
-        for output in outputs:  # hundreds per step
+        for output in outputs:
             name, is_last = output.request_id, output.finish_reason is not None
             before = self.parts.get(name)
             if others(output) != none:

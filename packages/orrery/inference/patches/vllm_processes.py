@@ -80,7 +80,7 @@ def unlink_host_tiers(name: str) -> None:
     The kernel frees the memory with the last process. vLLM removes the empty file.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
-        with suppress(FileNotFoundError):  # the engine may be ending
+        with suppress(FileNotFoundError):
             path.unlink()
             path.touch()
 

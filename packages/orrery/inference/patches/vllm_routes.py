@@ -186,7 +186,7 @@ class _Slots(OrderedDict[str, int]):
     def __init__(self, unallocated: int) -> None:
         super().__init__()
         self.unallocated = unallocated
-        self.changes: deque[tuple[str, bool]] = deque()  # filled by the store's thread
+        self.changes: deque[tuple[str, bool]] = deque()
 
     def __setitem__(self, key: str, slot: int) -> None:
         super().__setitem__(key, slot)

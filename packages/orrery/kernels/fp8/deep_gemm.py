@@ -41,7 +41,7 @@ def load() -> ModuleType | None:
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None and spec.loader is not None  # the file exists
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["deep_gemm"] = module
     try:

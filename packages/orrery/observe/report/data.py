@@ -61,11 +61,11 @@ class RunData:
     engine_restarts: Table
     admission: Table  # rollouts in flight and their adaptive limit
     engines: Mapping[int, Table]  # each engine's own measurements
-    usage: Sequence[Row]  # with the times of each attempt's first and last row
+    usage: Sequence[Row]
     processors: Mapping[str, Table]  # CPU use of each process in the RL stage
     spans: Sequence[Span]  # of the RL stage's newest attempt
     result: Row
-    evaluated: list[Row]  # decoded rollouts of the evaluate stage
+    evaluated: list[Row]
 
     @classmethod
     def load(cls, run_dir: Path) -> "RunData":

@@ -27,7 +27,7 @@ from orrery.observe.report.data import RunData, same_weights
 from orrery.runtime.timing import duration
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"
-HELD_OUT = TRAINER, ORCHESTRATOR, "#6a5acd", "#d64545", "#e0b33a", REFERENCE  # tasks in their order
+HELD_OUT = TRAINER, ORCHESTRATOR, "#6a5acd", "#d64545", "#e0b33a", REFERENCE
 SAYS: dict[Thinning, str] = {
     means: "Each point is the mean of up to {} rows.",
     extremes: "Of each {} rows the lowest and the highest is drawn.",
@@ -69,7 +69,7 @@ def _scatter(
 ) -> None:
     xs, ys = _thinned(figure, xs, ys, thin)
     if len(xs) == 1 and style.get("mode") == "lines":
-        style["mode"] = "lines+markers"  # a line of one point is invisible
+        style["mode"] = "lines+markers"
     figure.add_scatter(x=xs, y=ys, **style)
 
 
@@ -275,7 +275,7 @@ def step_parts(run: RunData) -> go.Figure | None:
     ):
         xs, ys = _thinned(figure, run.rl.column("step"), run.rl.column(key), means)
         figure.add_bar(x=xs, y=ys, name=name, marker_color=color)
-    if len(run.rl) > POINTS:  # bars of a pixel or less, where only gaps and rims would be seen
+    if len(run.rl) > POINTS:
         figure.update_traces(marker_line_width=0).update_layout(bargap=0)
     return figure
 

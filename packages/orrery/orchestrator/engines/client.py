@@ -83,7 +83,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
         self._token, self._model = token, model
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether connections are kept
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -443,10 +443,10 @@ class UpdateReport:
     digest: str
     pause_s: float
     update_s: float  # start, load, finish
-    attest_s: float  # fetching and comparing fingerprints
-    paused_s: float  # from the pause request to the resume
+    attest_s: float
+    paused_s: float
     attested: dict[str, int]  # tensors by kind, "resident" or "as_consumed"
-    canary_s: float = 0.0  # after the resume
+    canary_s: float = 0.0
     canary_difference: float | None = None  # mean |difference|, None: not checked
 
 
@@ -515,7 +515,7 @@ async def check_canary(
         )
     difference = float(np.abs(np.asarray(found) - np.asarray(known)).mean())
     if not difference <= canary.bound:  # also true for NaN
-        with suppress(OrreryError):  # the run ends anyway
+        with suppress(OrreryError):
             await engine.pause()
         raise WeightsDiffer(
             f"{engine.name}: with version {version} its log-probs of the canary are "

@@ -85,7 +85,7 @@ class DisaggregatedEngines:
             SessionAffinity(len(engines)),
             SessionAffinity(len(engines)),
         )
-        self._prefilling: dict[str, bool] = {}  # request id → whether it was aborted
+        self._prefilling: dict[str, bool] = {}
         self._unwanted: dict[EngineClient, list[str]] = {}  # KV caches whose readers are lost
         self._background: set[asyncio.Task[None]] = set()
 
@@ -198,7 +198,7 @@ class DisaggregatedEngines:
         self.handovers[index] = {}
 
         async def tell(client: EngineClient) -> None:
-            with suppress(OrreryError):  # a lost engine reads no more, and leases end
+            with suppress(OrreryError):
                 await client.read_no_more(kv_engine_id)
 
         for consumer in self.consumers:
@@ -280,7 +280,7 @@ class DisaggregatedEngines:
         names = self._unwanted.setdefault(client, [])
         names.append(name)
         if len(names) > 1:
-            return  # a task is scheduled already
+            return
 
         async def tell() -> None:
             with suppress(OrreryError):
@@ -307,7 +307,7 @@ class DisaggregatedEngines:
         }
 
         async def give_back() -> None:
-            with suppress(OrreryError):  # a lost engine holds no blocks
+            with suppress(OrreryError):
                 _, where = await prefilling
                 await self._decode(producer, consumer, where, token_ids, **options)
 

@@ -98,7 +98,7 @@ class EnginePool:
         self.updating = asyncio.Lock()
         self.admitted = set(range(len(engine_urls)))  # engines that get requests
         self._proving: set[int] = set()
-        self._reports: dict[int, UpdateReport] = {}  # engine → its update report
+        self._reports: dict[int, UpdateReport] = {}
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
         self.disaggregated = None
@@ -281,7 +281,7 @@ class EnginePool:
                 if isinstance(error, UpdateInterrupted):
                     del limits[index]
                     end_s = asyncio.get_running_loop().time() + scaled(ALONG_S)
-                    for limit in limits.values():  # longer than the wire's deadlines
+                    for limit in limits.values():
                         if limit.when() is None:
                             limit.reschedule(end_s)
                 elif self._leases is not None:

@@ -50,7 +50,7 @@ class EngineState:
     incarnation: int = -1
     phase: Phase = Phase.STARTING
     version: int | None = None
-    why: str = ""  # why it is fenced
+    why: str = ""
 
 
 class EngineRegistry:
@@ -111,7 +111,7 @@ class EngineRecovery:
     def __init__(self, pool: "EnginePool", ctx: "RoleContext") -> None:
         self.pool, self.ctx = pool, ctx
         self.num_lost, self.last_loss = 0, ""
-        self.retired: list[EngineClient] = []  # clients of ended incarnations
+        self.retired: list[EngineClient] = []
         self._looking, self._looked_s = asyncio.Lock(), 0.0
         self._looks: set[asyncio.Task[None]] = set()
         self._away: dict[int, float] = {}  # engine → when it was lost
@@ -121,7 +121,9 @@ class EngineRecovery:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="tend")
-        self._task.add_done_callback(lambda _: self.pool.wake())  # waiting calls then call `check`
+        self._task.add_done_callback(
+            lambda _: self.pool.wake()
+        )  # waiting calls then raise its error through `check`
 
     async def close(self) -> None:
         tasks = [*self._looks, *([self._task] if self._task else [])]
@@ -170,7 +172,7 @@ class EngineRecovery:
         pool.admitted.discard(index)
         self.num_lost, self.last_loss = self.num_lost + 1, why
         self._start_clock(index)
-        url = pool.engines[index].url  # the url of this incarnation
+        url = pool.engines[index].url
         role = f"inference.{index}"
         await asyncio.to_thread(
             preemption.fence, ctx.run_dir, ctx.stage, ctx.attempt, role, incarnation, why
@@ -180,7 +182,7 @@ class EngineRecovery:
     async def dismiss(self, url: str) -> None:
         if self.pool.router is not None:
             await self.pool.router.dismiss(url)
-            self.num_lost += 1  # a request may have gone to the lost engine before
+            self.num_lost += 1
 
     def note_return(self, index: int, incarnation: int) -> None:
         if index not in self._away:

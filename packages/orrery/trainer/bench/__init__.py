@@ -91,7 +91,7 @@ class BenchRequest:
 
     @property
     def load(self) -> "Workload":
-        from orrery.trainer.memory_plan import Workload  # imports torch
+        from orrery.trainer.memory_plan import Workload
 
         num_tokens, count = self.tokens_per_micro_batch, self.options.micro_batches
         return Workload(num_tokens, self.document_tokens, count)

@@ -40,7 +40,7 @@ def measure(arguments: argparse.Namespace) -> None:
     request = make_request(manifest, options)
     check_devices(request)
     check_outputs(arguments.json, arguments.profile)
-    from orrery.trainer.bench import report  # imports torch
+    from orrery.trainer.bench import report
 
     given = given_options(options)
     from_row = f" (its row: {as_arguments(row)})" if row else ""
@@ -246,7 +246,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(1.0)  # errors of other ranks may say more
+            time.sleep(1.0)
             raise RunFailed(_error(ranks, folder, failed[0]))
         if all(code == 0 for code in codes):
             return

@@ -64,7 +64,7 @@ def result(
         return [max(answer[section][n]["step_s"] for answer in answers) for n in range(count)]
 
     step_s = slowest_s("steps", asked.steps)
-    groups = answers[:: mesh.cp]  # the ranks of a cp group share documents
+    groups = answers[:: mesh.cp]
     every = [
         [length for group in groups for length in group["steps"][n]["lengths"]]
         for n in range(asked.steps)

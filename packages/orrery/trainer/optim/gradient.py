@@ -76,7 +76,7 @@ def clip(norm: Tensor, max_norm: float) -> Tensor:
 def last_not_finite(tensors: Iterable[Tensor | None]) -> int:
     """Return the index of the last tensor with a local NaN or infinity, or −1. Syncs the device."""
     positions: dict[torch.device, list[int]] = {}
-    extremes: dict[torch.device, list[Tensor]] = {}  # minimum and maximum
+    extremes: dict[torch.device, list[Tensor]] = {}
     for position, tensor in enumerate(tensors):
         if tensor is not None and (part := local_tensor(tensor)).numel():
             positions.setdefault(part.device, []).append(position)

@@ -344,7 +344,7 @@ class StateOffload:
                 torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
                 for _ in range(NUM_SLOTS)
             ]
-            if self._cuda:  # queued kernels may still use the slots' memory
+            if self._cuda:
                 self._inward.wait_stream(torch.cuda.current_stream(self._device))
         while self._num_fetched < min(NUM_SLOTS, len(self._buckets)):
             self._fetch()

@@ -73,8 +73,8 @@ class BlockActivations:
     def __init__(self, previous: "BlockActivations | None"):
         self.previous = previous
         self.saved: dict[tuple, OffloadedTensor] = {}
-        self.copied_out: Any = None  # event
-        self.copied_in: Any = None  # event
+        self.copied_out: Any = None
+        self.copied_in: Any = None
         self.is_fetched = False
 
 
@@ -150,7 +150,7 @@ class ActivationOffload:
         if isinstance(saved, Tensor):
             return saved
         owner = saved.owner
-        self._last = None  # the next forward pass starts a new chain
+        self._last = None
         self._fetch(owner)
         if owner.previous is not None:
             self._fetch(owner.previous)
@@ -182,7 +182,7 @@ class ActivationOffload:
             assert saved.buffer is not None
             self.pool.give(saved.buffer, activations.copied_in)
             saved.buffer = None
-        activations.saved = {}  # autograd holds the tensors that are still needed
+        activations.saved = {}
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -263,7 +263,7 @@ class _Run(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code runs as usual
+        return True
 
     def __enter__(self) -> Self:
         self.position = 0

@@ -91,7 +91,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     piece = -(-length // (2 * num_ranks))
     offsets = np.append(0, np.cumsum(2 * piece))
     document = np.repeat(np.arange(len(length)), 2 * piece)
-    place = np.arange(offsets[-1]) - offsets[document]  # position in the pair of pieces
+    place = np.arange(offsets[-1]) - offsets[document]
     half = piece[document]
     early, late = rank * half + place, (2 * num_ranks - 1 - rank) * half + place - half
     position = np.where(place < half, early, late)
@@ -105,7 +105,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
     """Return the part of `batch` with `tokens`. Only the first rank counts samples."""
     source = torch.from_numpy(tokens.source)
-    place = np.full(len(batch.token_id), -1, dtype=np.int64)  # index of each token on this rank
+    place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
     row = place[batch.row.numpy()]
     scored = torch.from_numpy(np.flatnonzero(row >= 0))
@@ -128,7 +128,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
     )
     if len(scored):
         return part
-    token = unweighted_token()  # for the LM head's collectives
+    token = unweighted_token()
     names = ("row", "target", "temperature", "loss", "origin")
     return replace(part, **{name: getattr(token, name) for name in names})
 

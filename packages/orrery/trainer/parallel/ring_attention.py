@@ -180,7 +180,7 @@ class _Ring(torch.autograd.Function):
 class _Passing(NamedTuple):
     works: list[Any]
     arriving: Tensor
-    leaving: Tensor  # referenced until it is sent
+    leaving: Tensor
 
     def wait(self) -> Tensor:
         for work in self.works:

@@ -30,7 +30,7 @@ TICKETS_A_RANK = 2  # for the current micro-batch and the next
 MAX_UNKNOWN = 64  # a further connection closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
-_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")  # first secret, offset
+_KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
 _UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's argument
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class BulkSender:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.num_foreign = 0
-        self._ticketed: dict[int, list[_TicketedBatch]] = {}  # by rank, oldest first
+        self._ticketed: dict[int, list[_TicketedBatch]] = {}
         # Connections without a ticket, oldest first.
         self._unknown: dict[asyncio.Task[None], None] = {}
         self._streams: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ class BulkSender:
     def forget(self, rank: int, up_to_step: int) -> None:
         held = self._ticketed.get(rank, [])
         for each in [each for each in held if each.step <= up_to_step]:
-            held.remove(each)  # its bytes are sent, or its reader has disconnected
+            held.remove(each)
 
     def close(self) -> None:
         for task in [self._accepting, *self._unknown, *self._streams]:
@@ -98,7 +98,7 @@ class BulkSender:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # the peer left, or no file descriptor is free
+            except OSError as error:
                 log.warning("rollout wire: cannot accept a connection (%s)", error)
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
@@ -129,7 +129,7 @@ class BulkSender:
                     return
                 self._unknown.pop(task, None)
                 if found.stream is not None:
-                    found.stream.cancel()  # its reader has reconnected
+                    found.stream.cancel()
                 found.stream = task
                 await loop.sock_sendall(connection, found.ticket.answer)
                 for chunk in chunks(segments(found.micro_batch, found.layout), CHUNK_BYTES):
@@ -139,7 +139,7 @@ class BulkSender:
             except (OSError, TimeoutError):
                 if task in self._unknown:
                     self._count_foreign()
-                return  # a reader that needs the bytes asks again
+                return
 
     def _find(self, secret: bytes) -> _TicketedBatch | None:
         for held in self._ticketed.values():
@@ -222,5 +222,5 @@ class BufferPool:
         self._buffers = [
             *self._buffers[-(self._keep - 1) :],
             buffer,
-        ]  # others end with their views
+        ]
         return buffer[:num_bytes]

@@ -90,7 +90,7 @@ class FilesSender:
         self._folder = wires / secrets.token_hex(8)
         self._folder.mkdir(parents=True)
         self.url = f"file://{self._folder}"
-        self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
+        self._missing: dict[int, set[int]] = {}
         self._last_step: int | None = None
         self._wanted = -1
         self._foreign: dict[str, int] = {}  # file name → hash of the content already counted
@@ -260,7 +260,7 @@ class FilesReceiver:
         try:
             _write(self._folder / f"ask.rank_{self.rank}.json", ask)
         except FileNotFoundError:
-            if self._received < step:  # the sender may close once all is received
+            if self._received < step:
                 raise self._closed() from None
 
     def _closed(self) -> RunFailed:
@@ -277,7 +277,7 @@ class FilesReceiver:
         path = self._folder / "wire.json"
         if (data := nfs.read(path)) is None:
             if nfs.appears(path, GONE_S):
-                return  # the sender is replacing it
+                return
             raise self._closed()
         try:
             wire = msgspec.json.decode(data, type=WireState)

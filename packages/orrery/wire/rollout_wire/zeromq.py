@@ -98,12 +98,14 @@ class ZmqSender:
         self._bulk = BulkSender(host)
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
-        self._missing: dict[int, set[int]] = {}  # step → ranks without an acknowledgement
-        self._last_taken: int | None = None  # newest step given to `send`, perhaps still waiting
+        self._missing: dict[int, set[int]] = {}
+        self._last_taken: int | None = (
+            None  # newest step given to `send`, perhaps still waiting there
+        )
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}  # rank → (peer, newest open ask)
-        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → (peer, last answered number)
+        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}
+        self._answered: dict[int, tuple[bytes, int]] = {}
         self._changed = asyncio.Condition()
 
     @property
@@ -232,7 +234,7 @@ class ZmqReceiver:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: few asks wait, see `_send`
-        self._socket.setsockopt(zmq.LINGER, 500)  # time to send the last acknowledgement
+        self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
         except BaseException:

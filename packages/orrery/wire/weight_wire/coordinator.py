@@ -271,7 +271,7 @@ class Coordinator:
         self._num_arrivals = self._answered = 0
         self._generation = -1
         self._members: tuple[str, ...] = ()
-        self._member: dict[tuple[str, int], str] = {}  # by engine and rank
+        self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
         """Wait for all ranks of a transfer. Publish and return the order."""
@@ -293,7 +293,7 @@ class Coordinator:
             if number < 0:
                 return TransferOrder(-1, end=True)
             if number <= self._answered or (transfer is not None and number < transfer.number):
-                continue  # the late rank learns that its transfer is over
+                continue
             if transfer is None or number > transfer.number:
                 arrived = {}
                 transfer = self._leases.transfer(number)
@@ -318,7 +318,7 @@ class Coordinator:
             self._store.forget(key)
         error = next((result.error for result in every if result.error), "")
         if error:
-            self._members = ()  # forms a new group next
+            self._members = ()
         keys = sorted({key for result in every for key in result.parts})
         longest = {key: max(result.parts.get(key, 0.0) for result in every) for key in keys}
         return TransferResult(error, longest)
@@ -331,7 +331,7 @@ class Coordinator:
         self._num_arrivals += 1
         self._store.forget(key)
         rank = arrival.engine, arrival.rank
-        if self._member.get(rank, arrival.member) != arrival.member:  # its process has ended
+        if self._member.get(rank, arrival.member) != arrival.member:
             self._store.forget(f"member/{self._member[rank]}")
         self._member[rank] = arrival.member
         return arrival

@@ -26,7 +26,7 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"  # of names, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines take no block's greatest number below 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines clamp a block's greatest number to 1e-4
 CHUNK_ROWS = 1024  # decoded at once, in float32
 
 

@@ -213,13 +213,13 @@ class LeaseListener:
                     continue
                 self._report = self._apply(request)
                 self._tell(socket)
-        except BaseException as error:  # `WeightSender` raises it in the main thread
+        except BaseException as error:
             self.failure = error
         finally:
             context.destroy(linger=0)
 
     def _tell(self, socket: zmq.Socket) -> None:
-        with contextlib.suppress(zmq.Again):  # an absent orchestrator gets a later report
+        with contextlib.suppress(zmq.Again):
             socket.send(msgspec.msgpack.encode(self._report), zmq.NOBLOCK)
 
 
@@ -290,7 +290,7 @@ class LeaseClient:
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)
             return
-        if self._report.number != report.number:  # a restarted trainer's report changes no state
+        if self._report.number != report.number:
             self._report = report
             self._changed.set()
 

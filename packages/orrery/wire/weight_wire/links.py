@@ -236,7 +236,7 @@ class PullReceiver:
         key = f"pull/{self._generation}/{source}.{self._target}/{self._count[source]}"
         self._count[source] += 1
         free = None
-        if into.is_cuda:  # the device may still use these bytes
+        if into.is_cuda:
             free = torch.cuda.Event()
             free.record()
         return partial(self._read, key, source, into, free)
@@ -307,7 +307,7 @@ class IpcReader:
         handles = store.get(f"ipc/{generation}/{source}", list[IpcHandle], what)
         num_bytes = store.address.bucket_bytes
         self._buckets = [open_handle(handle, num_bytes, device) for handle in handles]
-        self._stream = torch.cuda.Stream(device)  # runs beside the loading of earlier slices
+        self._stream = torch.cuda.Stream(device)
 
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
         if free is not None:
@@ -333,7 +333,7 @@ class NixlAgent(msgspec.Struct):
     metadata: bytes
     memory: str
     device: int
-    addresses: tuple[int, ...]  # the buckets' memory addresses
+    addresses: tuple[int, ...]
 
 
 def load_nixl() -> Any:
@@ -375,7 +375,9 @@ class RegisteredBuckets:
     def __init__(self, name: str, buckets: Sequence[Tensor]) -> None:
         api = load_nixl()
         if buckets[0].device.type == "cpu":
-            os.environ.setdefault("UCX_NET_DEVICES", interface())  # UCX would listen on all of them
+            os.environ.setdefault(
+                "UCX_NET_DEVICES", interface()
+            )  # by default UCX listens on all interfaces
             wait_for_progress()
         else:
             name_ucx_devices()

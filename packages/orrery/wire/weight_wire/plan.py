@@ -29,7 +29,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
+ALIGNMENT_BYTES = 16  # alignment of slices in a message, so that any dtype can view them
 PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 
@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # torch's name
+    dtype: str
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -219,7 +219,7 @@ def schedule(moves: Sequence[Move], itemsize: Mapping[str, int], bucket_bytes: i
     A rank's slices keep their order.
     """
     rounds: Rounds = []
-    sent: dict[tuple[int, int], int] = defaultdict(int)  # (round, source) → bytes
+    sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
     last_of_source: dict[int, int] = defaultdict(int)
     last_of_target: dict[int, int] = defaultdict(int)

@@ -80,9 +80,7 @@ from orrery.wire.weight_wire.plan import (
 )
 
 BUCKET_BYTES = 1 << 28
-SETTLE_S = (
-    600.0  # for leased versions to be sent, longer than the wait for a hanging engine, scaled
-)
+SETTLE_S = 600.0
 
 Report = Callable[[int, str, dict[str, float]], None]
 Needs = dict[str, tuple[Box, ...]]
@@ -171,7 +169,7 @@ class WeightSender:
             self._store.forget(key)
         names = [tensor.name for tensor in self._tensors]
         fingerprints = {n: int(share) & MASK for n, share in zip(names, total, strict=True)}
-        self._store.forget(f"settled/{self._settled}")  # every rank here has read it
+        self._store.forget(f"settled/{self._settled}")
         path, summary = str(self.folder), digest(fingerprints)
         published = Published(version, path, fingerprints, summary, tuple(canary))
         self.leases.open(version)
@@ -292,7 +290,7 @@ class _SendLoop:
                     store.put(f"done/{order.transfer}/{sender.rank}", result)
                 number += 1
                 sender.leases.finish(order.transfer, is_sent=not result.error)
-        except BaseException as error:  # `check` raises it in the main thread
+        except BaseException as error:
             self.failure = error
         finally:
             self._drop()
@@ -444,7 +442,7 @@ class WeightReceiver:
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
         """Yield (slices, their bucket) until all slices have arrived. Raises TransferFailed."""
         begin = time.perf_counter()
-        self._store.forget(f"{self._attested}/{self.rank}")  # other ranks have read it
+        self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
         try:
             with self._store.during(transfer):
@@ -468,7 +466,7 @@ class WeightReceiver:
     def fail(self) -> None:
         """Make `attest` fail at the engine's other ranks."""
         self.drop()
-        with contextlib.suppress(RuntimeError):  # the store itself may have failed
+        with contextlib.suppress(RuntimeError):
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
 
     def attest(self) -> dict[str, int]:
@@ -479,7 +477,7 @@ class WeightReceiver:
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
-        held = np.zeros(len(self._engine.tensor_of), np.uint64)  # by piece
+        held = np.zeros(len(self._engine.tensor_of), np.uint64)
         holder = np.full(len(held), -1)
         for rank, pieces_of in self._engine.of_rank.items():
             shares_of = self._shares_of(rank)
@@ -494,7 +492,7 @@ class WeightReceiver:
             holder[pieces_of] = np.where(holder[pieces_of] < 0, rank, holder[pieces_of])
             held[pieces_of] = shares_of
         total = np.zeros(len(self.tensors), np.uint64)
-        np.add.at(total, self._engine.tensor_of, held)  # modulo 2^64
+        np.add.at(total, self._engine.tensor_of, held)
         return dict(zip(self.tensors, total.tolist(), strict=True))
 
     def _shares_of(self, rank: int) -> np.ndarray:
