@@ -237,7 +237,7 @@ NO_UNIT = ("reward", "characters", "batches", "defects", "cases")  # the line's 
 
 
 def number(value: float, unit: str) -> str:
-    """Format a value: shares as per cent, large numbers with separators, else 3 digits."""
+    """Format a value: shares as per cent, large numbers with separators, others with 3 digits."""
     unit = UNITS.get(unit, unit)
     if unit == "share":
         return f"{100 * value:.3g} %"
@@ -254,14 +254,14 @@ def goal(figure: Figure) -> str:
 
 
 def hardware(record: dict[str, Any]) -> str:
-    """Shorten a record's hardware: the GPUs if there are any, else the processor."""
+    """Shorten a record's hardware to its GPUs, or without any to its processor."""
     words = record["hardware"] if isinstance(record["hardware"], str) else "see the record"
     parts = words.split(", ")
     return parts[-1].replace("NVIDIA ", "") if "NVIDIA" in words else ", ".join(parts[:2])
 
 
 def figure(line: Line, record: dict[str, Any], variant: str | None) -> Figure:
-    """Return a record's own figure, or that of a variant, which has its own goal or none."""
+    """Return a record's figure, or a variant's. A variant has its own goal or none."""
     row = record
     if variant is not None:
         [row] = [one for one in record["rows"] if one.get("variant") == variant]

@@ -48,7 +48,7 @@ def record(
     details: dict[str, Any] | None = None,
     rows: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Write one figure; `rows` are variants with fields of their own (`variant`, `value`, …).
+    """Write one figure. `rows` are variants with further fields (`variant`, `value`, …).
 
     Raise ValueError if the value is infinite. Raise SystemExit if the commit does not hold the code
     that ran.
@@ -59,7 +59,7 @@ def record(
             f"error: {figure}: measured {value:.4g} {unit}, and not recorded: {trouble}"
         )
     if not math.isfinite(value):
-        raise ValueError(f"{figure}: the value {value} is not finite, so nothing was measured")
+        raise ValueError(f"{figure}: the value {value} is not finite, so the measurement failed")
     result: dict[str, Any] = {
         "figure": figure,
         "value": value,

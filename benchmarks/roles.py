@@ -1,4 +1,4 @@
-"""Start role processes as the launcher does, for a benchmark that is the orchestrator itself."""
+"""Start role processes as the launcher does, for a benchmark in the orchestrator's place."""
 
 import signal
 import subprocess
@@ -27,8 +27,8 @@ def roles(
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Run Python `commands` by role, each as number 0 of stage rl, until the block ends.
 
-    What they say goes to `<run_dir>/<role>.log`, of which the end is shown when the block raises.
-    One that ends before the block does interrupts it.
+    Their output goes to `<run_dir>/<role>.log`. If the block raises, the end of each log is shown.
+    A process that ends before the block interrupts it.
     """
     arguments = [
         "--run-dir",

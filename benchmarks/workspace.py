@@ -1,4 +1,4 @@
-"""A workspace of its own for a run whose manifest a benchmark makes."""
+"""Make a separate workspace for a run whose manifest a benchmark makes."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@
 - The runs must be of the checked-in manifests. A task without a finished run keeps its recorded
   row. A missing bound is left out and named.
 - `problems_<device>.json`, `.png`: one-GPU runs whose names begin with `--problems`. A row per run:
-  rise of held-out reward, entropy, truncated answers, tokens/s. Nothing else is written then.
+  rise of held-out reward, entropy, truncated answers, tokens/s. No other file is written then.
 - For runs of another machine, ORRERY_HARDWARE and ORRERY_COMMIT name its hardware and commit.
 """
 
@@ -70,7 +70,7 @@ def said(run: RunData) -> dict[str, Any]:
         "before": before,
         "after": after,
         "rise": after - before,
-        # Of numerics alone: only tokens that were sampled by the weights being trained.
+        # Tokens sampled by the trained weights differ only in numerics.
         "mismatch_kl_max": max(same, default=None),
         "mismatch_kl_steps": len(same),
         "kl_to_sampling_policy_max": max(row["mismatch_kl"] for row in run.rl),  # with staleness
@@ -127,7 +127,7 @@ def by_task(runs: dict[str, dict[int, RunData]], out: Path) -> None:
         unit="reward",
         goal=GOAL
         if len(whole) >= TASKS_AT_LEAST
-        else None,  # of a part of the runs it says nothing
+        else None,  # a mean over a part of the runs would mislead
         better="higher",
         details={
             "missing": missing,

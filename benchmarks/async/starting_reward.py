@@ -51,7 +51,7 @@ class Policy:
             )
             for each in prompts
         )
-        # Each prompt keeps at least its last token, from which it is continued.
+        # Each prompt keeps its last token, because sampling continues from there.
         shared = min(shared, min(map(len, prompts)) - 1)
         cache = DynamicCache()
         if shared:

@@ -36,7 +36,7 @@ TOLERANCE = {
     "h200_4": 0.1,
     "h200_8": 0.1,
 }  # share of the recorded value
-# `max_sampled_ratio` acts only where groups without signal are dropped, which these runs keep.
+# `max_sampled_ratio` acts only on dropped groups, and these runs keep all groups.
 COSTS_NO_TIME = (
     "python_lock_sha256",
     "orchestrator.keep_batches",
@@ -86,7 +86,7 @@ def refuse_unwarmed(recorded: dict[str, Any], name: str) -> None:
 
 
 def found_worse(measured: Numbers, before: dict[str, Any], tolerance: float) -> list[str]:
-    """Print all figures. Return a sentence for each that is beyond its limit."""
+    """Print all figures. Return a sentence for each figure beyond its limit."""
     worse = []
     for name, now, was, limit, is_least in (
         (

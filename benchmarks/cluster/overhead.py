@@ -45,7 +45,7 @@ SAYS = (
     "--quiet",
     "host",
     "reason",
-)  # the local profile does not print the rules, whose times are measured here
+)  # the local profile does not print the rules to be timed
 BEGINS, ENDS = re.compile(r"Job \d+: (\w+) of "), re.compile(r"Finished jobid: \d+ \(Rule: (\w+)\)")
 
 

@@ -1,4 +1,4 @@
-"""Run the demo under three seeds; record its reward and wall time, and a picture.
+"""Run the demo under three seeds. Record its reward and wall time, and a picture.
 
 - `learning.json`, `learning.png`: held-out reward before, during and after RL. The figure is the
   lowest of the seeds.
@@ -124,7 +124,7 @@ def times(run: RunData) -> list[dict[str, Any]]:
     assert spent is not None, "the run has no spans"
     pauses_s = [
         update["pause_s"] for update in run.updates if update["version"] > 0
-    ]  # version 0 goes into engines that are idle
+    ]  # version 0 goes into idle engines
     return [
         row("whole pipeline", sum(walls_s.values()), "s", "lower", 360.0),
         *(
@@ -259,9 +259,7 @@ def main() -> None:
         help="write there instead of beside this script",
     )
     options = parser.parse_args()
-    del sys.argv[
-        1:
-    ]  # what is recorded as the command is how to measure again, wherever these runs lie
+    del sys.argv[1:]  # the recorded command measures again, wherever these runs lie
     if options.runs is not None:
         record_all(load_all(options.runs.resolve()), options.out, None)
         return

@@ -3,8 +3,8 @@
 - The workloads are the demo, from spec to report, and one round of `orchestrator/overhead`. Their
   CPU seconds include all processes and the start-up. Their output gives the number of checks.
 - This process measures the cost of one check: CPU seconds with the check less those without it.
-  Measured are a request's credential at the orchestrator, the front and the engine; an ask for a
-  micro-batch over CurveZMQ with its ticket; a value in the weight wire's store.
+  Measured are a request's credential at the orchestrator, the front and the engine, an ask for a
+  micro-batch over CurveZMQ with its ticket, and a value in the weight wire's store.
 - vllm-router asks the front about each key. The cost of that is a whole HTTP request.
 - The demo asks its engine directly, so its requests do not pass the front. `canary_cost.py`
   measures canaries.
@@ -139,7 +139,7 @@ def of_values() -> float:
 
 
 def watched(*command: str, folder: Path) -> tuple[str, float]:
-    """Run a command; return its output and the CPU seconds of its process tree.
+    """Run a command. Return its output and the CPU seconds of its process tree.
 
     Raises SystemExit if the command fails.
     """

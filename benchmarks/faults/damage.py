@@ -1,7 +1,7 @@
 """Ways to damage a file: its bytes, its text, a value of JSON, a field of Jsonnet, or its path.
 
-A damage takes a path and a seeded `random.Random`. It rewrites the file, or puts something that is
-no regular file at the path.
+A damage takes a path and a seeded `random.Random`. It rewrites the file, or puts a folder, link or
+pipe at the path.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Kill processes of the demo at random moments; check the error messages and the resumed run.
+"""Kill processes of the demo at random moments. Check the error messages and the resumed run.
 
 - The layout: two engines behind a router, two trainer ranks, a checkpoint every second step.
 - A kill is a SIGKILL of one process. `--seed` draws the order of the victims and the moments.
@@ -118,7 +118,7 @@ def manifest() -> Manifest:
 
 
 class KilledRun:
-    """A run in its own workspace, which is started and killed repeatedly."""
+    """A run in its own workspace, started and killed repeatedly."""
 
     def __init__(self, workspace: Path, what: Manifest):
         self.workspace, self.folder, self.what = workspace, workspace_with(workspace, what), what
@@ -143,7 +143,7 @@ class KilledRun:
         print(f"{stage}: done after {time.monotonic() - begin_s:.0f} s", flush=True)
 
     def round(self, kill: Kill) -> dict:
-        """Start a stage and kill its victim; return a row with the last line and the time to it."""
+        """Start a stage and kill its victim. Return a row with the last line and the time to it."""
         before = self.attempt()
         launcher = self.start("run", NAME, kill.stage)
         pid = self.wait(launcher, kill, lambda: self.pid(kill.victim, launcher, before))
@@ -178,14 +178,14 @@ class KilledRun:
         return row
 
     def attempt(self) -> int:
-        """Return the number of the newest attempt in `status.json`; 0 before the first."""
+        """Return the number of the newest attempt in `status.json`, 0 before the first."""
         try:
             return int(json.loads((self.folder / "status.json").read_text())["attempt"])
         except FileNotFoundError:
             return 0
 
     def pid(self, victim: str, launcher: subprocess.Popen[bytes], before: int) -> int | None:
-        """Return the victim's pid in an attempt after `before`; None until it has started."""
+        """Return the victim's pid in an attempt after `before`, or None until it has started."""
         if self.attempt() <= before:
             return None
         if victim == "launcher":
@@ -264,7 +264,7 @@ def is_named(victim: str, sentence: str) -> bool:
 
 
 def checked(run: KilledRun) -> dict:
-    """Count lost, repeated and wrong batches of the finished run; all counts should be 0."""
+    """Count lost, repeated and wrong batches of the finished run. All counts should be 0."""
     counted = {
         row["step"]: row
         for row in read(run.folder / "metrics" / "trainer.0.jsonl")
@@ -320,7 +320,7 @@ def checked(run: KilledRun) -> dict:
 def published(run: KilledRun, counted: dict[int, dict]) -> dict:
     """Return the digest of each version in the final history.
 
-    `differ` counts attempts that resumed from weights other than the published ones.
+    `differ` counts attempts that resumed from other weights than the published weights.
     """
     spans = [
         span

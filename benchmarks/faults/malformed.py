@@ -93,7 +93,7 @@ def healthy(folder: Path) -> Workspace:
     """Make a checkout with the tests' specs, their manifests and the folder of one ended run."""
     workspace = manifest_specs.checkout(folder)
     done = os.fork()
-    if not done:  # Jsonnet's runtime has threads, which a fork loses
+    if not done:  # a fork would lose the threads of Jsonnet's runtime
         os._exit(_orrery(folder, ["render"]))
     if os.waitpid(done, 0)[1]:
         raise OrreryError("the healthy specs do not render")

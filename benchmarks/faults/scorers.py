@@ -99,7 +99,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # else the scorer draws other problems
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # otherwise the scorer draws other problems
         os.execve(
             sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": HASH_SEED}
         )

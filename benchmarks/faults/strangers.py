@@ -1,10 +1,10 @@
-"""Attack every listener of a live run without its token; count answers and changes of state.
+"""Attack every listener of a live run without its token. Count answers and changes of state.
 
 - The run has two engines behind a router and two trainer ranks. Weights go from rank to rank. Once
   it trains, all its sockets are listed. A socket that is not in `LISTENERS` is a defect.
 - Our listeners get every route and method with no or wrong credentials, garbage, nested msgpack,
-  messages of 100 MB, ZeroMQ without keys and idle connections. They must answer 401, nothing or a
-  public page.
+  messages of 100 MB, ZeroMQ without keys and idle connections. They must answer 401 or a
+  public page, or close.
 - Sockets of libraries without authentication (torch, gloo, vllm-router's metrics) are only counted.
 - The run must keep its engines and roles, and train each later batch once, on its own tokens.
 
@@ -189,7 +189,7 @@ class AttackedRun:
 def ask(
     address: tuple[str, int], method: str, path: str, given: str | None, body: bytes = b"{}"
 ) -> str:
-    """Return the HTTP status of the answer, or "nothing" if there is none."""
+    """Return the HTTP status of the answer, or "nothing" without an answer."""
     headers = {"Content-Type": "application/json"} | (
         {} if given is None else {"Authorization": given}
     )
@@ -304,7 +304,7 @@ def attack(one: Socket, held: ExitStack) -> dict[str, Any]:
     }
 
 
-ALLOWED = ("401", "nothing", "public", "400")  # 400: bytes that are not HTTP and reach no route
+ALLOWED = ("401", "nothing", "public", "400")  # 400: bytes other than HTTP reach no route
 # vllm-router refuses wrong methods and bodies and answers CORS preflights before it checks the key.
 REFUSALS_OF_VLLM_ROUTER = ("405", "415", "422", "preflight")
 
@@ -389,7 +389,7 @@ def besiege(run: AttackedRun, launcher: "subprocess.Popen[bytes]") -> tuple[int,
 
 
 def _is_metrics(one: Socket) -> bool:
-    """Return whether this is vllm-router's metrics port, which answers any GET without a key."""
+    """Return whether this is vllm-router's metrics port. It answers any GET without a key."""
     return (
         one.role == "router"
         and bool(one.program)

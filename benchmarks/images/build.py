@@ -1,8 +1,8 @@
-"""How long images take to build, how large they are, and how soon a program in them runs, on CPUs.
+"""Measure the build time, the size and the start-up time of images, on CPUs.
 
-- cold: nothing is kept, so packages are fetched too. warm: packages are there, the image is built.
+- cold: without any cache, packages are fetched too. warm: packages are there, the image is built.
 - unchanged: Snakemake finds nothing to do.
-- Both builds of an image must have one sha256, else there is no result.
+- There is no result unless both builds of an image have the same sha256.
 - start: `python3 -c pass` in the image, the median of five, beside the same outside.
 """
 

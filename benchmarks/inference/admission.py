@@ -45,7 +45,7 @@ DEADLINE_S = 1800.0  # a variant takes minutes
 
 
 def manifest(args: argparse.Namespace) -> Manifest:
-    """Return the run `args.run` with one engine, whose cache holds `--kv-tokens`."""
+    """Return the run `args.run` with one engine and a cache of `--kv-tokens`."""
     content = json.loads((ROOT / "manifests" / f"{args.run}.json").read_text())
     most = max(args.fixed)
     context = -(-(args.prompt + args.longest) // 64) * 64

@@ -41,7 +41,7 @@ LIMIT_S = 600.0
 
 
 def manifest(base: str, kills: int, wire: str) -> Manifest:
-    """Return `base`, which has two engines or more, without an end, a warm start or evaluations."""
+    """Return `base` (two engines or more) without an end, a warm start or evaluations."""
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
     if content["inference"]["num_replicas"] < 2:
         raise SystemExit(

@@ -112,7 +112,7 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
         }
         content["inference"]["router"] = {"kind": "vllm_router", **policy}
     content["orchestrator"]["sampling"]["max_tokens_per_turn"] = args.tokens
-    content["hardware"]["num_nodes"] = 1  # one engine, and a trainer that is never started
+    content["hardware"]["num_nodes"] = 1  # one engine, and a trainer never started
     content["trainer"]["mesh"] |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1}
     model["max_positions"] = max(model["max_positions"], length)
     content["trainer"]["memory"]["max_tokens_per_micro_batch"] = max(
@@ -125,7 +125,7 @@ def manifest(args: argparse.Namespace, routes: bool, is_routed: bool = True) -> 
 
 
 def serve_dummies() -> None:
-    """Run this process as an engine of dummies, which reads only `config.json`."""
+    """Run this process as an engine with dummy weights. It reads only `config.json`."""
     from orrery.inference import __main__ as role
 
     arguments = role.server_arguments
@@ -227,7 +227,7 @@ async def steady(args: argparse.Namespace, ask: Ask) -> dict[str, float]:
 async def asking(
     url: str, salt: int, **more: Any
 ) -> AsyncIterator[Callable[[np.ndarray, int], Awaitable[int]]]:
-    """Return a plain client's call, which posts a prompt and counts the tokens of its answer.
+    """Return a plain client's call. It posts a prompt and counts the tokens of its answer.
     `more` is added to the sampling parameters.
     """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

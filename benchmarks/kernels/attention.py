@@ -107,7 +107,7 @@ def differentiable(attend: Callable[..., Tensor]) -> Contender:
 
 
 def torch_packed_cudnn() -> Contender:
-    """Return torch's operator on packed documents, which builds its plan in every call."""
+    """Return torch's operator on packed documents. It builds its plan in every call."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Any]:
         cu_q, cu_k, max_q, max_k, causal, scale = layout
@@ -222,7 +222,7 @@ def reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> 
 def reference_of_a_group(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """Compute the first group's heads in float32, which fits in memory at 65,536 tokens."""
+    """Compute the first group's heads in float32. This fits in memory at 65,536 tokens."""
     per_group = q.shape[1] // k.shape[1]
     q, dout = (x[:, :per_group].float() for x in (q, dout))
     k, v = (x[:, :1].float() for x in (k, v))

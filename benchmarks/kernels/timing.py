@@ -80,6 +80,6 @@ def require(
 
 
 def copy_out(path: Path) -> None:
-    """Copy a result to the folder $OUT, if that is set."""
+    """Copy a result to the folder $OUT, if it is set."""
     if os.environ.get("OUT"):
         shutil.copy(path, os.environ["OUT"])

@@ -49,7 +49,7 @@ def checkout(folder: Path, specs: dict[str, str]) -> Workspace:
 
 
 def render_s(workspace: Workspace) -> float:
-    """Wall seconds to render all, hash all and write all that is not yet written."""
+    """Return the wall seconds to render and hash all, and to write the missing files."""
     shutil.rmtree(workspace.root / "manifests", ignore_errors=True)
     start_s = time.perf_counter()
     runs = render_all(workspace)

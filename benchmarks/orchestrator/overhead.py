@@ -115,7 +115,7 @@ async def metered(pool: EnginePool, warm_up_s: float, seconds: float) -> float:
 
 
 async def direct(ctx: RoleContext, pool: EnginePool, warm_up_s: float, seconds: float) -> float:
-    """Run a minimal client without a router, which only uses the task's prompts."""
+    """Run a minimal client without a router, on the task's prompts."""
     import aiohttp
 
     settings, use = ctx.manifest.orchestrator, ctx.manifest.tasks.train[0]
@@ -193,7 +193,7 @@ async def measure(
 ) -> list[dict[str, float]]:
     rows = []
     for number in range(rounds):
-        # A new pool each time, because one that has the version already waits for the next.
+        # A new pool each time, because a pool with this version would wait for the next.
         async with await assemble.engine_pool(ctx) as pool:
             row = {
                 "direct": await direct(ctx, pool, warm_up_s, seconds),

@@ -1,4 +1,4 @@
-"""How long `snakemake -n` takes: what a person waits for before they see the shape of a run.
+"""Measure how long `snakemake -n` takes to show the shape of a run.
 
 Parsing the Snakefile renders and compares every spec, so the figure grows with the number of runs.
 The record holds both, and the best of five repeats.

@@ -53,7 +53,7 @@ class Scores(NamedTuple):
 
 
 def one_version(columns: Columns) -> dict[int, list[int]]:
-    """Samples by version, of those that were dispatched and in every token sampled at one."""
+    """Return samples by version, if one version dispatched them and sampled all tokens."""
     found: dict[int, list[int]] = {}
     for index in range(columns.num_samples):
         tokens = slice(columns.offsets[index], columns.offsets[index + 1])
@@ -118,7 +118,7 @@ def check_same(learner: Learner, manifest: Manifest, folder: Path) -> None:
 
 @dataclass
 class Found:
-    """Of finished runs of one manifest: scores by trainer's dtype, and with routes or without."""
+    """Scores of finished runs of one manifest, by trainer's dtype, with and without routes."""
 
     scores: dict[tuple[str, bool], list[Scores]] = field(default_factory=dict)
     num_choices: int = 0
@@ -163,7 +163,7 @@ def measure(run: Path, found: Found) -> None:
 
 
 def pooled(manifest: Manifest, found: Found) -> dict[str, Any]:
-    """Everything that is known, by variant, of the tokens of all runs."""
+    """Return all results by variant, over the tokens of all runs."""
     rows = []
     for (dtype, with_routes), each in found.scores.items():
         log_ratio = np.concatenate([one.log_ratio for one in each])

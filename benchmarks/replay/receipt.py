@@ -32,7 +32,7 @@ GOAL = 10.0
 
 
 def answer(routes: np.ndarray) -> bytes:
-    """A body as vLLM writes it, of which all but the routes is left out."""
+    """Return an answer's body as vLLM writes it, with the routes alone."""
     file = io.BytesIO()
     np.save(file, routes)
     return b'{"choices":[{"routed_experts":"' + base64.b64encode(file.getvalue()) + b'"}]}'

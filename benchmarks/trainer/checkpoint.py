@@ -1,7 +1,7 @@
-"""Measure how long training waits for a checkpoint of N GB a rank, and how long writing it takes.
+"""Measure the wait and the writing time of a checkpoint of N GB per rank.
 
 Each rank holds weights and AdamW's state as the trainer does, and saves them four times. Steps
-(matrix products) run with and without a save in flight; their ratio is the cost of writing and
+(matrix products) run with and without a save in flight. Their ratio is the cost of writing and
 hashing. The first save, whose host buffer is reserved beside the first steps, is counted apart.
 
     python benchmarks/trainer/checkpoint.py --gigabytes 1

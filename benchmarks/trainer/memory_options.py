@@ -1,6 +1,6 @@
-"""The cost and the freed memory of each memory option, on one shape.
+"""Measure the cost and the freed memory of each memory option, on one shape.
 
-- The first row is the manifest as it is; each other row changes one option. A row is one run of
+- The first row is the manifest as it is. Each other row changes one option. A row is one run of
   `orrery bench trainer`. A run that fails is a row with its error.
 - The record is written after each row. A later call keeps the rows of OUT's record (else of this
   folder's) if devices, layers and micro-batches are equal. `--limit-s` starts no row too late.

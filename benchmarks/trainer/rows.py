@@ -38,7 +38,7 @@ class Row:
     devices: int = 8
     routings: tuple[str, ...] = ("natural", "balanced")
     peer: torchtitan_peer.Job | None = None
-    options: tuple[str, ...] = ()  # over those of the run
+    options: tuple[str, ...] = ()  # as a share of the run's
 
 
 def _moe(seq_len: int, experts: int) -> torchtitan_peer.Job:

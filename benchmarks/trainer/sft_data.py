@@ -175,7 +175,7 @@ def waiting(chats: Chats, renderer: Renderer) -> dict[str, Any]:
         for step in range(num_steps):
             begin = time.perf_counter()
             columns = take()
-            if step:  # nothing is trained before the first
+            if step:  # before any training
                 waited += time.perf_counter() - begin
             step_s = columns.num_tokens / STEP_TOKENS_PER_S
             time.sleep(step_s)

@@ -6,7 +6,7 @@ whole experts, which are nearly all bytes of a mixture. On a CPU, one thread, it
 
     python benchmarks/transport/fingerprint.py
 
-It writes fingerprint_gpu.json on a machine with a GPU, else fingerprint_cpu.json.
+It writes fingerprint_gpu.json on a machine with a GPU, otherwise fingerprint_cpu.json.
 """
 
 import argparse

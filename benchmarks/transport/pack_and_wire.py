@@ -2,7 +2,7 @@
 
 256 rollouts of 131,072 tokens, with the usual columns and an opaque one of 624 bytes a token (21
 GB), are packed into micro-batches of 131,072 tokens and sent over loopback to another process.
-Rollouts are windows into one random buffer, so making them costs nothing. Two variants are measured
+Rollouts are windows into one random buffer, so making them is free. Two variants are measured
 too: micro-batches of sixteen documents, and the files wire with a sixteenth of the batch.
 
     python benchmarks/transport/pack_and_wire.py

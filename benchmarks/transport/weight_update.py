@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 GOAL = 0.5  # seconds for paused_s and blocked_s; Qwen3-30B-A3B, four GPUs to four others
 FINGERPRINTS_GOAL = 0.05  # of a pause, on GPUs
-ANSWER = "answer: "  # what a rank says to the driver; libraries write to standard output too
+ANSWER = "answer: "  # a rank's messages to the driver, because libraries write to standard output
 
 
 def arguments() -> argparse.Namespace:
@@ -121,7 +121,7 @@ def trainer(
 
 
 def inference(run_dir: Path) -> None:
-    """As `python -m orrery.inference`, but with weights that nobody has written."""
+    """Run like `python -m orrery.inference`, but with weights never written to disk."""
     from orrery.inference.assemble import blank_adapter, engine_environment, server_arguments
     from orrery.runtime.role_context import role_process
 
@@ -267,7 +267,7 @@ async def measure(run_dir: Path, url: str, kind: str, args: argparse.Namespace) 
                 leases.release()
                 if (
                     not flight
-                ):  # from the first version on: what the engine had before may be of another wire
+                ):  # from the first version on, because earlier weights may be of another wire
                     flight = [
                         asyncio.create_task(keep_generating(lane)) for lane in range(args.requests)
                     ]
