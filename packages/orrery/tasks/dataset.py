@@ -290,13 +290,13 @@ class Dataset(SingleTurn):
         """Return why the verdict refuses the row's own answer as a reply, or None."""
         verdict = self.args.verdict
         try:
-            scorer = scorer_of(self._request(at, answer))
             if verdict.kind == "json_schema":  # the answer does not look like a reply
+                scorer_of(self._request(at, answer))
                 return None
             reply = f"\\boxed{{{answer}}}" if verdict.kind == "math" else answer
             if verdict.kind in ("exact", "pattern") and verdict.pattern is not None:
                 reply = filled(self.args.answer, self._row(at))
-            right = scorer(reply) == 1.0
+            right = _is_right(verdict, answer, reply)
         except OrreryError:
             raise
         except Exception as error:  # a library's parser may raise any type
@@ -331,3 +331,10 @@ class Dataset(SingleTurn):
         places = ", ".join(self._rows.place(at) for at in rows[:SHOWN])
         more = ", …" if len(rows) > SHOWN else ""
         return f"source: {len(rows)} of {num_rows} {kind} ({places}{more}): {advice}"
+
+
+@lru_cache(2**16)
+def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
+    """Return whether a reply is worth 1. Cached, because rows share answers and math is slow."""
+    request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
+    return scorer_of(request)(reply) == 1.0
