@@ -595,6 +595,15 @@ def test_that_blocks_of_transformers_may_not_compile_is_told_where_a_run_is_plan
     )
 
 
+def test_rl_on_a_file_of_problems_from_drawn_weights_is_told():
+    random = {"kind": "random", "seed": 1, "std": 0.02}
+    drawn = changed("smollm2_problems_seed_1", model__init=random, stages__sft=None)
+    (said,) = notes(drawn)
+    assert "`orrery fetch model` writes, or a warm start" in said
+    assert notes(changed("smollm2_problems_seed_1", stages__sft=None)) == []
+    assert notes(changed("smollm2_problems_seed_1", model__init=random)) == []
+
+
 FP8 = {"model__fp8": ["attention", "experts"], "inference__quantization": "fp8"}
 
 

@@ -173,6 +173,9 @@ def render(
             write_run(workspace, run, text)
             wrote(run.file, True)
     write(workspace, runs, wrote)
+    if names:
+        for note in (note for run in runs for note in notes(run.manifest)):
+            print(note)
     if on_this_machine:
         print(f"start with `snakemake --profile local {' '.join(r.manifest.name for r in runs)}`")
 

@@ -217,7 +217,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return remarks: the run cannot start, recomputes outputs of `keep`, or may not compile."""
+    """Return remarks: the run cannot start, repeats work, may not compile, or cannot learn."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
@@ -240,6 +240,13 @@ def notes(manifest: Manifest) -> list[str]:
             "  note: trainer.compile with family 'hugging_face': the first step ends the run "
             "if torch cannot compile its blocks into one graph (experts, Mamba); set "
             "trainer.compile to false for such a model"
+        )
+    has_file = any(use.kind == "dataset" for use in manifest.tasks.train)
+    if has_file and manifest.model.init.kind == "random" and manifest.stages.sft is None:
+        said.append(
+            "  note: model.init 'random' and stages.sft null: RL on a file of problems starts from "
+            "drawn weights, which earn no reward; take the model axis that `orrery fetch model` "
+            "writes, or a warm start"
         )
     return said
 
