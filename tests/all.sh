@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 reports=.pytest_cache/parts
 rm -rf "$reports" && mkdir -p "$reports"
-parts=(small_runs end_to_end trainer inference launcher orchestrator wire models manifest kernels tasks observe runtime)
+parts=(small_runs end_to_end trainer launcher inference tasks manifest models wire orchestrator kernels observe runtime)
 where() { # PART: its tests
     case $1 in
     small_runs) echo tests/test_small_runs_end_to_end.py ;;
@@ -52,9 +52,10 @@ failed=()
 stop() { for process in "${!running[@]}"; do kill -- "-$process" 2>/dev/null || true; done; }
 trap stop EXIT
 trap 'exit 130' INT TERM
+export TORCHINDUCTOR_COMPILE_THREADS=1 # the other core is taken, and each worker would import torch
 set -m # each part is a process group, so that an interrupt ends its children
 # A cluster's nodes share the cores, so it runs beside parts of one process, not beside whole runs.
-for part in "${parts[@]:0:2}" ${ALSO:-} "${parts[@]:2}" rest; do
+for part in "${parts[@]:0:2}" ${ALSO:-} "${parts[@]:2:3}" rest "${parts[@]:5}"; do
     [ ${#running[@]} -lt 2 ] || finished
     one "$part" >"$reports/$part.log" 2>&1 </dev/null &
     running[$!]=$part began[$part]=$SECONDS
