@@ -36,9 +36,9 @@ from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read
 from orrery.runtime.token import Purpose, authorization
-from orrery.wire import control_socket
+from orrery.wire import control_socket, rollout_wire
 from orrery.wire.columns import Columns
-from orrery.wire.rollout_wire import Batch, make_receiver, make_sender, zeromq
+from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from orrery.wire.weight_wire.coordinator import StoreConnection, WireAddress
 from record import record
 
@@ -107,23 +107,22 @@ async def batches_s(is_authenticated: bool) -> float:
     """Return the CPU seconds that both ends of a wire spend on a batch of one small micro-batch."""
     original = control_socket.authenticate
     replaced = original if is_authenticated else lambda socket, is_sender: None
-    control_socket.authenticate = zeromq.authenticate = replaced
+    control_socket.authenticate = rollout_wire.authenticate = replaced
     columns = Columns(np.array([0, 64]), {"token_id": np.zeros(64, np.int32)})
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            sender = make_sender("zmq", Path(folder), "127.0.0.1", 0, 1)
-            receiver = make_receiver("zmq", Path(folder), sender.url, 0)
-            begin_s = 0.0
-            for step in range(NUM_BATCHES + 1):
-                await sender.send(Batch(step, [[columns]]))
-                await asyncio.to_thread(deque, receiver.receive(step, 60.0), 0)
-                begin_s = begin_s or time.process_time()  # the first batch opens the connection
-            spent_s = time.process_time() - begin_s
-            receiver.close()
-            sender.close()
+        sender = RolloutSender("127.0.0.1", 0, 1)
+        receiver = RolloutReceiver(sender.url, 0)
+        begin_s = 0.0
+        for step in range(NUM_BATCHES + 1):
+            await sender.send(Batch(step, [[columns]]))
+            await asyncio.to_thread(deque, receiver.receive(step, 60.0), 0)
+            begin_s = begin_s or time.process_time()  # the first batch opens the connection
+        spent_s = time.process_time() - begin_s
+        receiver.close()
+        sender.close()
         return spent_s / NUM_BATCHES
     finally:
-        control_socket.authenticate = zeromq.authenticate = original
+        control_socket.authenticate = rollout_wire.authenticate = original
 
 
 def of_values() -> float:
@@ -179,7 +178,7 @@ def demo() -> tuple[Counter[str], float]:
     evaluated = sum(row["num_rollouts"] for row in said if row.get("event") == "evaluation")
     ranks, engines = manifest.trainer.mesh.world_size, manifest.inference.num_replicas
     micro_batches = sum(row.get("num_micro_batches", 1) for row in steps)
-    values = len(updates) * 16 * (ranks + engines)  # an upper bound; a files wire has none
+    values = len(updates) * 16 * (ranks + engines)  # an upper bound, 0 on files
     requests = Counter(
         {
             "requests" if manifest.inference.router.kind != "none" else "direct_requests": sampled

@@ -2,8 +2,8 @@
 
 256 rollouts of 131,072 tokens, with the usual columns and an opaque one of 624 bytes a token (21
 GB), are packed into micro-batches of 131,072 tokens and sent over loopback to another process.
-Rollouts are windows into one random buffer, so making them is free. Two variants are measured
-too: micro-batches of sixteen documents, and the files wire with a sixteenth of the batch.
+Rollouts are windows into one random buffer, so making them costs nothing. Micro-batches of sixteen
+documents are measured too.
 
     python benchmarks/transport/pack_and_wire.py
 """
@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.wire.columns import Columns
 from orrery.wire.packing import LazyMicroBatches, micro_batches, pack
-from orrery.wire.rollout_wire import Batch, make_receiver, make_sender
+from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from record import record
 
 ROLLOUT_TOKENS = 131_072
@@ -99,10 +98,10 @@ def ends_of(columns: Columns) -> int:
     )
 
 
-def receive(kind: str, run_dir: str, url: str) -> None:
+def receive(url: str) -> None:
     """The trainer's side; prints what it saw as JSON."""
     before = usage()
-    receiver = make_receiver(kind, Path(run_dir), url, 0)
+    receiver = RolloutReceiver(url, 0)
     received = receiver.receive(1, deadline_s=120)
     num_bytes = num_tokens = num_samples = 0
     checksum = 0
@@ -125,27 +124,24 @@ def receive(kind: str, run_dir: str, url: str) -> None:
     print(json.dumps(seen))
 
 
-async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, Any]:
+async def send(num_rollouts: int, num_documents: int) -> dict[str, Any]:
     rollouts = Rollouts(num_rollouts * num_documents, ROLLOUT_TOKENS // num_documents)
     before = usage()
-    with tempfile.TemporaryDirectory() as run_dir:
-        sender = make_sender(kind, Path(run_dir), "127.0.0.1", 0, 1)
-        argv = [sys.executable, __file__, "--receive", kind, run_dir, sender.url]
-        receiver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
-        await sender.wanted(at_least=1)  # the receiver has started: its imports are not the wire's
-        start = time.perf_counter()
-        plan = pack(np.full(len(rollouts), rollouts.tokens), 1, ROLLOUT_TOKENS, quadratic=1e-5)
-        pack_s = time.perf_counter() - start
-        [lazy] = micro_batches(rollouts, plan)
-        await sender.send(
-            Batch(
-                1, [LazyMicroBatches(len(lazy), lazy.__getitem__)], {"num_samples": len(rollouts)}
-            )
-        )
-        await sender.drained(600)
-        wall_s = time.perf_counter() - start
-        seen = json.loads((await receiver.communicate())[0])
-        sender.close()
+    sender = RolloutSender("127.0.0.1", 0, 1)
+    argv = [sys.executable, __file__, "--receive", sender.url]
+    receiver = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    await sender.wanted(at_least=1)  # the receiver has started: its imports are not the wire's
+    start = time.perf_counter()
+    plan = pack(np.full(len(rollouts), rollouts.tokens), 1, ROLLOUT_TOKENS, quadratic=1e-5)
+    pack_s = time.perf_counter() - start
+    [lazy] = micro_batches(rollouts, plan)
+    await sender.send(
+        Batch(1, [LazyMicroBatches(len(lazy), lazy.__getitem__)], {"num_samples": len(rollouts)})
+    )
+    await sender.drained(600)
+    wall_s = time.perf_counter() - start
+    seen = json.loads((await receiver.communicate())[0])
+    sender.close()
     assert seen["samples"] == len(rollouts) and seen["tokens"] == len(rollouts) * rollouts.tokens, (
         seen
     )
@@ -153,7 +149,6 @@ async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, An
         "what arrived is not what was sent"
     )
     return {
-        "kind": kind,
         "documents_a_micro_batch": num_documents,
         "bytes": seen["bytes"],
         "tokens": seen["tokens"],
@@ -168,9 +163,7 @@ async def send(kind: str, num_rollouts: int, num_documents: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--receive", nargs=3, metavar=("KIND", "RUN_DIR", "URL"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--receive", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument(
         "--num-rollouts",
         type=int,
@@ -179,19 +172,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.receive:
-        receive(*args.receive)
+        receive(args.receive)
         return
     load_before = os.getloadavg()[0]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited by the receiver
-    variants = [
-        ("zmq", args.num_rollouts, 1),
-        ("zmq", args.num_rollouts, 16),
-        ("files", max(1, args.num_rollouts // 16), 1),
-    ]
-    rows = [asyncio.run(send(kind, num, documents)) for kind, num, documents in variants]
+    rows = [asyncio.run(send(args.num_rollouts, documents)) for documents in (1, 16)]
     for row in rows:
         print(
-            f"{row['kind']}, {row['documents_a_micro_batch']} documents a micro-batch: "
+            f"{row['documents_a_micro_batch']} documents a micro-batch: "
             f"{row['gigabytes_per_s']:.2f} GB/s, "
             f"peak {row['sender']['peak_rss_bytes'] / 1e6:.0f} MB sender, "
             f"{row['receiver']['peak_rss_bytes'] / 1e6:.0f} MB receiver"

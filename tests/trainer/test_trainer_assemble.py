@@ -64,7 +64,7 @@ def test_versions_that_do_not_fit_end_the_rl_stage_before_it_loads_weights(
     def loads(*_):
         raise Loads
 
-    transport = {"rollouts": "files", "weights": wire, "routed_experts": False}
+    transport = {"rollouts": "zmq", "weights": wire, "routed_experts": False}
     spec = manifest(stages={"rl": {"num_steps": num_steps}}, transport=transport)
     assert spec.orchestrator.max_batches_ahead == 1
     write_initial(spec.model, tmp_path, torch.float32)

@@ -90,20 +90,17 @@ def test_what_ranks_do_between_steps_says_how_long_it_may_stand_still(kind, num_
     assert said == {"publishing version 7": limit_s, "copying a checkpoint": STILL_S}
 
 
-@pytest.mark.parametrize(
-    ("kind", "devices", "limit_s"),
-    [("zmq", 2, STILL_S), ("zmq", 1, heartbeat.IO_STALL_S), ("files", 2, heartbeat.IO_STALL_S)],
-)
+@pytest.mark.parametrize(("devices", "limit_s"), [(2, STILL_S), (1, heartbeat.IO_STALL_S)])
 def test_the_wait_for_a_batch_says_how_long_a_rank_may_wait_that_the_others_do_not_wait_any_more(
-    kind, devices, limit_s
+    devices, limit_s
 ):
     ctx, said = deeds()
     ctx.health.waiting = lambda what, deadline_s, behind_s: nullcontext(
         said.update({what: (deadline_s, behind_s)})
     )
-    transport, hardware = SimpleNamespace(rollouts=kind), SimpleNamespace(devices_per_node=devices)
+    hardware = SimpleNamespace(devices_per_node=devices)
     spec, world = (
-        SimpleNamespace(transport=transport, hardware=hardware, trainer=None),
+        SimpleNamespace(hardware=hardware, trainer=None),
         SimpleNamespace(size=2, is_first=False),
     )
     receiver = SimpleNamespace(receive=lambda step, deadline_s: SimpleNamespace(info={}))

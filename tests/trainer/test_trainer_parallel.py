@@ -339,7 +339,7 @@ def test_a_stage_on_ranks_that_share_documents_and_experts_trains_what_one_rank_
         fields = {
             "model": MIXTURE,
             "stages": {"sft": None, "rl": {"num_steps": 2}},
-            "transport": {"rollouts": "files", "weights": "files", "routed_experts": False},
+            "transport": {"rollouts": "zmq", "weights": "files", "routed_experts": False},
         }
         spec = manifest(mesh=mesh, **fields)
         run_dir = start_run(tmp_path / name, spec)

@@ -38,7 +38,7 @@ from orrery.trainer.publish import Publisher
 from orrery.trainer.sft_data import endless_order, load_examples
 from orrery.wire import checkpoints, rendezvous
 from orrery.wire.packing import pack
-from orrery.wire.rollout_wire import Batch, make_sender
+from orrery.wire.rollout_wire import Batch, RolloutSender
 from orrery.wire.weight_wire import (
     Published,
     WeightWatch,
@@ -136,7 +136,7 @@ async def orchestrate(
     ctx = parse_role("orchestrator", argv)
     mesh = spec.trainer.mesh
     ranks = mesh.world_size
-    sender = make_sender(spec.transport.rollouts, run_dir, ctx.host, ctx.port, ranks)
+    sender = RolloutSender(ctx.host, ctx.port, ranks)
     rendezvous.publish(ctx, sender.url)
     try:
         last = steps.stop - 1 if ends_early else spec.stages.rl.num_steps
@@ -242,16 +242,14 @@ def in_shared_memory():
         remove_weight_dir(run_dir, attempt)
 
 
-@pytest.fixture(
-    scope="module", params=[(1, "zmq"), (2, "files")], ids=["1-rank-zmq", "2-ranks-files"]
-)
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
 def whole(request, tmp_path_factory):
     """(manifest, run directory) of five steps in one go, with a checkpoint every second step."""
-    num_ranks, wire = request.param
+    num_ranks = request.param
     spec = manifest(
         mesh={"dp_shard": num_ranks},
         stages={"sft": None, "rl": {"num_steps": 5}},
-        transport={"rollouts": wire, "weights": "files", "routed_experts": False},
+        transport={"rollouts": "zmq", "weights": "files", "routed_experts": False},
     )
     straight = start_run(tmp_path_factory.mktemp("whole") / "straight", spec)
     ends = run_rl(straight, spec, range(1, 6))

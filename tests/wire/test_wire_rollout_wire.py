@@ -1,4 +1,4 @@
-"""One contract for every kind of rollout wire."""
+"""The rollout wire: batches arrive whole, in order, at every rank, or an error says why."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,31 +14,26 @@ import zmq
 from wire_documents import documents, same
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.wire import rollout_wire
+from orrery.wire.bulk import BufferPool
 from orrery.wire.columns import Columns
 from orrery.wire.packing import LazyMicroBatches
-from orrery.wire.rollout_wire import KINDS, Batch, files, make_receiver, make_sender, zeromq
-from orrery.wire.rollout_wire.bulk import BufferPool
+from orrery.wire.rollout_wire import Batch, RolloutReceiver, RolloutSender
 from orrery.wire.routed_experts import RouteShape, check_routes, without_routes
 
 pytestmark = pytest.mark.timeout(60)
 DEADLINE_S = 20.0
 
 
-@pytest.fixture(params=sorted(KINDS))
-def kind(request):
-    return request.param
-
-
 class Wire:
     """A sender in this loop and receivers in threads."""
 
-    def __init__(self, kind: str, run_dir: Path, num_ranks: int) -> None:
-        self.kind, self.run_dir = kind, run_dir
-        self.sender = make_sender(kind, run_dir, "127.0.0.1", 0, num_ranks)
+    def __init__(self, num_ranks: int) -> None:
+        self.sender = RolloutSender("127.0.0.1", 0, num_ranks)
         self.receivers = []
 
     def receiver(self, rank=0):
-        self.receivers.append(make_receiver(self.kind, self.run_dir, self.sender.url, rank))
+        self.receivers.append(RolloutReceiver(self.sender.url, rank))
         return self.receivers[-1]
 
     def close(self):
@@ -49,8 +43,8 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire_of(kind, run_dir, num_ranks=1):
-    wire = Wire(kind, run_dir, num_ranks)
+async def wire_of(num_ranks=1):
+    wire = Wire(num_ranks)
     try:
         yield wire
     finally:
@@ -99,9 +93,9 @@ def check(received, columns, batch, rank=0):
         assert same(got, Columns.concatenate([parts] if isinstance(parts, Columns) else parts))
 
 
-def test_a_batch_arrives_as_it_was_sent(kind, tmp_path):
+def test_a_batch_arrives_as_it_was_sent():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             batch = batch_of(1)
             await wire.sender.send(batch)
             check(*await taken(wire.receiver(), 1), batch)
@@ -110,9 +104,9 @@ def test_a_batch_arrives_as_it_was_sent(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_an_ask_before_the_batch_is_answered_when_it_is_there(kind, tmp_path):
+def test_an_ask_before_the_batch_is_answered_when_it_is_there():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             waiting = asyncio.create_task(taken(wire.receiver(), 4))
             assert await wire.sender.wanted(at_least=4) == 4
             batch = batch_of(4)
@@ -122,17 +116,17 @@ def test_an_ask_before_the_batch_is_answered_when_it_is_there(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_nobody_has_asked_yet_says_minus_one(kind, tmp_path):
+def test_nobody_has_asked_yet_says_minus_one():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             assert await wire.sender.wanted() == -1
 
     asyncio.run(run())
 
 
-def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
+def test_two_ranks_get_their_own_shares_over_several_steps():
     async def run():
-        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+        async with wire_of(num_ranks=2) as wire:
             receivers = [wire.receiver(0), wire.receiver(1)]
             for step in (1, 2, 3):
                 batch = batch_of(step, num_ranks=2)
@@ -146,11 +140,11 @@ def test_two_ranks_get_their_own_shares_over_several_steps(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
+def test_ranks_that_share_micro_batches_get_the_same_ones():
     """Of four ranks, each two have the same documents; a batch is gone when all four have it."""
 
     async def run():
-        async with wire_of(kind, tmp_path, num_ranks=4) as wire:
+        async with wire_of(num_ranks=4) as wire:
             receivers = [wire.receiver(rank) for rank in range(4)]
             for step in (1, 2):
                 of_pair = batch_of(step, num_ranks=2)
@@ -168,11 +162,11 @@ def test_ranks_that_share_micro_batches_get_the_same_ones(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
+def test_a_rank_may_run_ahead_of_the_other():
     """Rank 0 asks for batch 2 while rank 1 lacks batch 1, so batch 2 waits for room."""
 
     async def run():
-        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+        async with wire_of(num_ranks=2) as wire:
             fast, slow = wire.receiver(0), wire.receiver(1)
             first, second = batch_of(1, num_ranks=2), batch_of(2, num_ranks=2)
             await wire.sender.send(first)
@@ -188,9 +182,9 @@ def test_a_rank_may_run_ahead_of_the_other(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_send_waits_until_the_batch_before_is_acknowledged(kind, tmp_path):
+def test_send_waits_until_the_batch_before_is_acknowledged():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             handing = asyncio.create_task(wire.sender.send(batch_of(2)))
             await asyncio.wait([handing], timeout=0.1)
@@ -203,12 +197,12 @@ def test_send_waits_until_the_batch_before_is_acknowledged(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again(kind, tmp_path):
+def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             batch = batch_of(1, lengths=((3,), (4,), (5,)))
             await wire.sender.send(batch)
-            first = make_receiver(kind, tmp_path, wire.sender.url, 0)
+            first = RolloutReceiver(wire.sender.url, 0)
 
             def take_one():
                 next(iter(first.receive(1, DEADLINE_S)))
@@ -220,11 +214,11 @@ def test_a_receiver_that_restarts_half_way_gets_the_whole_batch_again(kind, tmp_
     asyncio.run(run())
 
 
-def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_path):
+def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged():
     """As `zip(received, steps)`, which stops the iterator at the last micro-batch."""
 
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             batch = batch_of(1)
             await wire.sender.send(batch)
             receiver = wire.receiver()
@@ -243,9 +237,9 @@ def test_a_reader_that_stops_at_the_last_micro_batch_has_acknowledged(kind, tmp_
     asyncio.run(run())
 
 
-def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tmp_path):
+def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             receiver = wire.receiver()
             for step in (1, 2):
                 await wire.sender.send(batch_of(step))
@@ -259,11 +253,11 @@ def test_a_batch_that_everyone_has_is_gone_and_asking_for_it_is_refused(kind, tm
     asyncio.run(run())
 
 
-def test_a_rank_that_would_skip_a_batch_is_refused(kind, tmp_path):
+def test_a_rank_that_would_skip_a_batch_is_refused():
     """Ends resumed from different checkpoints drop nothing silently."""
 
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             refused = r"rank 0 asked.*batch 2 and was refused: batch 1 comes first"
             early = asyncio.create_task(taken(wire.receiver(), 2))
             await wire.sender.wanted(at_least=2)
@@ -277,9 +271,9 @@ def test_a_rank_that_would_skip_a_batch_is_refused(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_steps_only_rise(kind, tmp_path):
+def test_steps_only_rise():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(5))
             with pytest.raises(OrreryError, match="batch 5: the wire already took batch 5"):
                 await wire.sender.send(batch_of(5))
@@ -287,9 +281,9 @@ def test_steps_only_rise(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
+def test_ranks_must_have_equal_numbers_of_micro_batches():
     async def run():
-        async with wire_of(kind, tmp_path, num_ranks=2) as wire:
+        async with wire_of(num_ranks=2) as wire:
             uneven = Batch(1, [[documents([2])], []])
             with pytest.raises(
                 OrreryError, match=r"batch 1: the ranks have \[1, 0\] micro-batches"
@@ -299,9 +293,9 @@ def test_ranks_must_have_equal_numbers_of_micro_batches(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
+def test_a_deadline_says_who_waited_for_what():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             with pytest.raises(
                 RunFailed,
                 match=r"trainer rank 0 asked the orchestrator at .* for batch 3, "
@@ -315,9 +309,9 @@ def test_a_deadline_says_who_waited_for_what(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(kind, tmp_path):
+def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             left, right = documents([2, 2])
             del right.token["logprob"]
             receiver = wire.receiver()
@@ -334,9 +328,9 @@ def test_a_micro_batch_whose_documents_differ_in_columns_is_named_at_the_sender(
     asyncio.run(run())
 
 
-def test_empty_micro_batches_arrive_empty(kind, tmp_path):
+def test_empty_micro_batches_arrive_empty():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             nothing = documents([3])[0].select([])
             await wire.sender.send(Batch(1, [[[], nothing, documents([2])]]))
             _, columns = await taken(wire.receiver(), 1)
@@ -346,9 +340,9 @@ def test_empty_micro_batches_arrive_empty(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_a_batch_without_micro_batches_arrives_and_is_acknowledged(kind, tmp_path):
+def test_a_batch_without_micro_batches_arrives_and_is_acknowledged():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(Batch(1, [[]], {"n": 0}))
             received, columns = await taken(wire.receiver(), 1)
             assert columns == [] and received.totals == {"n": 0}
@@ -357,9 +351,9 @@ def test_a_batch_without_micro_batches_arrives_and_is_acknowledged(kind, tmp_pat
     asyncio.run(run())
 
 
-def test_frames_of_many_megabytes_arrive_whole(kind, tmp_path):
+def test_frames_of_many_megabytes_arrive_whole():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             rng = np.random.default_rng(1)
             sizes = [20_000, 5, 9_000]
             parts = [
@@ -376,9 +370,9 @@ def test_frames_of_many_megabytes_arrive_whole(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_documents_with_routes_and_without_arrive_in_one_micro_batch(kind, tmp_path):
+def test_documents_with_routes_and_without_arrive_in_one_micro_batch():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             shape = RouteShape(39, 8, 300)
             said = np.random.default_rng(1).integers(0, 300, (9000, 39, 8)).astype(np.uint16)
             parts = [
@@ -399,14 +393,13 @@ def test_documents_with_routes_and_without_arrive_in_one_micro_batch(kind, tmp_p
     asyncio.run(run())
 
 
-def test_micro_batches_are_made_one_at_a_time_when_they_are_needed(kind, tmp_path):
+def test_micro_batches_are_made_one_at_a_time_when_they_are_needed():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             made = []
             lazy = LazyMicroBatches(6, lambda at: made.append(at) or documents([at + 1], seed=at))
             await wire.sender.send(Batch(1, [lazy]))
-            if kind == "zmq":
-                assert made == []
+            assert made == []
             _, columns = await taken(wire.receiver(), 1)
             assert [c.num_tokens for c in columns] == [1, 2, 3, 4, 5, 6]
             assert made == list(range(6))
@@ -414,9 +407,9 @@ def test_micro_batches_are_made_one_at_a_time_when_they_are_needed(kind, tmp_pat
     asyncio.run(run())
 
 
-def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
+def test_columns_that_the_reader_keeps_are_never_overwritten():
     async def run():
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             batch = batch_of(1, lengths=[(5,)] * 6)
             await wire.sender.send(batch)
             receiver = wire.receiver()
@@ -427,10 +420,10 @@ def test_columns_that_the_reader_keeps_are_never_overwritten(kind, tmp_path):
     asyncio.run(run())
 
 
-def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
+def test_another_runs_token_gets_nothing(monkeypatch):
     async def run():
         monkeypatch.setattr("orrery.runtime.token._kept", "ours")
-        async with wire_of(kind, tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             monkeypatch.setattr("orrery.runtime.token._kept", "theirs")
             stranger = wire.receiver()
@@ -440,12 +433,6 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
             ):
                 await taken(stranger, 1, deadline_s=DEADLINE_S)
             assert await wire.sender.wanted() == -1
-            if kind == "files":  # a stranger that does ask
-                ask = files.FileAsk(
-                    files.PROTOCOL, files._token_sha256(wire.sender._folder), 0, 1, -1
-                )  # of "theirs"
-                files._write(wire.sender._folder / "ask.rank_0.json", ask)
-                assert await wire.sender.wanted() == -1
             assert wire.sender.num_foreign >= 1
             monkeypatch.setattr("orrery.runtime.token._kept", "ours")
             check(*await taken(wire.receiver(), 1), batch_of(1))
@@ -455,20 +442,19 @@ def test_another_runs_token_gets_nothing(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("given", "says"), [("ours", True), ("", False), (None, False)])
 def test_a_launched_role_without_the_runs_token_neither_sends_nor_receives_nor_says_where_it_is(
-    kind, tmp_path, given, says
+    tmp_path, given, says
 ):
     """In launched processes the parent watch removes its variable before a wire is made."""
-    code = f"""
+    code = """
 import asyncio
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.role_context import role_process
 from orrery.wire import rendezvous, rollout_wire
 async def sender():
-    rollout_wire.make_sender({kind!r}, ctx.run_dir, ctx.host, 0, 1).close()
+    rollout_wire.RolloutSender(ctx.host, 0, 1).close()
 with role_process("orchestrator") as ctx:
-    url = {f"file://{tmp_path}" if kind == "files" else "tcp://127.0.0.1:1"!r}
     def receiver():
-        rollout_wire.make_receiver({kind!r}, ctx.run_dir, url, 0).close()
+        rollout_wire.RolloutReceiver("tcp://127.0.0.1:1", 0).close()
     for begin in (lambda: asyncio.run(sender()), receiver):
         try:
             begin()
@@ -501,16 +487,6 @@ with role_process("orchestrator") as ctx:
         )
 
 
-def test_an_unknown_kind_is_named():
-    with pytest.raises(
-        OrreryError, match=r"'carrier_pigeon' is not a rollout wire\. Choose from zmq, files"
-    ):
-        make_sender("carrier_pigeon", Path(), "127.0.0.1", 0, 1)
-
-
-# ZeroMQ only
-
-
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_a_foreign_program_behind_the_url_is_said_so(answer):
     """A peer that hangs up, that answers something else, or (None) without the run's keys."""
@@ -530,7 +506,7 @@ def test_a_foreign_program_behind_the_url_is_said_so(answer):
     if answer is not None:
         thread.start()
         port = listener.getsockname()[1]
-    receiver = make_receiver("zmq", Path(), f"tcp://127.0.0.1:{port}", 0)
+    receiver = RolloutReceiver(f"tcp://127.0.0.1:{port}", 0)
     try:
         with pytest.raises(RunFailed, match="another program listens there"):
             receiver.receive(1, DEADLINE_S)
@@ -543,19 +519,19 @@ def test_a_foreign_program_behind_the_url_is_said_so(answer):
         context.destroy(linger=0)
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
+def test_a_port_that_is_taken_is_named():
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             port = int(wire.sender.url.rsplit(":", 1)[1])
             with pytest.raises(OrreryError, match=f"cannot listen on 127.0.0.1:{port}"):
-                make_sender("zmq", tmp_path, "127.0.0.1", port, 1)
+                RolloutSender("127.0.0.1", port, 1)
 
     asyncio.run(run())
 
 
-def test_the_sender_listens_on_loopback_only(tmp_path):
+def test_the_sender_listens_on_loopback_only():
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             assert wire.sender.url.startswith("tcp://127.0.0.1:")
 
     asyncio.run(run())
@@ -585,14 +561,14 @@ def test_buffers_that_torch_looks_at_are_not_reused():
     assert pool.take(64).ctypes.data == address
 
 
-def test_a_lost_acknowledgement_is_made_good_by_the_next_ask(tmp_path):
+def test_a_lost_acknowledgement_is_made_good_by_the_next_ask():
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
             post = receiver._send
             receiver._send = lambda message, who: (
-                None if isinstance(message, zeromq.Acknowledgement) else post(message, who)
+                None if isinstance(message, rollout_wire.Acknowledgement) else post(message, who)
             )
             await taken(receiver, 1)
             receiver._send = post
@@ -636,12 +612,12 @@ async def relay_to(port, limits_bytes=()):
             await asyncio.wait(tasks, timeout=DEADLINE_S)
 
 
-def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
+def test_a_connection_that_is_lost_inside_a_micro_batch_heals():
     """A relay cuts the connection; the receiver goes on from there on another."""
 
     async def run():
         async with (
-            wire_of("zmq", tmp_path) as wire,
+            wire_of() as wire,
             relay_to(wire.sender._bulk.port, [2 << 20]) as (port, passed),
         ):
             wire.sender._bulk.port = port
@@ -658,61 +634,5 @@ def test_a_connection_that_is_lost_inside_a_micro_batch_heals(tmp_path):
             await wire.sender.drained(DEADLINE_S)
             assert len(passed) == 3 and 2 << 19 < len(passed[0]) <= 2 << 20
             assert len(passed[1]) < 4 << 20, "what had arrived is not sent again"
-
-    asyncio.run(run())
-
-
-# Files only
-
-
-def test_a_new_sender_does_not_show_the_batches_of_the_one_before(tmp_path):
-    async def run():
-        async with wire_of("files", tmp_path) as old:
-            await old.sender.send(batch_of(1))
-            async with wire_of("files", tmp_path) as new:
-                with pytest.raises(RunFailed, match="nothing came"):
-                    await taken(new.receiver(), 1, deadline_s=0.1)
-                with pytest.raises(RunFailed, match="closed"):
-                    await taken(old.receiver(), 1, deadline_s=0.1)
-
-    asyncio.run(run())
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    async def run():
-        async with wire_of("files", tmp_path) as wire:
-            await wire.sender.send(batch_of(1))
-            [path] = tmp_path.glob("rollouts/wire/*/step_1/rank_0.micro_0.safetensors")
-            path.write_bytes(b"\xff" * 100)
-            with pytest.raises(
-                RunFailed, match=r"rank_0\.micro_0\.safetensors: not a safetensors file"
-            ):
-                await taken(wire.receiver(), 1)
-
-    asyncio.run(run())
-
-
-def test_no_file_holds_the_runs_token(tmp_path, monkeypatch):
-    monkeypatch.setattr("orrery.runtime.token._kept", "a-secret-of-this-run")
-
-    async def run():
-        async with wire_of("files", tmp_path) as wire:
-            await wire.sender.send(batch_of(1))
-            await asyncio.to_thread(wire.receiver().receive, 1, DEADLINE_S)
-            files = [path for path in tmp_path.rglob("*") if path.is_file()]
-            assert any(path.name.startswith("ask.") for path in files)
-            assert not any(b"a-secret-of-this-run" in path.read_bytes() for path in files)
-
-    asyncio.run(run())
-
-
-def test_an_ask_that_does_not_decode_is_counted_and_ignored(tmp_path):
-    async def run():
-        async with wire_of("files", tmp_path) as wire:
-            folder = Path(wire.sender.url.removeprefix("file://"))
-            (folder / "ask.rank_0.json").write_bytes(b"\x80\x04pickle")
-            assert await wire.sender.wanted() == -1
-            assert await wire.sender.wanted() == -1
-            assert wire.sender.num_foreign == 1
 
     asyncio.run(run())

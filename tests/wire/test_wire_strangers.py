@@ -16,8 +16,8 @@ import zmq.asyncio
 from test_wire_rollout_wire import DEADLINE_S, batch_of, check, relay_to, taken, wire_of
 
 from orrery.manifest.errors import RunFailed
-from orrery.wire import control_socket
-from orrery.wire.rollout_wire import bulk, files, make_receiver, zeromq
+from orrery.wire import bulk, control_socket, rollout_wire
+from orrery.wire.rollout_wire import RolloutReceiver
 
 pytestmark = pytest.mark.timeout(120)
 TOKEN = "5f0e7a3cb1d94e2aa6c8d0b7e9f1a2c3"
@@ -66,10 +66,10 @@ def malformed(seed: int) -> bytes:
     """Return a damaged message: random, changed, cut off, deeply nested, or with odd values."""
     rng = random.Random(seed)
     true = [
-        zeromq.ZmqAsk(zeromq.PROTOCOL, 0, 1, -1, 1, -1),
-        zeromq.Acknowledgement(zeromq.PROTOCOL, 0, 1),
-        zeromq.BatchHead(1, 1, 1, {"n": 1}, {"digest": "abc"}),
-        zeromq.Refusal(1, "no"),
+        rollout_wire.BatchAsk(rollout_wire.PROTOCOL, 0, 1, -1, 1, -1),
+        rollout_wire.Acknowledgement(rollout_wire.PROTOCOL, 0, 1),
+        rollout_wire.BatchHead(1, 1, 1, {"n": 1}, {"digest": "abc"}),
+        rollout_wire.Refusal(1, "no"),
     ]
     message = bytearray(msgspec.msgpack.encode(rng.choice(true)))
     match rng.randrange(5):
@@ -97,7 +97,7 @@ def malformed(seed: int) -> bytes:
                 True,
             ]
             fields = {"type": rng.choice(["ask", "done", "x"])} | {
-                name: rng.choice(odd) for name in zeromq.ZmqAsk.__struct_fields__
+                name: rng.choice(odd) for name in rollout_wire.BatchAsk.__struct_fields__
             }
             message = bytearray(msgspec.msgpack.encode(fields))
     return bytes(message)
@@ -107,9 +107,9 @@ def malformed(seed: int) -> bytes:
     "message", [ASK_WITH_NESTED_FIELD, NESTED, b"\x80\x04\x95pickle", b"", b"\xc1" * 1000]
 )
 @pytest.mark.parametrize("has_token", [False, True])
-def test_one_message_of_anybodys_does_not_end_the_wire(tmp_path, message, has_token):
+def test_one_message_of_anybodys_does_not_end_the_wire(message, has_token):
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             assert await wire.sender.wanted() == -1  # the sender serves
             with peer_of(wire.sender.url, has_token) as peer:
                 peer.sndtimeo = 2000
@@ -122,14 +122,14 @@ def test_one_message_of_anybodys_does_not_end_the_wire(tmp_path, message, has_to
     asyncio.run(run())
 
 
-def test_neither_the_token_nor_a_key_travels(tmp_path):
+def test_neither_the_token_nor_a_key_travels():
     async def run():
         async with (
-            wire_of("zmq", tmp_path) as wire,
+            wire_of() as wire,
             relay_to(int(wire.sender.url.rsplit(":", 1)[1])) as (port, passed),
         ):
             await wire.sender.send(batch_of(1))
-            receiver = make_receiver("zmq", tmp_path, f"tcp://127.0.0.1:{port}", 0)
+            receiver = RolloutReceiver(f"tcp://127.0.0.1:{port}", 0)
             try:
                 check(*await taken(receiver, 1), batch_of(1))
                 await wire.sender.drained(DEADLINE_S)
@@ -137,23 +137,23 @@ def test_neither_the_token_nor_a_key_travels(tmp_path):
                 receiver.close()
             [everything] = passed
             assert len(everything) > 500 and TOKEN.encode() not in everything
-            secret = control_socket.derived_key(f"rollout wire {zeromq.PROTOCOL}, sender")
+            secret = control_socket.derived_key(f"rollout wire {rollout_wire.PROTOCOL}, sender")
             public = control_socket.z85.decode(zmq.curve_public(control_socket.z85.encode(secret)))
             assert not any(each in everything for each in (bytes.fromhex(TOKEN), secret, public))
 
     asyncio.run(run())
 
 
-def test_who_takes_a_freed_port_learns_nothing_of_use(tmp_path):
+def test_who_takes_a_freed_port_learns_nothing_of_use():
     """Another program listens on an ended orchestrator's port. It gets no token, and is refused."""
 
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             url = wire.sender.url
         context = zmq.asyncio.Context()
         squatter = context.socket(zmq.ROUTER)
         squatter.bind(url)
-        receiver = make_receiver("zmq", tmp_path, url, 0)
+        receiver = RolloutReceiver(url, 0)
         try:
             with pytest.raises(RunFailed, match="another program listens there"):
                 await taken(receiver, 1)
@@ -166,7 +166,7 @@ def test_who_takes_a_freed_port_learns_nothing_of_use(tmp_path):
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_huge_message_takes_no_memory(tmp_path, has_token):
+def test_a_huge_message_takes_no_memory(has_token):
     stranger = f"""
 import zmq
 from orrery.runtime import token
@@ -188,7 +188,7 @@ context.destroy(linger=0)
 """
 
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             assert await wire.sender.wanted() == -1
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             process = await asyncio.create_subprocess_exec(
@@ -207,11 +207,11 @@ context.destroy(linger=0)
     asyncio.run(run())
 
 
-def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
+def test_a_thousand_malformed_messages_of_a_role_are_ignored():
     """The peer has the token, like a broken role. Asks that are valid by chance are answered."""
 
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             assert await wire.sender.wanted() == -1
             messages = [malformed(seed) for seed in range(NUM_MALFORMED)]
             with peer_of(wire.sender.url, has_token=True) as peer:
@@ -227,14 +227,14 @@ def test_a_thousand_malformed_messages_of_a_role_are_ignored(tmp_path):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", [zeromq.BatchHead, zeromq.MicroBatchHead])
+@pytest.mark.parametrize("kind", [rollout_wire.BatchHead, rollout_wire.MicroBatchHead])
 def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed_over(
-    tmp_path, monkeypatch, kind
+    monkeypatch, kind
 ):
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             receiver = wire.receiver()
-            ask = zeromq.ZmqAsk(zeromq.PROTOCOL, 0, 1, -1, 1, -1)
+            ask = rollout_wire.BatchAsk(rollout_wire.PROTOCOL, 0, 1, -1, 1, -1)
             for seed in range(NUM_MALFORMED):
                 frames = iter([zmq.Frame(malformed(seed)), None])
                 monkeypatch.setattr(
@@ -246,13 +246,15 @@ def test_a_thousand_malformed_answers_end_a_receiver_by_a_sentence_or_are_passed
     asyncio.run(run())
 
 
-def test_a_thousand_strangers_at_the_bulk_port_get_nothing(tmp_path):
+def test_a_thousand_strangers_at_the_bulk_port_get_nothing():
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
             await asyncio.to_thread(
-                lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S)
+                lambda: receiver._await(
+                    receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S
+                )
             )  # a ticket is out
             rng = random.Random(0)
 
@@ -273,11 +275,11 @@ def test_a_thousand_strangers_at_the_bulk_port_get_nothing(tmp_path):
     asyncio.run(run())
 
 
-def test_half_open_connections_are_bounded_and_keep_no_rank_out(tmp_path, monkeypatch):
+def test_half_open_connections_are_bounded_and_keep_no_rank_out(monkeypatch):
     monkeypatch.setattr(bulk, "KNOCK_S", 3600.0)
 
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             with contextlib.ExitStack() as held:
                 check(*await taken(wire.receiver(), 1), batch_of(1))  # the bulk port is open
@@ -294,13 +296,15 @@ def test_half_open_connections_are_bounded_and_keep_no_rank_out(tmp_path, monkey
     asyncio.run(run())
 
 
-def test_a_ticket_dies_with_its_batch(tmp_path):
+def test_a_ticket_dies_with_its_batch():
     async def run():
-        async with wire_of("zmq", tmp_path) as wire:
+        async with wire_of() as wire:
             await wire.sender.send(batch_of(1))
             receiver = wire.receiver()
             head = await asyncio.to_thread(
-                lambda: receiver._await(receiver._ask(1, 0), zeromq.MicroBatchHead, DEADLINE_S)
+                lambda: receiver._await(
+                    receiver._ask(1, 0), rollout_wire.MicroBatchHead, DEADLINE_S
+                )
             )
             into = memoryview(bytearray(head.layout.num_bytes))
             assert await asyncio.to_thread(
@@ -334,25 +338,3 @@ def test_a_receiver_takes_no_bytes_from_a_port_that_does_not_know_the_ticket():
             assert reached == 0 and bytes(into) == bytes(6)
 
         asyncio.run(run())
-
-
-def test_a_thousand_malformed_ask_files_are_ignored(tmp_path):
-    async def run():
-        async with wire_of("files", tmp_path) as wire:
-            path = wire.sender._folder / "ask.rank_0.json"
-            true = msgspec.json.encode(files.FileAsk(files.PROTOCOL, "0" * 64, 0, 1, -1))
-            for seed in range(NUM_MALFORMED):
-                rng = random.Random(seed)
-                damaged = bytearray(true)
-                for _ in range(rng.randrange(1, 8)):
-                    damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-                path.write_bytes(
-                    rng.choice(
-                        [bytes(damaged), b"[" * rng.randrange(1, 100_000), rng.randbytes(100)]
-                    )
-                )
-                assert await wire.sender.wanted() == -1
-            await wire.sender.send(batch_of(1))
-            check(*await taken(wire.receiver(), 1), batch_of(1))
-
-    asyncio.run(run())

@@ -21,7 +21,7 @@ from orrery.runtime.token import run_token
 from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.wire import checkpoints, rendezvous
-from orrery.wire.rollout_wire import RolloutSender, make_sender
+from orrery.wire.rollout_wire import RolloutSender
 from orrery.wire.weight_wire import DIRECT_KINDS, make_watch, served_model
 from orrery.wire.weight_wire.leases import LeaseClient
 
@@ -90,8 +90,7 @@ def renderer(ctx: RoleContext, *stages: str) -> Renderer:
 
 
 def sender(ctx: RoleContext) -> RolloutSender:
-    kind, ranks = ctx.manifest.transport.rollouts, ctx.manifest.trainer.mesh.world_size
-    wire = make_sender(kind, ctx.run_dir, ctx.host, ctx.port, ranks)
+    wire = RolloutSender(ctx.host, ctx.port, ctx.manifest.trainer.mesh.world_size)
     is_direct = ctx.manifest.transport.weights in DIRECT_KINDS
     rendezvous.publish(ctx, wire.url, **({"control": wire.control.url} if is_direct else {}))
     return wire

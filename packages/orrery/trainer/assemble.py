@@ -32,7 +32,7 @@ from orrery.trainer.parallel.world import (
 from orrery.trainer.policy import Policy
 from orrery.trainer.publish import AdapterPublisher, DirectPublisher, Publisher
 from orrery.wire.rendezvous import await_endpoints
-from orrery.wire.rollout_wire import make_receiver
+from orrery.wire.rollout_wire import RolloutReceiver
 from orrery.wire.weight_wire import (
     DIRECT_KINDS,
     check_room,
@@ -106,7 +106,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
     orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
     if isinstance(publisher, DirectPublisher):
         publisher.listen(orchestrator.info["control"])
-    receiver = make_receiver(manifest.transport.rollouts, ctx.run_dir, orchestrator.url, ctx.index)
+    receiver = RolloutReceiver(orchestrator.url, ctx.index)
     try:
         yield RlLoop(
             ctx=ctx,
@@ -126,8 +126,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
 
 def _batch_behind_s(manifest: Manifest, world: World) -> float:
     is_one_node = world.size <= manifest.hardware.devices_per_node
-    has_files = not is_one_node or manifest.transport.rollouts == "files"
-    return io_stall_s(world.size) if has_files else step_stall_s(world, manifest.trainer)
+    return step_stall_s(world, manifest.trainer) if is_one_node else io_stall_s(world.size)
 
 
 def _publish_still_s(manifest: Manifest, world: World, num_nodes: int) -> float:

@@ -75,17 +75,13 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return header, file[8 + header_bytes :]
 
 
-def read(path: Path, mapped: bool = True) -> tuple[Columns, dict[str, Any]]:
-    """Return (columns, info), read-only.
+def read(path: Path) -> tuple[Columns, dict[str, Any]]:
+    """Return (columns, info), mapped and read-only. Raises OrreryError if missing or damaged.
 
-    If another machine removes the file over NFS, mapped columns become invalid. `mapped=False`
-    reads the whole file. Raises OrreryError if missing or damaged.
+    Columns stay valid if this machine removes the file, but not if another removes it over NFS.
     """
     try:
-        if mapped:
-            file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        else:
-            file = np.fromfile(path, dtype=np.uint8)
+        file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         file.flags.writeable = False
         header, body = split_header(file)
         info = json.loads(header.pop("__metadata__", {}).get("orrery", "{}"))

@@ -114,7 +114,7 @@ class Transport(Record):
       this choice (R3).
     """
 
-    rollouts: Literal["zmq", "files"]
+    rollouts: Literal["zmq"]
     weights: Literal["files", "adapters", "nccl", "nixl"]
     routed_experts: bool
 

@@ -1,8 +1,11 @@
-"""Send rollouts over the control socket (`control_socket`), and their bytes over `bulk`.
+"""The rollout wire: batches from the orchestrator to the trainer's ranks, over the control socket.
 
-- A receiver sends `ZmqAsk(step, rank, micro_step)`. The answer to `micro_step` −1 is the batch's
-  head, otherwise a layout and a ticket to fetch the bytes.
-- A receiver asks for at most two micro-batches at a time.
+- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers as soon as it has that
+  batch. So a rank can join at any time, no batch is dropped, and a restarted rank asks again.
+- The answer to `micro_step` −1 is the batch's head, otherwise a layout and a ticket to fetch the
+  bytes (`bulk`). Micro-batches are sent one by one, so neither end copies a whole batch.
+- `send` waits while any rank has not acknowledged `keep` earlier batches. A receiver that asks for
+  an acknowledged batch, or skips a batch, is refused.
 - A receiver repeats an ask until it is answered, so a lost connection is restored. If bytes stop
   arriving, the next ask has a new number. The sender answers each number once per connection.
 """
@@ -10,8 +13,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +23,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire.columns import ColumnLayout, Columns, columns_from, layout_of
+from orrery.wire.bulk import BufferPool, BulkSender, Ticket, fetch
+from orrery.wire.columns import ColumnLayout, Columns, MicroBatch, columns_from, layout_of
 from orrery.wire.control_socket import (
     HANDSHAKE_FAILED,
     NOT_OF_THE_PROTOCOL,
@@ -28,8 +32,6 @@ from orrery.wire.control_socket import (
     ControlSocket,
     authenticate,
 )
-from orrery.wire.rollout_wire.bulk import BufferPool, BulkSender, Ticket, fetch
-from orrery.wire.rollout_wire.contract import Batch, ReceivedBatch, not_drained
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
@@ -38,7 +40,51 @@ NUM_HANDSHAKES = 5  # the receiver gives up after so many failures in a row
 _HEAD = -1
 
 
-class ZmqAsk(msgspec.Struct, tag="ask"):
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's data.
+
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. The sequence of a rank may
+      be lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
+      the batch is acknowledged.
+    - `totals` (the loss's token counts) and `info` hold JSON values. Every rank receives both.
+    """
+
+    step: int
+    micro_batches: Sequence[Sequence[MicroBatch]]
+    totals: dict[str, int | float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, num_ranks: int, after_step: int | None) -> None:
+        """Raise OrreryError if the wire cannot take this batch."""
+        counts = [len(of_rank) for of_rank in self.micro_batches]
+        if len(counts) != num_ranks or len(set(counts)) != 1:
+            raise OrreryError(
+                f"batch {self.step}: the ranks have {counts} micro-batches; "
+                f"expected {num_ranks} ranks with equal counts"
+            )
+        if after_step is not None and self.step <= after_step:
+            raise OrreryError(
+                f"batch {self.step}: the wire already took batch {after_step}; steps only rise"
+            )
+
+
+@dataclass(frozen=True)
+class ReceivedBatch:
+    """One rank's share of a batch. Iterate once: micro-batches are fetched on demand."""
+
+    step: int
+    rank: int
+    num_micro_batches: int
+    totals: dict[str, int | float]
+    info: dict[str, Any]
+    micro_batches: Iterator[Columns]
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self.micro_batches
+
+
+class BatchAsk(msgspec.Struct, tag="ask"):
     protocol: int
     rank: int
     step: int
@@ -88,12 +134,15 @@ _TURNED_AWAY = (
 )
 
 
-class ZmqSender:
-    def __init__(self, run_dir: Path, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
+class RolloutSender:
+    """The orchestrator's end, in one event loop. `control` also carries leases of weights."""
+
+    def __init__(self, host: str, port: int, num_ranks: int, keep: int = 1) -> None:
+        """Listen at `host`. `port` 0 takes a free port."""
         self.num_ranks = num_ranks
         self._keep = keep
         self.control = ControlSocket(host, port)
-        for kind in (ZmqAsk, Acknowledgement):
+        for kind in (BatchAsk, Acknowledgement):
             self.control.route(kind, self._handle)
         self._bulk = BulkSender(host)
         self.url = self.control.url
@@ -104,8 +153,8 @@ class ZmqSender:
         )
         self._last_held: int | None = None
         self._wanted = -1
-        self._waiting: dict[int, tuple[bytes, ZmqAsk]] = {}
-        self._answered: dict[int, tuple[bytes, int]] = {}
+        self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)
+        self._answered: dict[int, tuple[bytes, int]] = {}  # rank → (peer, last answered number)
         self._changed = asyncio.Condition()
 
     @property
@@ -113,6 +162,7 @@ class ZmqSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
+        """Send the batch in the background. Wait while `keep` batches are unacknowledged."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: len(self._held) < self._keep)
@@ -123,16 +173,26 @@ class ZmqSender:
             await self._answer(peer, ask)
 
     async def wanted(self, at_least: int = -1) -> int:
+        """Wait until a rank asks for step `at_least` or later. Return the newest step asked for."""
         await self._until(lambda: self._wanted >= at_least)
         return self._wanted
 
     async def drained(self, deadline_s: float | None) -> None:
+        """Wait for all acknowledgements. Raises RunFailed after `deadline_s` (None: never)."""
         try:
             await asyncio.wait_for(self._until(lambda: not self._held), deadline_s)
         except TimeoutError:
-            raise not_drained(deadline_s, self._missing) from None
+            late = "; ".join(
+                f"batch {step} by trainer rank {', '.join(map(str, sorted(ranks)))}"
+                for step, ranks in self._missing.items()
+            )
+            raise RunFailed(
+                f"rollout wire: waited {deadline_s:g} s for batches to be received: {late}. "
+                "Read logs/trainer.*.log"
+            ) from None
 
     def close(self) -> None:
+        """Stop serving and drop unacknowledged batches."""
         self._bulk.close()
         self._held.clear()
         self.control.close()
@@ -150,7 +210,7 @@ class ZmqSender:
                     return
                 await self._changed.wait()
 
-    async def _handle(self, peer: bytes, message: ZmqAsk | Acknowledgement) -> bool:
+    async def _handle(self, peer: bytes, message: BatchAsk | Acknowledgement) -> bool:
         if not self._is_ours(message):
             return False
         if isinstance(message, Acknowledgement):
@@ -163,7 +223,7 @@ class ZmqSender:
         await self._notify()
         return True
 
-    def _is_ours(self, message: ZmqAsk | Acknowledgement) -> bool:
+    def _is_ours(self, message: BatchAsk | Acknowledgement) -> bool:
         return message.protocol == PROTOCOL and 0 <= message.rank < self.num_ranks
 
     async def _notify(self) -> None:
@@ -177,7 +237,7 @@ class ZmqSender:
             if not self._missing[step]:
                 del self._held[step], self._missing[step]
 
-    async def _answer(self, peer: bytes, ask: ZmqAsk) -> None:
+    async def _answer(self, peer: bytes, ask: BatchAsk) -> None:
         self._waiting.pop(ask.rank, None)
         try:
             answer = self._answer_to(ask)
@@ -191,7 +251,7 @@ class ZmqSender:
         await self.control.post(peer, answer)
         self._answered[ask.rank] = (peer, ask.number)
 
-    def _answer_to(self, ask: ZmqAsk) -> Answer | None:
+    def _answer_to(self, ask: BatchAsk) -> Answer | None:
         """Return the answer, or None if the batch does not exist yet.
 
         Raises OrreryError if the micro-batch cannot be sent.
@@ -223,8 +283,10 @@ class ZmqSender:
         return MicroBatchHead(number, step, ask.micro_step, layout, ticket)
 
 
-class ZmqReceiver:
-    def __init__(self, run_dir: Path, url: str, rank: int) -> None:
+class RolloutReceiver:
+    """A trainer rank's end. Synchronous."""
+
+    def __init__(self, url: str, rank: int) -> None:
         self.rank = rank
         self.url = url
         self._host = urlsplit(url).hostname or ""
@@ -249,6 +311,10 @@ class ZmqReceiver:
         self._socket.connect(url)
 
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
+        """Return this rank's share of batch `step`.
+
+        Raises RunFailed if no data arrives for `deadline_s`, now or between two micro-batches.
+        """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
         if count == 0:
@@ -286,20 +352,20 @@ class ZmqReceiver:
         with contextlib.suppress(RunFailed):  # the next ask raises the error
             self._send(done, f"trainer rank {self.rank} has batch {step}")
 
-    def _send(self, message: ZmqAsk | Acknowledgement, asked: str) -> None:
+    def _send(self, message: BatchAsk | Acknowledgement, asked: str) -> None:
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.Again:  # the peer does not speak libzmq's protocol
             raise RunFailed(f"{asked} {_TURNED_AWAY}") from None
 
-    def _ask(self, step: int, micro_step: int) -> ZmqAsk:
+    def _ask(self, step: int, micro_step: int) -> BatchAsk:
         self._number += 1
-        ask = ZmqAsk(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
+        ask = BatchAsk(PROTOCOL, self.rank, step, micro_step, self._number, self._received)
         self._send(ask, self._asked(ask))
         return ask
 
     def _await(
-        self, ask: ZmqAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
+        self, ask: BatchAsk, kind: type[BatchHead] | type[MicroBatchHead], deadline_s: float
     ) -> Any:
         """Return the answer to `ask`. Skip answers to older asks."""
         start = last_asked = time.monotonic()
@@ -330,7 +396,7 @@ class ZmqReceiver:
                 raise RunFailed(f"{self._asked(ask)}, but got {name} of batch {message.step}")
             return message
 
-    def _gather(self, ask: ZmqAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
+    def _gather(self, ask: BatchAsk, head: MicroBatchHead, deadline_s: float) -> Columns:
         try:
             head.layout.check()
         except ValueError as error:
@@ -364,7 +430,7 @@ class ZmqReceiver:
         except ValueError as error:
             raise RunFailed(f"{self._asked(ask)}, but it does not decode: {error}") from error
 
-    def _next(self, ask: ZmqAsk, until: float) -> zmq.Frame | None:
+    def _next(self, ask: BatchAsk, until: float) -> zmq.Frame | None:
         """Return the next message, or None at time `until`.
 
         Raises RunFailed if the peer does not have the run's token.
@@ -378,7 +444,7 @@ class ZmqReceiver:
             if not ready:
                 return None
 
-    def _count_handshake(self, ask: ZmqAsk, event: int) -> None:
+    def _count_handshake(self, ask: BatchAsk, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_failed_handshakes = 0
             return
@@ -387,7 +453,7 @@ class ZmqReceiver:
         if is_foreign or self._num_failed_handshakes >= NUM_HANDSHAKES:
             raise RunFailed(f"{self._asked(ask)} {_TURNED_AWAY}")
 
-    def _asked(self, ask: ZmqAsk) -> str:
+    def _asked(self, ask: BatchAsk) -> str:
         what = f"batch {ask.step}"
         if ask.micro_step != _HEAD:
             what = f"micro-batch {ask.micro_step} of {what}"
