@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.wire.route_bytes import column, split
-from orrery.wire.routed_experts import RouteShape
+from orrery.wire.routed_experts import RouteShape, column, split
 from record import record
 
 GOAL_GBIT_PER_S = 10.0

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from orrery.wire.route_bytes import column, split
-from orrery.wire.routed_experts import RouteShape, check_routes
+from orrery.wire.routed_experts import RouteShape, check_routes, column, split
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import record

@@ -9,7 +9,7 @@ import pytest
 import vllm.distributed.utils as stores
 from torch.distributed import DistNetworkError
 
-from orrery.inference.patches.vllm_processes import meet_at_one_address
+from orrery.inference.patches.vllm import meet_at_one_address
 from orrery.runtime.network import LOOPBACK, free_ports
 
 RENDEZVOUS = importlib.import_module("torch.distributed.rendezvous")

@@ -20,8 +20,7 @@ from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.client import EngineClient
 from orrery.runtime import scratch
-from orrery.wire.route_bytes import column
-from orrery.wire.routed_experts import RouteShape
+from orrery.wire.routed_experts import RouteShape, column
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
 

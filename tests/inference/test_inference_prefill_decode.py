@@ -32,8 +32,7 @@ from orrery.models.weights import named_hf_tensors
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
 from orrery.orchestrator.engines.recovery import Phase
 from orrery.runtime.role_context import RoleContext
-from orrery.wire.route_bytes import column
-from orrery.wire.routed_experts import RouteShape
+from orrery.wire.routed_experts import RouteShape, column
 from orrery.wire.weight_wire import WeightPublisher
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]

@@ -53,7 +53,7 @@ CORRECTED = {
         ("v1/engine/core.py", "EngineCoreProc.output_queue"),
         ("v1/engine/__init__.py", "EngineCoreOutput.new_logprobs"),
     ],
-    "vllm_processes.py (memory)": [
+    "vllm.py (memory)": [
         (
             "distributed/device_communicators/cpu_communicator.py",
             "_CPUSHMDistributed.make_group_name",
@@ -102,7 +102,7 @@ CORRECTED = {
         ("v1/kv_offload/file_mapper.py", "FileMapper.base_path"),
         ("v1/kv_offload/file_mapper.py", "FileMapper.rank"),
     ],
-    "vllm_processes.py": [
+    "vllm.py (processes)": [
         ("v1/engine/core_client.py", "AsyncMPClient.collective_rpc_async"),
         ("v1/engine/core_client.py", "AsyncMPClient._call_utility_async"),
         ("v1/engine/core_client.py", "DPLBAsyncMPClient.call_utility_async"),

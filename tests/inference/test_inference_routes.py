@@ -19,8 +19,7 @@ from orrery.manifest.identity import load
 from orrery.models.layers import Router
 from orrery.models.weights import named_hf_tensors
 from orrery.orchestrator.engines.messages import START_VERSION
-from orrery.wire.route_bytes import column
-from orrery.wire.routed_experts import route_shape
+from orrery.wire.routed_experts import column, route_shape
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.engine, pytest.mark.slow]
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from orrery.orchestrator.engines.messages import (
 )
 from orrery.orchestrator.rollout import Rollout
 from orrery.tasks.task import Judgement, Message, Problem
-from orrery.wire.route_bytes import Routes, split
+from orrery.wire.routed_experts import Routes, split
 
 PROMPT_TOKENS = 3
 

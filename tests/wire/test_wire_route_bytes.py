@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from orrery.wire import route_bytes
-from orrery.wire.route_bytes import column, split
-from orrery.wire.routed_experts import RouteShape
+from orrery.wire import routed_experts
+from orrery.wire.routed_experts import RouteShape, column, split
 
 SHAPE = RouteShape(3, 2, 200)
 
@@ -36,7 +35,7 @@ def some(num_rows: int, dtype="uint8", seed=0) -> np.ndarray:
 def test_routes_come_out_as_they_went_in_and_the_rest_of_the_answer_stays(
     monkeypatch, dtype, piece
 ):
-    monkeypatch.setattr(route_bytes, "PIECE", piece)
+    monkeypatch.setattr(routed_experts, "PIECE", piece)
     rows = some(37, dtype)
     rest, found = split(answer(rows), 5)
     assert json.loads(rest)["choices"][0] == {"index": 0, "token_ids": [1, 2], "routed_experts": ""}

@@ -31,7 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from orrery.inference import plugin
 from orrery.inference.kv_connectors import handover, remove_disk
-from orrery.inference.patches import vllm_processes
+from orrery.inference.patches.vllm import unlink_host_tiers
 from orrery.manifest.errors import RunFailed
 from orrery.runtime import scratch
 from orrery.runtime.health import beating_loop
@@ -243,7 +243,7 @@ async def _announce(ctx: RoleContext, args: Namespace, left: Left) -> None:
                 "the engine had started"
             )
         await asyncio.sleep(0.02)
-    vllm_processes.unlink_host_tiers(left.shared)
+    unlink_host_tiers(left.shared)
     gc.collect()
     gc.freeze()
     gc.enable()

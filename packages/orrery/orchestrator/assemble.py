@@ -22,7 +22,7 @@ from orrery.tasks import make
 from orrery.tasks.chat import Renderer
 from orrery.wire import checkpoints, rendezvous
 from orrery.wire.rollout_wire import RolloutSender
-from orrery.wire.weight_wire import DIRECT_KINDS, make_watch, served_model
+from orrery.wire.weight_wire import DIRECT_KINDS, WeightWatch, served_model, weight_dir
 from orrery.wire.weight_wire.leases import LeaseClient
 
 T = TypeVar("T")
@@ -136,6 +136,6 @@ async def loop(ctx: RoleContext, engines: EnginePool, wire: RolloutSender) -> Lo
     start, built, chat = await read_in_thread(
         ctx, lambda: (scheduler(ctx), tasks(ctx.manifest), renderer(ctx, "sft", "init"))
     )
-    kind, num_nodes = ctx.manifest.transport.weights, stage(ctx.manifest, ctx.stage).num_nodes
-    watch = make_watch(kind, ctx.run_dir, ctx.attempt, num_nodes)
+    num_nodes = stage(ctx.manifest, ctx.stage).num_nodes
+    watch = WeightWatch(weight_dir(ctx.run_dir, ctx.attempt, num_nodes))
     return Loop(ctx, start, built, chat, engines, watch, wire)

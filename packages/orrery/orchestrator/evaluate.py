@@ -27,7 +27,7 @@ from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import done_path, evaluated_path, result_path
 from orrery.runtime.timing import Pace
 from orrery.wire import checkpoints
-from orrery.wire.weight_wire import make_publisher
+from orrery.wire.weight_wire import WeightPublisher, weight_dir
 
 TICK_S = 0.5
 COUNTS = ("num_rollouts", "num_failed", "failures", "num_timeouts")
@@ -36,7 +36,7 @@ COUNTS = ("num_rollouts", "num_failed", "failures", "num_timeouts")
 async def run(ctx: RoleContext) -> None:
     num_nodes = stage(ctx.manifest, ctx.stage).num_nodes
     async with await assemble.engine_pool(ctx) as pool:
-        publisher = make_publisher("files", ctx.run_dir, ctx.attempt, num_nodes, keep=2)
+        publisher = WeightPublisher(weight_dir(ctx.run_dir, ctx.attempt, num_nodes), keep=2)
         try:
             results = await _both(ctx, pool, publisher)
         finally:

@@ -26,8 +26,7 @@ from orrery.manifest.schema import Sampling
 from orrery.orchestrator.engines.messages import UNKNOWN_ENGINE, EngineGone
 from orrery.runtime.role_context import Terminated
 from orrery.tasks.task import JudgeBroken, Message, Problem
-from orrery.wire.route_bytes import Routes, column
-from orrery.wire.routed_experts import RouteShape
+from orrery.wire.routed_experts import Routes, RouteShape, column
 
 NO_VERSION = -1
 ENGINE_GONE = "engine_gone"

@@ -35,9 +35,10 @@ from orrery.wire.rendezvous import await_endpoints
 from orrery.wire.rollout_wire import RolloutReceiver
 from orrery.wire.weight_wire import (
     DIRECT_KINDS,
+    WeightPublisher,
     check_room,
-    make_publisher,
     make_weight_sender,
+    weight_dir,
 )
 
 STEP_DEADLINE_S = 600.0  # longest wait for a batch after its rollouts' time is over
@@ -146,7 +147,9 @@ def _publisher(ctx: RoleContext, policy: Policy, world: World, num_nodes: int) -
     if kind in DIRECT_KINDS:
         source = make_weight_sender(kind, *place, ctx.host, world.rank, world.size, world.device)
         return DirectPublisher(policy, source, engine_dtype, ctx)
-    wire = make_publisher(kind, *place, _num_kept(ctx.manifest)) if world.is_first else None
+    wire = None
+    if world.is_first:
+        wire = WeightPublisher(weight_dir(*place), _num_kept(ctx.manifest))
     if kind == "adapters":
         return AdapterPublisher(policy, wire, engine_dtype)
     return Publisher(policy, wire)

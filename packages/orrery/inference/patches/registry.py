@@ -120,14 +120,14 @@ PATCHES = (
         "vllm-project/vllm#27869",
     ),
     Patch(
-        "vllm_processes.answer_for_every_rank",
+        "vllm.answer_for_every_rank",
         "DPLBAsyncMPClient.call_utility_async",
         "/collective_rpc returns data-parallel rank 0's result only, so others escape attestation",
         "collective_rpc returns the results of all ranks",
         "test_inference_wide_engine.py",
     ),
     Patch(
-        "vllm_processes.meet_at_one_address",
+        "vllm.meet_at_one_address",
         "vllm.distributed.utils.TCPStore",
         "the ranks' TCPStore has no token and listens on every interface",
         "vLLM always gives it a socket bound to one host",
@@ -135,14 +135,14 @@ PATCHES = (
         "vllm-project/vllm#52638",
     ),
     Patch(
-        "vllm_processes.name_shared_memory",
+        "vllm.name_shared_memory",
         "_CPUSHMDistributed.make_group_name",
         "shared memory has random names, so what a killed process leaves cannot be found",
         "vLLM takes the names from its caller",
         "test_inference_server.py",
     ),
     Patch(
-        "vllm_processes.unlink_host_tiers",
+        "vllm.unlink_host_tiers",
         "SharedOffloadRegion",
         "a killed engine leaves its host tier, a file in shared memory",
         "TieringOffloadingSpec has a barrier, as CPUOffloadingSpec does",
@@ -247,7 +247,7 @@ def correct_server(manifest: Manifest) -> None:
             _apply("vllm.keep_kernels_of_experts")
     _apply("vllm_answers.write_answers")
     if manifest.inference.data_parallel > 1:
-        _apply("vllm_processes.answer_for_every_rank")
+        _apply("vllm.answer_for_every_rank")
 
 
 def correct_cpu_server() -> None:
@@ -258,8 +258,8 @@ def correct_cpu_server() -> None:
 
 def correct_engine(shared_memory_name: str | None) -> None:
     if shared_memory_name is not None:
-        _apply("vllm_processes.name_shared_memory", shared_memory_name)
-    _apply("vllm_processes.meet_at_one_address")
+        _apply("vllm.name_shared_memory", shared_memory_name)
+    _apply("vllm.meet_at_one_address")
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")

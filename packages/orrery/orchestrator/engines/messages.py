@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire.route_bytes import Routes, split
+from orrery.wire.routed_experts import Routes, split
 
 START_VERSION = -1  # version before the first update, "default" in the engine
 UNKNOWN_ENGINE = -1

@@ -10,7 +10,6 @@
   `README.md` describes the protocol.
 """
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTER",
     "DIRECT_KINDS",
-    "KINDS",
     "Published",
     "TransferFailed",
     "WeightPublisher",
@@ -48,8 +46,6 @@ __all__ = [
     "WireFailed",
     "check_library",
     "check_room",
-    "make_publisher",
-    "make_watch",
     "make_weight_sender",
     "read_weights",
     "remove_weight_dir",
@@ -57,10 +53,6 @@ __all__ = [
     "weight_dir",
 ]
 
-KINDS: dict[str, Callable[[Path, int], WeightPublisher]] = {
-    "files": WeightPublisher,
-    "adapters": WeightPublisher,
-}
 DIRECT_KINDS = ("nccl", "nixl")
 ADAPTER = "adapter"
 
@@ -71,13 +63,6 @@ def served_model(manifest: Manifest, stage: str) -> str | None:
     Outside RL, engines serve merged weights.
     """
     return ADAPTER if manifest.transport.weights == "adapters" and stage == "rl" else None
-
-
-def make_publisher(
-    kind: str, run_dir: Path, attempt: int, num_nodes: int, keep: int
-) -> WeightPublisher:
-    _check(kind, tuple(KINDS))
-    return KINDS[kind](weight_dir(run_dir, attempt, num_nodes), keep)
 
 
 def make_weight_sender(
@@ -97,7 +82,6 @@ def make_weight_sender(
     from orrery.wire.weight_wire.links import load_nixl
     from orrery.wire.weight_wire.transfer import WeightSender
 
-    _check(kind, DIRECT_KINDS)
     if kind == "nixl":
         load_nixl()
     folder = weight_dir(run_dir, attempt, num_nodes)
@@ -115,17 +99,4 @@ def check_library(kind: str) -> None:
         raise OrreryError(
             "transport.weights 'nixl': NIXL is not installed here. "
             "Install the nixl version of locks/, or set transport.weights to 'nccl'"
-        )
-
-
-def make_watch(kind: str, run_dir: Path, attempt: int, num_nodes: int) -> WeightWatch:
-    """Return the orchestrator's reader of published versions, for any kind of wire."""
-    _check(kind, (*KINDS, *DIRECT_KINDS))
-    return WeightWatch(weight_dir(run_dir, attempt, num_nodes))
-
-
-def _check(kind: str, kinds: tuple[str, ...]) -> None:
-    if kind not in kinds:
-        raise OrreryError(
-            f"transport.weights: {kind!r} is not a weight wire here. Choose from {', '.join(kinds)}"
         )
