@@ -30,7 +30,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.models.weights import named_hf_tensors
 from orrery.orchestrator.engines.messages import START_VERSION, EngineGone, GenerationFailed
-from orrery.orchestrator.engines.recovery import Phase
+from orrery.orchestrator.engines.pool import Phase
 from orrery.runtime.role_context import RoleContext
 from orrery.wire.routed_experts import RouteShape, column
 from orrery.wire.weight_wire import WeightPublisher

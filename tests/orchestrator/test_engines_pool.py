@@ -22,8 +22,7 @@ from orrery.orchestrator.engines.messages import (
     UpdateInterrupted,
     WeightsDiffer,
 )
-from orrery.orchestrator.engines.pool import EnginePool
-from orrery.orchestrator.engines.recovery import Phase
+from orrery.orchestrator.engines.pool import EnginePool, Phase
 from orrery.runtime import preemption
 from orrery.runtime.health import read_health
 from orrery.runtime.metrics import read

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from orrery.orchestrator.engines.recovery import EngineRegistry, Phase
+from orrery.orchestrator.engines.pool import EngineRegistry, Phase
 
 NUM, START = 3, -1
 engines = st.integers(0, NUM - 1)

@@ -13,7 +13,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ from orrery.orchestrator.engines.messages import (
     VersionGone,
     WeightsDiffer,
 )
-from orrery.orchestrator.engines.recovery import EngineRecovery, EngineRegistry, Phase
+from orrery.orchestrator.engines.recovery import EngineRecovery
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 
@@ -50,6 +51,104 @@ T = TypeVar("T")
 
 # Longest update of an engine after another engine reported the transfer's end, scaled.
 ALONG_S = ROUND_S + 30.0
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    STALE = "stale"
+    UPDATED = "updated"
+    HEALTHY = "healthy"
+    FENCED = "fenced"
+
+
+@dataclass
+class EngineState:
+    """One engine. `incarnation` is −1 before it first listens. `version` is None while fenced."""
+
+    incarnation: int = -1
+    phase: Phase = Phase.STARTING
+    version: int | None = None
+    why: str = ""  # why it is fenced
+
+    @property
+    def is_stale(self) -> bool:
+        return self.phase is Phase.STALE
+
+
+class EngineRegistry:
+    """The state machine of every engine.
+
+        starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
+           any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
+           healthy or updated, another version wanted ──▶ stale
+
+    - A healthy engine serves the wanted version, attested.
+    - Events of older incarnations are ignored. Versions only rise.
+    """
+
+    def __init__(self, num_engines: int, version: int):
+        """Take the engines' start version, also the first wanted version."""
+        self._at_start = self.wanted = version
+        self._engines = [EngineState() for _ in range(num_engines)]
+
+    def __getitem__(self, index: int) -> EngineState:
+        return self._engines[index]
+
+    def at(self, *phases: Phase) -> list[int]:
+        return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
+
+    @property
+    def up(self) -> list[int]:
+        return self.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+
+    @property
+    def stale(self) -> list[int]:
+        return self.at(Phase.STALE)
+
+    @property
+    def fenced(self) -> list[int]:
+        return self.at(Phase.FENCED)
+
+    def listens(self, index: int, incarnation: int) -> bool:
+        """Record that an incarnation listens. Return False if it is not new."""
+        if incarnation <= self._engines[index].incarnation:
+            return False
+        self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
+        return True
+
+    def want(self, version: int) -> None:
+        if version < self.wanted:
+            raise AssertionError(f"version {version} wanted after version {self.wanted}")
+        if version > self.wanted:
+            for index in self.at(Phase.UPDATED, Phase.HEALTHY):
+                self._engines[index].phase = Phase.STALE
+        self.wanted = version
+
+    def took(self, index: int, incarnation: int, version: int) -> bool:
+        """Record that the engine holds `version`, attested. Return whether it may serve now."""
+        engine = self._engines[index]
+        if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
+            return False
+        engine.version = version
+        if version == self.wanted:
+            engine.phase = Phase.UPDATED
+        return version == self.wanted
+
+    def serves(self, index: int, incarnation: int) -> bool:
+        """Record that the engine serves. Return False if it is fenced or stale."""
+        engine = self._engines[index]
+        if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
+            return False
+        engine.phase = Phase.HEALTHY
+        return True
+
+    def failed(self, index: int, incarnation: int, why: str) -> bool:
+        """Fence the engine. Return False if it is fenced or has never listened."""
+        engine = self._engines[index]
+        if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
+            return False
+        engine.phase, engine.version, engine.why = Phase.FENCED, None, why
+        return True
 
 
 class EnginePool:
@@ -201,7 +300,7 @@ class EnginePool:
             self._reports.clear()
             if self.recovery is not None:
                 self.recovery.set_deadlines()
-            stale = self.registry.at(Phase.STALE)
+            stale = self.registry.stale
             incarnations = {index: self.registry[index].incarnation for index in stale}
             failures = await self.transfer(published, stale)
             self._raise_if_fatal(failures, len(stale))
@@ -346,7 +445,7 @@ class EnginePool:
 
         Fence lost engines. Raise the first other error.
         """
-        up = self.registry.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+        up = self.registry.up
         up = [index for index in up if among is None or index in among]
         results = await asyncio.gather(
             *(call(self.engines[index]) for index in up), return_exceptions=True
@@ -354,7 +453,7 @@ class EnginePool:
         by_index = dict(zip(up, results, strict=True))
         if self.recovery is not None and any(isinstance(r, EngineGone) for r in results):
             await self.recovery.look_for_losses()
-            fenced = self.registry.at(Phase.FENCED)
+            fenced = self.registry.fenced
             by_index = {index: by_index[index] for index in up if index not in fenced}
         for result in by_index.values():
             if isinstance(result, BaseException):

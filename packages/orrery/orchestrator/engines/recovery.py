@@ -1,11 +1,5 @@
-"""Keep the state of every engine, and recover lost engines that the launcher restarts.
+"""Recover lost engines that the launcher restarts. `pool.EngineRegistry` has their state.
 
-    starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
-       any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
-       healthy or updated, another version wanted ──▶ stale
-
-- A healthy engine serves the wanted version, attested.
-- Events of older incarnations are ignored. Versions only rise.
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
 - An engine must serve again within RETURN_S. The clock stops while other engines serve and it can
@@ -16,8 +10,6 @@ import asyncio
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import RunFailed
@@ -33,78 +25,6 @@ if TYPE_CHECKING:
 
 TEND_S = 0.25
 RETURN_S = 600.0  # longest restart of an engine with loading, scaled
-
-
-class Phase(StrEnum):
-    STARTING = "starting"
-    STALE = "stale"
-    UPDATED = "updated"
-    HEALTHY = "healthy"
-    FENCED = "fenced"
-
-
-@dataclass
-class EngineState:
-    """One engine. `incarnation` is −1 before it first listens. `version` is None while fenced."""
-
-    incarnation: int = -1
-    phase: Phase = Phase.STARTING
-    version: int | None = None
-    why: str = ""
-
-
-class EngineRegistry:
-    def __init__(self, num_engines: int, version: int):
-        """Take the engines' start version, also the first wanted version."""
-        self._at_start = self.wanted = version
-        self._engines = [EngineState() for _ in range(num_engines)]
-
-    def __getitem__(self, index: int) -> EngineState:
-        return self._engines[index]
-
-    def at(self, *phases: Phase) -> list[int]:
-        return [index for index, engine in enumerate(self._engines) if engine.phase in phases]
-
-    def listens(self, index: int, incarnation: int) -> bool:
-        """Record that an incarnation listens. Return False if it is not new."""
-        if incarnation <= self._engines[index].incarnation:
-            return False
-        self._engines[index] = EngineState(incarnation, Phase.STALE, self._at_start)
-        return True
-
-    def want(self, version: int) -> None:
-        if version < self.wanted:
-            raise AssertionError(f"version {version} wanted after version {self.wanted}")
-        if version > self.wanted:
-            for index in self.at(Phase.UPDATED, Phase.HEALTHY):
-                self._engines[index].phase = Phase.STALE
-        self.wanted = version
-
-    def took(self, index: int, incarnation: int, version: int) -> bool:
-        """Record that the engine holds `version`, attested. Return whether it may serve now."""
-        engine = self._engines[index]
-        if engine.incarnation != incarnation or engine.phase is not Phase.STALE:
-            return False
-        engine.version = version
-        if version == self.wanted:
-            engine.phase = Phase.UPDATED
-        return version == self.wanted
-
-    def serves(self, index: int, incarnation: int) -> bool:
-        """Record that the engine serves. Return False if it is fenced or stale."""
-        engine = self._engines[index]
-        if engine.incarnation != incarnation or engine.phase is not Phase.UPDATED:
-            return False
-        engine.phase = Phase.HEALTHY
-        return True
-
-    def failed(self, index: int, incarnation: int, why: str) -> bool:
-        """Fence the engine. Return False if it is fenced or has never listened."""
-        engine = self._engines[index]
-        if engine.incarnation != incarnation or engine.phase in (Phase.STARTING, Phase.FENCED):
-            return False
-        engine.phase, engine.version, engine.why = Phase.FENCED, None, why
-        return True
 
 
 class EngineRecovery:
@@ -154,7 +74,7 @@ class EngineRecovery:
             if self._looked_s > asked_s:
                 return
             self._looked_s = time.monotonic()
-            up = registry.at(Phase.STALE, Phase.UPDATED, Phase.HEALTHY)
+            up = registry.up
             looked_at = [(index, registry[index].incarnation) for index in up]
             deaths = await asyncio.gather(*(pool.engines[index].death() for index in up))
             for (index, incarnation), why in zip(looked_at, deaths, strict=True):
@@ -218,7 +138,7 @@ class EngineRecovery:
         """
         pool = self.pool
         for index in self._away:
-            is_stale = pool.registry[index].phase is Phase.STALE
+            is_stale = pool.registry[index].is_stale
             if pool.is_version_gone and pool.is_serving and is_stale:
                 self._stop_clock(index)
             else:
@@ -234,7 +154,7 @@ class EngineRecovery:
             self._note_ends({(endpoint.index, endpoint.incarnation) for endpoint in listening})
             for endpoint in listening:
                 await self._note_restart(endpoint)
-            for index in self.pool.registry.at(Phase.STALE):
+            for index in self.pool.registry.stale:
                 await self._bring_back(index)
             self.set_deadlines()
             for index, (since_s, _) in self._clocks.items():
@@ -250,7 +170,7 @@ class EngineRecovery:
         pool = self.pool
         if pool.disaggregated is None:
             return
-        for index in pool.registry.at(Phase.FENCED):
+        for index in pool.registry.fenced:
             if (index, pool.registry[index].incarnation) not in listening:
                 pool.disaggregated.ended(index)
 
@@ -271,7 +191,7 @@ class EngineRecovery:
         pool = self.pool
         async with pool.updating:
             incarnation, published = pool.registry[index].incarnation, pool.published
-            if pool.registry[index].phase is not Phase.STALE:
+            if not pool.registry[index].is_stale:
                 return
             try:
                 if published is None:
