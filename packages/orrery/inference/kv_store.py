@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 from orrery.inference.kv_connectors import refuse_open_interfaces
-from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.runtime.network import free_ports
 from orrery.runtime.parent_watch import die_with_parent
@@ -59,7 +59,8 @@ def main() -> None:
             preexec_fn=die_with_parent,
         )
         try:
-            await_start(ctx, process, "mooncake_master", "listen", lambda: _listens(ctx.host, port))
+            listens = partial(_listens, ctx.host, port)
+            ctx.await_program(process, "mooncake_master", "listen", listens)
             rendezvous.publish(ctx, f"http://{ctx.host}:{metrics_port}", rpc=f"{ctx.host}:{port}")
             ctx.health.doing("serving")
             raise RunFailed(

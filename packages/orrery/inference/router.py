@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import uvloop
 
 from orrery.inference.front import AUTHORIZED, Front
-from orrery.inference.program import await_start
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.schema import Manifest
 from orrery.runtime.health import beating_loop
@@ -105,8 +104,8 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         try:
             key = authorization(token, Purpose.GENERATE)
             is_healthy = partial(_is_healthy, inner, key)
-            start = ("vllm-router", "answer /health", is_healthy)
-            await asyncio.to_thread(await_start, ctx, process, *start)
+            start = process, "vllm-router", "answer /health", is_healthy
+            await asyncio.to_thread(ctx.await_program, *start)
             rendezvous.publish(ctx, url, metrics_url=f"http://{LOOPBACK}:{metrics_port}/metrics")
             ctx.health.doing("serving")
             while (code := process.poll()) is None:

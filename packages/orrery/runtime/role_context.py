@@ -14,8 +14,10 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,13 +26,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from orrery.manifest.errors import OrreryError, explain_os_error
+from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
 from orrery.runtime import network, scratch
 from orrery.runtime.health import HealthFile
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.parent_watch import ParentWatch
 from orrery.runtime.preemption import EXIT_PREEMPTED, Preempted
 from orrery.runtime.run_directory import MANIFEST
+from orrery.runtime.timing import scaled
 from orrery.runtime.token import take
 from orrery.runtime.usage import UsageRows
 
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
+PROGRAM_S = 60.0  # longest start of another project's server, scaled
+POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 CHATTY = ("httpx", "httpcore", "urllib3", "asyncio")
@@ -88,6 +93,33 @@ class RoleContext:
     def on_orphaned(self, callback: Callable[[], object]) -> None:
         """Run `callback` after the launcher's death, before this process group is killed."""
         self.parent_watch.on_orphaned(callback)
+
+    def await_program(
+        self,
+        process: "subprocess.Popen[bytes]",
+        program: str,
+        what: str,
+        answers: Callable[[], bool],
+    ) -> None:
+        """Wait until another project's server, a child process, `answers()`.
+
+        `what` says in the error what it did not do, as an infinitive. Raise RunFailed if it ends,
+        or after PROGRAM_S.
+        """
+        limit_s = scaled(PROGRAM_S)
+        end = time.monotonic() + limit_s
+        with self.health.waiting(f"{program} to {what}", deadline_s=limit_s):
+            while True:
+                if (code := process.poll()) is not None:
+                    reason = f"did not start (exit code {code})"
+                    break
+                if answers():
+                    return
+                if time.monotonic() > end:
+                    reason = f"did not {what} within {limit_s:g} s"
+                    break
+                time.sleep(POLL_S)
+        raise RunFailed(f"{self.role}: {program} {reason}. Read logs/{self.name}.log")
 
 
 def parse_role(role: str, argv: Sequence[str] | None = None) -> RoleContext:
