@@ -91,8 +91,7 @@ def renderer(ctx: RoleContext, *stages: str) -> Renderer:
 
 def sender(ctx: RoleContext) -> RolloutSender:
     wire = RolloutSender(ctx.host, ctx.port, ctx.manifest.trainer.mesh.world_size)
-    is_direct = ctx.manifest.transport.weights in DIRECT_KINDS
-    rendezvous.publish(ctx, wire.url, **({"control": wire.control.url} if is_direct else {}))
+    rendezvous.publish(ctx, wire.url)
     return wire
 
 

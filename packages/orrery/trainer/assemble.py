@@ -106,7 +106,7 @@ def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
         publisher.restore(resumed / "trainer")
     orchestrator = await_endpoints(ctx, "orchestrator", 1, scaled(ORCHESTRATOR_DEADLINE_S))[0]
     if isinstance(publisher, DirectPublisher):
-        publisher.listen(orchestrator.info["control"])
+        publisher.listen(orchestrator.url)
     receiver = RolloutReceiver(orchestrator.url, ctx.index)
     try:
         yield RlLoop(
