@@ -33,7 +33,7 @@
       nope_head_dim: 192,
       rope_head_dim: 64,
       value_head_dim: 256,
-      indexer: { num_heads: 32, head_dim: 128, top_k: 2048 },
+      indexer: { num_heads: 32, head_dim: 128, top_k: 2048, types: null },
     },
   },
 }

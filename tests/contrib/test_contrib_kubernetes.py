@@ -256,10 +256,16 @@ def test_vllms_own_parsers_take_every_engines_arguments():
             "dynamo",
             load(REPOSITORY / "manifests/glm5_run.json"),
             PLACE,
-            "this network is not built yet",
+            "sparse attention cannot be spread over ranks yet",
         ),
     ],
-    ids=["no proxy", "too many", "store", "tiers with prefill apart", "no network"],
+    ids=[
+        "no proxy",
+        "too many",
+        "store",
+        "tiers with prefill apart",
+        "sparse attention",
+    ],
 )
 def test_what_a_cluster_cannot_serve_is_one_sentence(kind, manifest, place, sentence):
     with pytest.raises(OrreryError, match=sentence):

@@ -46,7 +46,7 @@ MLA = {
     "nope_head_dim": 12,
     "rope_head_dim": 4,
     "value_head_dim": 8,
-    "indexer": {"num_heads": 2, "head_dim": 4, "top_k": 4},
+    "indexer": {"num_heads": 2, "head_dim": 4, "top_k": 4, "types": None},
 }
 
 
@@ -62,6 +62,14 @@ def broken(path, value, data=None):
     return data
 
 
+SPARSE_ATTENTION = broken(
+    ("model",),
+    SPARSE["model"]
+    | {"family": "glm5", "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    | {"qk_norm": False, "mla": MLA}
+    | {"moe": SPARSE["model"]["moe"] | {"score": "sigmoid", "num_shared_experts": 1}},
+    SPARSE,
+)
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
 OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
 SENTENCES = [
@@ -391,6 +399,24 @@ SENTENCES = [
     (
         broken(("model", "mla"), {**MLA, "nope_head_dim": 5, "rope_head_dim": 3}),
         "model.mla.rope_head_dim 3 is odd, and numbers turn with position in pairs; try 4",
+    ),
+    (
+        broken(("model", "qk_norm"), True, SPARSE_ATTENTION),
+        "model.qk_norm True: family 'glm5' has False only; set it to that, or choose another",
+    ),
+    (
+        broken(("model", "num_kv_heads"), 1, SPARSE_ATTENTION),
+        "model.num_kv_heads 1: latent attention has a key for each of num_heads 4; set it to that",
+    ),
+    (
+        broken(("model", "mla", "indexer", "head_dim"), 2, SPARSE_ATTENTION),
+        "model.mla.indexer.head_dim 2 is less than mla.rope_head_dim 4, which turns in it; set it "
+        "to at least that",
+    ),
+    (
+        broken(("model", "mla", "indexer", "types"), ["shared", "full"], SPARSE_ATTENTION),
+        "model.mla.indexer.types has 2 layers, of which the first is ['shared']; name all 4 "
+        "layers, the first 'full', or set it to null",
     ),
     (
         broken(("model", "moe", "num_experts_per_token"), 9, SPARSE),

@@ -44,8 +44,8 @@ STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
         changed("glm5_run"),
-        "model.family 'glm5': this network is not built yet. Choose from qwen3, qwen3_moe, "
-        "llama, glm4_moe, hugging_face",
+        "trainer.mesh.cp 8: sparse attention cannot be spread over ranks yet. Set "
+        "trainer.mesh.cp to 1",
     ),
     (
         changed("reverse_text", inference__tensor_parallel=2),

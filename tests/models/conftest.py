@@ -28,7 +28,17 @@ def make_model():
             "routed_scale": 1.5,
         }
         moe["num_experts"] = fields.pop("num_experts", moe["num_experts"])
-        moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}}.get(family)
+        moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}, "glm5": {**moe, **glm}}.get(family)
+        indexer = {"num_heads": 8, "head_dim": 12, "top_k": 8, "types": None}
+        indexer.update(fields.pop("indexer", {}))
+        mla = {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 20,
+            "nope_head_dim": 10,
+            "rope_head_dim": 6,
+            "value_head_dim": 14,
+            "indexer": indexer,
+        }
         return Model.model_validate(
             {
                 "family": family,
@@ -39,20 +49,20 @@ def make_model():
                 "intermediate_size": 56,
                 "num_layers": 2,
                 "num_heads": 4,
-                "num_kv_heads": 2,
+                "num_kv_heads": 4 if family == "glm5" else 2,
                 "head_dim": 16,
                 "max_positions": 256,
                 "rope_theta": 50000.0,
                 "rms_norm_eps": 1e-6,
-                "tie_embeddings": True,
+                "tie_embeddings": family != "glm5",
                 "moe": moe,
-                "mla": None,
+                "mla": mla if family == "glm5" else None,
                 "hf_config": None,
                 "fp8": None,
                 "rotary_fraction": 0.5 if family == "glm4_moe" else 1.0,
                 "rope_scaling": None,
                 "attention_bias": family == "glm4_moe",
-                "qk_norm": family != "llama",
+                "qk_norm": family not in ("llama", "glm5"),
                 **fields,
             }
         )

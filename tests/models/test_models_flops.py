@@ -98,3 +98,18 @@ def test_frozen_weights_need_no_gradient():
         model_flops(model, [64], frozen=True).projections
         == model_flops(model, [64]).projections * 4 / 6
     )
+
+
+def test_sparse_attention_costs_the_history_in_indexers_and_top_k_keys_in_the_core():
+    model = _manifest("glm5_run").model
+    length = 131072
+    # GFLOP a token: 78 layers of 32 × 128 indexers over half of the length, forward only, and of 64
+    # heads × (576 + 512) over 2048 keys, forward and backward.
+    indexers = 2 * 78 * 32 * 128 * length / 2
+    core = 6 * 78 * 64 * (576 + 512) * (2048 - 2048**2 / 2 / length)
+    found = model_flops(model, [length])
+    projections = 2 * 78 * (2048 * 32 * 128 + 6144 * (128 + 32))
+    assert found.attention / length == pytest.approx(indexers + core + projections, rel=1e-9)
+    assert active_parameters(model).total == pytest.approx(40e9, rel=0.01), "as published"
+    short = model_flops(model, [2048])
+    assert short.attention == 3 * 2 * 78 * 64 * (256 + 256) * 2048**2 / 2, "dense, no indexer"

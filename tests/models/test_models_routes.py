@@ -7,7 +7,11 @@ from torch.utils.checkpoint import checkpoint
 from orrery.models import build, weights
 from orrery.models.layers import Router
 
-FAMILIES = {"qwen3_moe": {}, "glm4_moe": {"num_layers": 3, "tie_embeddings": False}}
+FAMILIES = {
+    "qwen3_moe": {},
+    "glm4_moe": {"num_layers": 3, "tie_embeddings": False},
+    "glm5": {"num_layers": 3},
+}
 families = pytest.mark.parametrize("family", FAMILIES)
 
 

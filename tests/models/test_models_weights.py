@@ -20,6 +20,7 @@ families = pytest.mark.parametrize(
         ("qwen3_moe", True),
         ("llama", True),
         ("glm4_moe", False),
+        ("glm5", False),
     ],
 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_cases import batch_columns, forked_rank, fresh_rank, manifest
+from trainer_cases import GLM5, batch_columns, forked_rank, fresh_rank, manifest
 
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import canonical_json
@@ -616,6 +616,17 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
     loss = -logprob[torch.from_numpy(examples.token["trained"][1:])].mean().item()
     # A batch's loss is that of the weights before its step, and losses still fall.
     assert 0 < loss < np.mean(losses[-5:])
+
+
+def test_a_tiny_glm5_learns_from_demonstrations(tmp_path):
+    sft = manifest().stages.sft.model_dump() | {"num_steps": 40}
+    run = start_run(tmp_path / "run", manifest(model=GLM5, stages={"sft": sft}))
+    [(code, error)] = Stage(run, "sft").end()
+    assert code == 0, error
+    rows = read(run / "metrics" / "trainer.0.jsonl")
+    losses = [row["loss"] for row in rows if row["stage"] == "sft"]
+    assert len(losses) == 40 and losses[0] > 2.3, "about log 16, the size of the vocabulary"
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
 
 
 def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):

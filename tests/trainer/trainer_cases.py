@@ -62,6 +62,33 @@ MOE = {
     "score": "softmax",
     "routed_scale": 1.0,
 }
+GLM5 = {  # sparse attention to 6 keys
+    "family": "glm5",
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "tie_embeddings": False,
+    "qk_norm": False,
+    "moe": {
+        **MOE,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "score": "sigmoid",
+        "routed_scale": 2.5,
+    },
+    "mla": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "nope_head_dim": 12,
+        "rope_head_dim": 4,
+        "value_head_dim": 12,
+        "indexer": {
+            "num_heads": 8,
+            "head_dim": 8,
+            "top_k": 6,
+            "types": ["full", "shared", "full"],
+        },
+    },
+}
 GEMMA2 = {  # a network of transformers: soft caps, a window, norms behind as well as before
     "model_type": "gemma2",
     "vocab_size": 8 + len(ALPHABET),

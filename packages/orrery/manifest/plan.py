@@ -13,7 +13,6 @@ from typing import Literal
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "glm4_moe", "hugging_face")  # built by orrery.models
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
 SERVED_RANK = 512  # vLLM's largest rank of adapters
 ROUTED_EXPERTS = (False, True)
@@ -164,16 +163,16 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 def check_supported(manifest: Manifest) -> None:
     """Raise OrreryError if a stage of this run cannot start."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
-    if (family := manifest.model.family) not in FAMILIES:
-        raise OrreryError(
-            f"model.family {family!r}: this network is not built yet. Choose from "
-            f"{', '.join(FAMILIES)}"
-        )
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
             f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is "
             "one process, as vLLM exchanges tokens between experts only on GPUs. Set both to 1, "
             f"and inference.num_replicas to {devices} for as many engines"
+        )
+    if manifest.model.mla is not None and (cp := manifest.trainer.mesh.cp) > 1:
+        raise OrreryError(
+            f"trainer.mesh.cp {cp}: sparse attention cannot be spread over ranks yet. Set "
+            "trainer.mesh.cp to 1"
         )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":

@@ -25,7 +25,10 @@ from orrery.models.families import build
 from orrery.models.hf_folder import CONFIG_FILE, weight_files
 from orrery.models.weights import open_checkpoint
 
-OWN_TYPES = ("qwen3", "qwen3_moe", "llama", "glm4_moe")
+OWN_TYPES = {  # families by transformers' model types
+    **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
+    "glm_moe_dsa": "glm5",
+}
 NO_DIGEST = "0" * 64
 # Defaults of lib/run.libsonnet. An axis need not repeat them.
 DEFAULTS = {
@@ -64,7 +67,8 @@ def model_of(
     reason = f"model_type {kind!r} has no network of our own"
     if kind in OWN_TYPES:
         try:
-            own = _checked({**inputs, "family": kind, **_own_fields(kind, config)})
+            family = OWN_TYPES[kind]
+            own = _checked({**inputs, "family": family, **_own_fields(family, config)})
             pretrained.check_config(own, folder)
             return own, None
         except OrreryError as error:
@@ -105,13 +109,20 @@ def _checked(fields: dict[str, Any]) -> Model:
 
 def _own_fields(family: str, config: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"attention_bias": False, "qk_norm": family.startswith("qwen3")}
+    mla: dict[str, Any] = {}
+    indexer: dict[str, Any] = {"types": None}
     moe = {"num_dense_layers": 0, "num_shared_experts": 0, "score": "softmax", "routed_scale": 1.0}
+    parts = {"moe": moe, "mla": mla, "mla.indexer": indexer, "": fields}
     for theirs, ours in pretrained.FIELDS.items():
         if (value := getattr(config, theirs, None)) is not None:
-            of_moe = ours.startswith("moe.")
-            (moe if of_moe else fields)[ours.removeprefix("moe.")] = value
-    if family == "glm4_moe":
+            part, _, name = ours.rpartition(".")
+            parts[part][name] = value
+    if family in ("glm4_moe", "glm5"):
         moe["score"] = "sigmoid"
+    if family == "glm5":
+        fields["head_dim"] = config.qk_head_dim
+        if set(indexer["types"]) == {"full"}:
+            indexer["types"] = None
     rope = pretrained.rotation(config)
     scaling = None
     if rope.get("rope_type") == "llama3":
@@ -123,8 +134,8 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rotary_fraction": rope["partial_rotary_factor"],
         "rope_scaling": scaling,
-        "moe": moe if family.endswith("moe") else None,
-        "mla": None,
+        "moe": moe if family.endswith("moe") or family == "glm5" else None,
+        "mla": {**mla, "indexer": indexer} if family == "glm5" else None,
         "hf_config": None,
         "fp8": None,
     }

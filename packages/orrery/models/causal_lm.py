@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
+from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
 # Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
@@ -130,7 +131,8 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: Model, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn: Attention | LatentAttention
+        self.self_attn = Attention(config) if config.mla is None else LatentAttention(config, index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: FeedForward | MixtureOfExperts
         fp8 = config.fp8 or ()
@@ -146,14 +148,20 @@ class TransformerBlock(nn.Module):
         angles: Sequence[Tensor],
         documents: Documents,
         replayed_TK: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the output [T, D], and with `replayed_TK` the number of differing routes."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), angles, documents)
+        chosen_TK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the output [T, D], the number of differing routes and sparse attention's keys."""
+        inner_TD = self.input_layernorm(x_TD)
+        if isinstance(self.self_attn, LatentAttention):
+            out_TD, chosen_TK = self.self_attn(inner_TD, angles, documents, chosen_TK)
+        else:
+            out_TD = self.self_attn(inner_TD, angles, documents)
+        x_TD = x_TD + out_TD
         inner_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, MixtureOfExperts):
             out_TD, num_differing = self.mlp(inner_TD, replayed_TK)
-            return x_TD + out_TD if num_differing is None else (x_TD + out_TD, num_differing)
-        return x_TD + self.mlp(inner_TD)
+            return x_TD + out_TD, num_differing, chosen_TK
+        return x_TD + self.mlp(inner_TD), None, chosen_TK
 
 
 class Decoder(CausalLm):
@@ -177,16 +185,19 @@ class Decoder(CausalLm):
     ) -> Tensor:
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
-        rotary = (int(config.head_dim * config.rotary_fraction), config.rope_theta)
+        rotary_dim = int(config.head_dim * config.rotary_fraction)
+        if config.mla is not None:
+            rotary_dim = config.mla.rope_head_dim
+        rotary = (rotary_dim, config.rope_theta)
         angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
-        differ = []
+        differ, chosen_TK = [], None
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         for index, layer in enumerate(self.layers):
-            if routes is None or index < first:
-                hidden_TD = layer(hidden_TD, angles, documents)
-            else:
-                replayed_TK = routes[:, index - first]
-                hidden_TD, num_differing = layer(hidden_TD, angles, documents, replayed_TK)
+            replayed_TK = None if routes is None or index < first else routes[:, index - first]
+            hidden_TD, num_differing, chosen_TK = layer(
+                hidden_TD, angles, documents, replayed_TK, chosen_TK
+            )
+            if num_differing is not None:
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
         return self.norm(hidden_TD)

@@ -4,6 +4,8 @@
 - `llama`: Llama 2 to 3.3 and SmolLM2 (https://arxiv.org/abs/2407.21783).
 - `glm4_moe`: GLM-4.5 (https://arxiv.org/abs/2508.06471): dense blocks, then mixtures with shared
   experts and biased sigmoid scores.
+- `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763): latent attention to keys that an
+  indexer chooses (`latent_attention.py`), experts as in GLM-4.5.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
 
@@ -39,6 +41,9 @@ LLAMA3_FIELDS = {
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_max_positions",
 }
+
+
+_GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
 def llama_config(config: Model) -> dict[str, Any]:
@@ -98,6 +103,28 @@ def glm4_moe_config(config: Model) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def glm5_config(config: Model) -> dict[str, Any]:
+    mla = config.latent
+    return {
+        **{k: v for k, v in glm4_moe_config(config).items() if k not in _GLM4_ONLY},
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.nope_head_dim,
+        "qk_rope_head_dim": mla.rope_head_dim,
+        "qk_head_dim": config.head_dim,
+        "v_head_dim": mla.value_head_dim,
+        "head_dim": mla.rope_head_dim,  # of the rotated part
+        "rope_interleave": True,
+        "indexer_rope_interleave": True,
+        "index_n_heads": mla.indexer.num_heads,
+        "index_head_dim": mla.indexer.head_dim,
+        "index_topk": mla.indexer.top_k,
+        "indexer_types": mla.indexer.types or ["full"] * config.num_layers,
     }
 
 
@@ -161,6 +188,7 @@ FAMILIES = {
     "qwen3_moe": ModelFamily(qwen3_moe_config, expert_modules=_EXPERT_MODULES),
     "llama": ModelFamily(llama_config, _ROTARY),
     "glm4_moe": ModelFamily(glm4_moe_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "glm5": ModelFamily(glm5_config, _MTP, expert_modules=_EXPERT_MODULES),
     "hugging_face": ModelFamily(hugging_face_config, fsdp_units=TIED_FSDP_UNITS),
 }
 
@@ -173,7 +201,6 @@ def build(
     Then call `orrery.models.weights.initialize` or `.load`. Raise OrreryError if transformers is
     missing or the model is not supported.
     """
-    assert model.family in FAMILIES, f"{model.family} is planned and not built"
     with torch.device("meta"):
         module = _network(model)
     for parameter in module.parameters():
@@ -200,23 +227,23 @@ def _network(model: Model) -> CausalLm:
                 "Choose one of our own families"
             ) from error
         return HuggingFaceLm(model, hf_config(model))
-    if model.family == "glm4_moe":
-        _check_glm4_moe(model)
+    if model.family in ("glm4_moe", "glm5"):
+        _check_glm(model)
     return Decoder(model)
 
 
-def _check_glm4_moe(model: Model) -> None:
+def _check_glm(model: Model) -> None:
     moe = model.moe
     assert moe is not None
     if moe.score != "sigmoid":
         raise OrreryError(
-            f"model.moe.score {moe.score!r}: GLM-4.5 scores by sigmoids only. "
+            f"model.moe.score {moe.score!r}: {model.family} scores by sigmoids only. "
             "Set model.moe.score to 'sigmoid'"
         )
     if not moe.num_shared_experts:
         raise OrreryError(
-            "model.moe.num_shared_experts 0: engines read GLM-4.5 with a shared expert only. "
-            "Set it to 1 or more"
+            f"model.moe.num_shared_experts 0: engines read {model.family} with a shared "
+            "expert only. Set it to 1 or more"
         )
 
 

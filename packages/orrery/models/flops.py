@@ -1,9 +1,13 @@
 """Count floating-point operations (FLOPs) of training, with and without recomputation.
 
 L layers · H query heads · K head size · D hidden · V vocabulary
+Sparse attention: C latent width · R rotary part · J indexer heads · I their width
 
 - `model_flops` counts, per token, 6 for each parameter in an active matrix product (2 forward, 4
   backward), including the LM head. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
+- Sparse attention works in the latent: 6 · L · H · (2C + R) for each of min(history, top-k) keys.
+  Each frozen indexer adds 2 · J · I a key of the history, and 2 a parameter. While all documents
+  have at most top-k tokens, no indexer runs.
 - A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
 - `hardware_flops` adds the recomputation of blocks and logits, and that of scores in attention's
   backward pass (5 products instead of 4).
@@ -30,7 +34,7 @@ class Flops:
 
 
 def is_counted(model: Model) -> bool:
-    return model.mla is None and model.family != "hugging_face"
+    return model.family != "hugging_face"
 
 
 def active_parameters(model: Model) -> Flops:
@@ -40,8 +44,7 @@ def active_parameters(model: Model) -> Flops:
     """
     if not is_counted(model):
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    projections = model.num_layers * model.hidden_size * heads
+    projections = model.num_layers * _attention_parameters(model)
     experts = 0
     num_dense_layers = model.num_layers
     if (moe := model.moe) is not None:
@@ -59,7 +62,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
     """Count one forward and backward pass over documents of `lengths` tokens, all scored."""
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
-    attention = 3 * _attention_forward(model, lengths)
+    attention = 3 * _attention_forward(model, lengths) + _indexers(model, lengths)
     return Flops(active.projections * each, active.experts * each, attention, active.lm_head * each)
 
 
@@ -75,11 +78,48 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
         base.projections + ("projections" in recomputed) * active.projections * forward,
         base.experts + ("experts" in recomputed) * active.experts * forward,
         # 2 products forward, 5 backward
-        3.5 * core + ("attention" in recomputed) * core,
+        3.5 * core + ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
 
 
+def _attention_parameters(model: Model) -> int:
+    hidden_size, num_heads = model.hidden_size, model.num_heads
+    if (mla := model.mla) is None:
+        return hidden_size * (2 * num_heads + 2 * model.num_kv_heads) * model.head_dim
+    queries = mla.q_lora_rank * (hidden_size + num_heads * model.head_dim)
+    latent = hidden_size * (mla.kv_lora_rank + mla.rope_head_dim)
+    keys_and_values = mla.kv_lora_rank * num_heads * (mla.nope_head_dim + mla.value_head_dim)
+    return queries + latent + keys_and_values + num_heads * mla.value_head_dim * hidden_size
+
+
+def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
+    return model.mla is not None and max(lengths, default=0) > model.mla.indexer.top_k
+
+
 def _attention_forward(model: Model, lengths: Sequence[int]) -> float:
-    width = model.num_layers * model.num_heads * model.head_dim
-    return 4 * width * sum(length * length for length in lengths) / 2
+    width, most = 2 * model.head_dim, max(lengths, default=0)
+    if (mla := model.mla) is not None:
+        width = model.head_dim + mla.value_head_dim
+        if _is_sparse(model, lengths):
+            width, most = 2 * mla.kv_lora_rank + mla.rope_head_dim, mla.indexer.top_k
+    keys = sum(attended_keys(length, most) for length in lengths)
+    return 2 * model.num_layers * model.num_heads * width * keys
+
+
+def _indexers(model: Model, lengths: Sequence[int]) -> float:
+    """Return the forward operations of all indexers. They have no backward pass."""
+    if (mla := model.mla) is None or not _is_sparse(model, lengths):
+        return 0.0
+    indexer = mla.indexer
+    num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
+    width = indexer.num_heads * indexer.head_dim
+    weights = mla.q_lora_rank * width + model.hidden_size * (indexer.head_dim + indexer.num_heads)
+    keys = sum(attended_keys(length, length) for length in lengths)
+    return 2.0 * num_indexers * (weights * sum(lengths) + width * keys)
+
+
+def attended_keys(length: int, most: int) -> float:
+    """Return the sum over a document's queries of min(history, most), with n² / 2 for Σ n."""
+    most = min(length, most)
+    return most * most / 2 + (length - most) * most

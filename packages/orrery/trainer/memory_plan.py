@@ -124,6 +124,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
+    if model.mla is not None:
+        named["attention"], inputs = _latent_results(model, c)
     named["projections"] = inputs + c * hidden * copies("attention") + narrow("attention", 1)
     unread = {"attention": 0, "projections": 0, "experts": 0}
     rest = c * hidden * reads_input("attention") + 8
@@ -148,6 +150,23 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     return _Results(named, unread, rest, for_attention)
 
 
+def _latent_results(model: Model, c: int) -> tuple[int, int]:
+    """Return the bytes of latent attention's results and of its inputs, of the larger path.
+
+    dense     c·3·H·max(K, V) padded queries, keys, values · c·H·(N + V) before them
+    sparse    c·H·(C + R) latent queries · 4·top-k indices · c·H·C latent output
+    both      c·(q + C + R) narrow results, normalised too · c·H·K queries
+    """
+    mla, heads = model.latent, model.num_heads
+    latent = mla.kv_lora_rank + mla.rope_head_dim
+    both = c * (2 * mla.q_lora_rank + 2 * latent + heads * model.head_dim)
+    width = max(model.head_dim, mla.value_head_dim)
+    dense = c * heads * (3 * width + mla.nope_head_dim + mla.value_head_dim)
+    sparse = c * heads * latent + 4 * mla.indexer.top_k
+    output = c * heads * max(mla.value_head_dim, mla.kv_lora_rank) + 4 * heads
+    return output, both + max(dense, sparse)
+
+
 def _dense_width(model: Model, layer: int) -> int:
     if not is_sparse(model, layer):
         return model.intermediate_size
@@ -165,6 +184,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     c = dtype_bytes(trainer.compute_dtype)
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = c * (3 * h + 2 * g) + 4 * h
+    if (mla := model.mla) is not None:
+        latent = model.num_heads * (mla.kv_lora_rank + mla.rope_head_dim)
+        attention = max(attention, (2 * c + 4) * latent)
     feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
     if not is_sparse(model, layer):
         return attention, feed_forward

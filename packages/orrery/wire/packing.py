@@ -25,7 +25,12 @@ def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
     model, trainer = manifest.model, manifest.trainer
     limit = trainer.memory.max_tokens_per_micro_batch
     return pack(
-        lengths, trainer.mesh.num_data_ranks, limit, quadratic_cost(model), is_padded(model)
+        lengths,
+        trainer.mesh.num_data_ranks,
+        limit,
+        quadratic_cost(model),
+        is_padded(model),
+        attention_cost(model, lengths) if model.mla else None,
     )
 
 
@@ -35,11 +40,13 @@ def pack(
     max_tokens: int,
     quadratic: float = 0.0,
     padded: bool = False,
+    attention: np.ndarray | None = None,
 ) -> Plan:
     """Return sample indices (int64, ascending) as `[rank][micro_step]`, none for a dummy step.
 
     - `lengths`: int64 [num_samples], tokens.
     - `quadratic`: a sample of n tokens costs n + quadratic · n². See `quadratic_cost`.
+    - `attention`: costs that replace quadratic · n², float64 [num_samples]. See `attention_cost`.
     - `padded`: the model pads samples to the longest. The padded rows must fit `max_tokens`.
 
     Raises OrreryError for a sample longer than a micro-batch.
@@ -61,7 +68,9 @@ def pack(
             f"{max_tokens} of one micro-batch. "
             f"Raise trainer.memory.max_tokens_per_micro_batch to at least {longest}"
         )
-    costs = lengths + quadratic * lengths.astype(np.float64) ** 2
+    if attention is None:
+        attention = quadratic * lengths.astype(np.float64) ** 2
+    costs = lengths + attention
     order = np.argsort(-lengths, kind="stable")
     fill = _rows_of_like_length if padded else _best_fit_decreasing
     full = fill(lengths, order, max_tokens)
@@ -160,14 +169,38 @@ def quadratic_cost(model: Model) -> float:
 
     This equals layers · heads · head_dim / active matrix parameters.
     """
+    return model.num_layers * model.num_heads * model.head_dim / _active_matrices(model)
+
+
+def _active_matrices(model: Model) -> int:
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
+    if (mla := model.mla) is not None:
+        attention = mla.q_lora_rank * (model.hidden_size + heads)
+        attention += model.hidden_size * (mla.kv_lora_rank + mla.rope_head_dim)
+        up = mla.kv_lora_rank * (mla.nope_head_dim + mla.value_head_dim)
+        attention += model.num_heads * (up + mla.value_head_dim * model.hidden_size)
     width = model.intermediate_size
     if model.moe is not None:
         width = model.moe.num_experts_per_token * model.moe.expert_intermediate_size
     layer = attention + 3 * model.hidden_size * width
-    matrices = model.num_layers * layer + model.vocab_size * model.hidden_size
-    return model.num_layers * heads / matrices
+    return model.num_layers * layer + model.vocab_size * model.hidden_size
+
+
+def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
+    """Return each sample's sparse attention in tokens: FLOPs by those of a token's matrices.
+
+    An indexer scores all of a token's history, forward only. The core reads top-k keys of it.
+    """
+    mla, n = model.latent, lengths.astype(np.float64)
+    indexer = mla.indexer
+    num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
+    scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
+    most = np.minimum(n, indexer.top_k)
+    keys = most**2 / 2 + (n - most) * most
+    width = 2 * mla.kv_lora_rank + mla.rope_head_dim
+    core = 3 * model.num_layers * model.num_heads * width * keys
+    return (scores + core) / (3 * _active_matrices(model))
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):

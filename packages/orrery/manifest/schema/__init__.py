@@ -10,7 +10,9 @@ from orrery.manifest.schema.constraints import TARGETS
 from orrery.manifest.schema.inference import Inference, disk_block_bytes, on_disk_bytes
 from orrery.manifest.schema.manifest import SCHEMA_VERSION, Hardware, Manifest
 from orrery.manifest.schema.model import (
+    MLA,
     Count,
+    Indexer,
     Llama3RopeScaling,
     Model,
     MoE,

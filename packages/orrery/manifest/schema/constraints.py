@@ -15,7 +15,7 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
+from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, MLA, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
@@ -49,6 +49,13 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
     "glm4_moe": {"rope_scaling": (None,)},
+    "glm5": {
+        "rotary_fraction": (1.0,),
+        "rope_scaling": (None,),
+        "attention_bias": (False,),
+        "qk_norm": (False,),
+        "moe.score": ("sigmoid",),
+    },
 }
 PARTS = {  # families by the part of the model that they have
     "moe": ("qwen3_moe", "glm4_moe", "glm5"),
@@ -129,6 +136,30 @@ def _model_misfits(model: Model) -> Iterator[str]:
                 f"model.{field} {value!r}: family {model.family!r} has "
                 f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
             )
+    if mla is not None:
+        yield from _latent_misfits(model, mla)
+
+
+def _latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
+    if model.num_kv_heads != model.num_heads:
+        yield (
+            f"model.num_kv_heads {model.num_kv_heads}: latent attention has a key for each of "
+            f"num_heads {model.num_heads}; set it to that"
+        )
+    indexer = mla.indexer
+    if mla.rope_head_dim > indexer.head_dim:
+        yield (
+            f"model.mla.indexer.head_dim {indexer.head_dim} is less than mla.rope_head_dim "
+            f"{mla.rope_head_dim}, which turns in it; set it to at least that"
+        )
+    if indexer.types is None:
+        return
+    if len(indexer.types) != model.num_layers or indexer.types[0] != "full":
+        yield (
+            f"model.mla.indexer.types has {len(indexer.types)} layers, of which the first is "
+            f"{indexer.types[:1]}; name all {model.num_layers} layers, the first 'full', or set it "
+            "to null"
+        )
 
 
 def _inference_misfits(inference: Inference) -> Iterator[str]:

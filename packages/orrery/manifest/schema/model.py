@@ -102,11 +102,16 @@ class Llama3RopeScaling(Record):
 
 
 class Indexer(Record):
-    """DeepSeek sparse attention: a query attends to the `top_k` tokens with the highest scores."""
+    """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
+
+    `types` says for each layer whether it has an indexer ("full") or attends to the choice of the
+    layer before it ("shared", GLM-5.1). Null: each layer has one.
+    """
 
     num_heads: PositiveInt
     head_dim: PositiveInt
     top_k: PositiveInt
+    types: list[Literal["full", "shared"]] | None
 
 
 class MLA(Record):
@@ -155,6 +160,13 @@ class Model(Record):
     mla: MLA | None
     hf_config: dict[str, Any] | None
     fp8: list[Fp8Part] | None
+
+    @property
+    def latent(self) -> MLA:
+        """Return the latent attention. Raise OrreryError for a model with other attention."""
+        if self.mla is None:
+            raise OrreryError(f"model.mla: null, but family {self.family!r} needs it; set it")
+        return self.mla
 
     @property
     def mixture(self) -> MoE:

@@ -31,6 +31,8 @@ from torch.utils.checkpoint import (
 from orrery.kernels import (  # noqa: F401  (registers the operators named below)
     attention,
     grouped_matmul,
+    sparse_index,
+    sparse_mla,
     wide_linear,
 )
 from orrery.kernels.fp8 import products  # noqa: F401
@@ -118,6 +120,8 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
+    if model.mla is not None:  # a few bytes a key, and a recomputation could choose otherwise
+        kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and is_without_exchange(trainer.mesh):
         if kept or is_one_graph(trainer, model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
@@ -177,8 +181,9 @@ def _operations(name: str) -> list[Any]:
     match name:
         case "attention":
             theirs = (getattr(aten, f"_scaled_dot_product_{kind}") for kind in SCALED_DOT_PRODUCT)
-            ours = orrery.varlen_attention_forward
-            return [ours.default, *(operation.default for operation in theirs)]
+            names = ("varlen_attention_forward", "sparse_mla", "select_keys")
+            ours = (getattr(orrery, name).default for name in names)
+            return [*ours, *(operation.default for operation in theirs)]
         case "projections":
             products = (aten.mm, aten.addmm, aten.linear, orrery.wide_linear, orrery.fp8_linear)
             return [product.default for product in products]

@@ -1,0 +1,36 @@
+// GLM-5's network with 3 M parameters: latent attention to 64 chosen tokens, a choice shared by two layers, 8 experts of which 2 serve a token.
+{
+  model+: {
+    family: 'glm5',
+    init+: { std: 0.02 },
+    tokenizer: { kind: 'characters', alphabet: import 'lib/alphabet.libsonnet' },
+    hidden_size: 128,
+    intermediate_size: 256,
+    num_layers: 4,
+    num_heads: 4,
+    num_kv_heads: 4,
+    head_dim: 48,
+    max_positions: 1024,
+    rope_theta: 10000,
+    rms_norm_eps: 1e-5,
+    tie_embeddings: false,
+    moe: {
+      num_experts: 8,
+      num_experts_per_token: 2,
+      expert_intermediate_size: 128,
+      normalize_top_k: true,
+      num_dense_layers: 1,
+      num_shared_experts: 1,
+      score: 'sigmoid',
+      routed_scale: 2.5,
+    },
+    mla: {
+      q_lora_rank: 64,
+      kv_lora_rank: 64,
+      nope_head_dim: 32,
+      rope_head_dim: 16,
+      value_head_dim: 32,
+      indexer: { num_heads: 8, head_dim: 32, top_k: 64, types: ['full', 'shared', 'full', 'full'] },
+    },
+  },
+}

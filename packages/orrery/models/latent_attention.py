@@ -1,0 +1,143 @@
+"""Multi-head latent attention (MLA), dense or to the keys that an indexer chooses.
+
+T tokens · D hidden · H heads · N, R, V widths of a head without rotation, with it, of values
+C latent width (`kv_lora_rank`) · J indexer heads · K chosen keys
+
+- MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
+  https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
+- While no document is longer than the indexer's `top_k`, all layers are dense.
+- The indexer is frozen: its choice passes no gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orrery.kernels.attention import Documents, varlen_attention
+from orrery.kernels.sparse_index import select_keys
+from orrery.kernels.sparse_mla import sparse_mla
+from orrery.manifest.schema import MLA, Indexer, Model
+from orrery.models.layers import apply_rotary
+
+INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
+
+
+def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
+    """Rotate neighbours (0, 1), (2, 3), … and return first halves of the pairs first."""
+    return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
+
+
+class KeyIndexer(nn.Module):
+    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · width)."""
+
+    def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer) -> None:
+        super().__init__()
+        self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
+        width, num_heads = indexer.head_dim, indexer.num_heads
+        self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
+        self.wk = nn.Linear(hidden_size, width, bias=False)
+        self.k_norm = nn.LayerNorm(width, INDEXER_EPSILON)
+        self.weights_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(
+        self, x_TD: Tensor, q_TC: Tensor, angles: Sequence[Tensor], documents: Documents
+    ) -> Tensor:
+        """Return i32 [T, top_k] global indices of keys, −1 for none."""
+        width, num_heads = self.indexer.head_dim, self.indexer.num_heads
+        q_TJI = self._rotate(self.wq_b(q_TC).unflatten(-1, (num_heads, width)), angles)
+        k_TI = self._rotate(self.k_norm(self.wk(x_TD))[:, None], angles)[:, 0]
+        weight_TJ = self.weights_proj(x_TD).float() * (num_heads * width) ** -0.5
+        return select_keys(q_TJI, k_TI, weight_TJ, *key_ranges(documents, x_TD), self.indexer.top_k)
+
+    def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
+        turning, still = x_TJI[..., : self.rotary_dim], x_TJI[..., self.rotary_dim :]
+        return torch.cat((rotate_pairs(turning, angles), still), dim=-1)
+
+
+def key_ranges(documents: Documents, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and last key of each query, i32 [T] each: its document up to itself."""
+    last_T = torch.arange(x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
+    document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
+    return documents.cu_seqlens[document_T], last_T
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: Model, index: int) -> None:
+        super().__init__()
+        mla, hidden_size, num_heads = config.latent, config.hidden_size, config.num_heads
+        self.mla, self.scale = mla, config.head_dim**-0.5
+        kv_width = mla.kv_lora_rank + mla.rope_head_dim
+        up_width = mla.nope_head_dim + mla.value_head_dim
+        self.q_a_proj = nn.Linear(hidden_size, mla.q_lora_rank, bias=False)
+        self.q_a_layernorm = nn.RMSNorm(mla.q_lora_rank, config.rms_norm_eps)
+        self.q_b_proj = nn.Linear(mla.q_lora_rank, num_heads * config.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, kv_width, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
+        self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
+        indexer = mla.indexer
+        is_full = indexer.types is None or indexer.types[index] == "full"
+        self.indexer = KeyIndexer(hidden_size, mla, indexer) if is_full else None
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        angles: Sequence[Tensor],
+        documents: Documents,
+        chosen_TK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [T, D] and the chosen keys, None if all layers are dense.
+
+        A layer without an indexer attends to `chosen_TK` of the layer before it.
+        """
+        mla = self.mla
+        q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
+        q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
+        q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
+        latent_TC, k_TR = self.kv_a_proj_with_mqa(x_TD).split(
+            (mla.kv_lora_rank, mla.rope_head_dim), dim=-1
+        )
+        latent_TC = self.kv_a_layernorm(latent_TC)
+        q_THR, k_T1R = rotate_pairs(q_THR, angles), rotate_pairs(k_TR[:, None], angles)
+        if documents.max_seqlen <= mla.indexer.top_k:
+            out_THV = self._attend_densely(q_THN, q_THR, latent_TC, k_T1R, documents)
+            return self.o_proj(out_THV.flatten(1)), None
+        if self.indexer is not None:
+            chosen_TK = self.indexer(x_TD, q_TC, angles, documents)
+        assert chosen_TK is not None  # the schema wants an indexer in the first layer
+        out_THV = self._attend_sparsely(q_THN, q_THR, latent_TC, k_T1R, chosen_TK)
+        return self.o_proj(out_THV.flatten(1)), chosen_TK
+
+    def _attend_densely(
+        self, q_THN: Tensor, q_THR: Tensor, latent_TC: Tensor, k_T1R: Tensor, documents: Documents
+    ) -> Tensor:
+        """Expand keys and values, and pad the narrower of both with zeros to one width."""
+        mla = self.mla
+        expanded = self.kv_b_proj(latent_TC).unflatten(-1, (q_THN.shape[1], -1))
+        k_THN, v_THV = expanded.split((mla.nope_head_dim, mla.value_head_dim), dim=-1)
+        q_THK = torch.cat((q_THN, q_THR), dim=-1)
+        k_THK = torch.cat((k_THN, k_T1R.expand(q_THR.shape)), dim=-1)
+        key_width, value_width = q_THK.shape[-1], mla.value_head_dim
+        width = max(key_width, value_width)
+        if (factor := self.scale * width**0.5) != 1.0:  # attention scales by the padded width
+            q_THK = q_THK * factor
+        q_THK, k_THK = (F.pad(x, (0, width - key_width)) for x in (q_THK, k_THK))
+        v_THK = F.pad(v_THV, (0, width - value_width))
+        return varlen_attention(q_THK, k_THK, v_THK, documents)[..., :value_width]
+
+    def _attend_sparsely(
+        self, q_THN: Tensor, q_THR: Tensor, latent_TC: Tensor, k_T1R: Tensor, chosen_TK: Tensor
+    ) -> Tensor:
+        """Attend in latent space: heads share keys, and `kv_b_proj` moves to queries and output."""
+        mla = self.mla
+        up_HUC = self.kv_b_proj.weight.unflatten(0, (q_THN.shape[1], -1))
+        key_HNC, value_HVC = up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
+        q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
+        q_THS = torch.cat((q_THC, q_THR), dim=-1)
+        kv_TS = torch.cat((latent_TC, k_T1R[:, 0]), dim=-1)
+        out_THC, _ = sparse_mla(q_THS, kv_TS, chosen_TK, self.scale, mla.kv_lora_rank)
+        return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))

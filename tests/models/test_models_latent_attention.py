@@ -1,0 +1,128 @@
+"""Latent and sparse attention against transformers, gradient by gradient, and recomputed."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from orrery.kernels.attention import Documents
+from orrery.models import build, weights
+from orrery.models.causal_lm import TransformerBlock
+from orrery.models.layers import rotary_angles
+from orrery.trainer.parallel.blocks import recomputation_contexts
+
+LENGTHS = [9, 30, 1, 14]
+CASES = {
+    "sparse": {"num_layers": 3},
+    "shared choices": {
+        "num_layers": 4,
+        "indexer": {"types": ["full", "shared", "full", "shared"]},
+    },
+    "dense": {"num_layers": 3, "indexer": {"top_k": 64}},
+}
+cases = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+
+
+def close(found, wanted):
+    """Return whether they differ by less than 1e-5 of the norm: float32 sums in another order."""
+    return (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def drawn(make_model, fields):
+    model = make_model("glm5", **fields)
+    module = build(model)
+    weights.initialize(module, model)
+    return model, module
+
+
+@cases
+def test_logits_and_all_gradients_of_a_pack_are_those_of_transformers(
+    fields, make_model, make_pack, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    model, module = drawn(make_model, fields)
+    weights.save(module, model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    pack = make_pack(LENGTHS)
+    ours = module.lm_head.logits(module(*pack))
+    begins = pack[2][:-1].tolist()
+    alone = [pack[0][a : a + n][None] for a, n in zip(begins, LENGTHS, strict=True)]
+    wanted = torch.cat([theirs(ids).logits[0] for ids in alone])
+    assert close(ours, wanted)
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+    (ours * grad).sum().backward()
+    (wanted * grad).sum().backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in module.named_parameters():
+        hf = "lm_head.weight" if name == "lm_head.weight" else f"model.{name}"
+        if ".indexer." in name:
+            assert parameter.grad is None and expected[hf].grad is None
+        else:
+            assert close(parameter.grad, expected[hf].grad), name
+
+
+def blocks_of(module, pack, run):
+    """Return the hidden states of all blocks, called by `run`, and each block's choice."""
+    token_ids, positions, cu_seqlens = pack
+    angles = rotary_angles(positions, 6, module.config.rope_theta, torch.float32)
+    hidden, chosen, choices = module.embed_tokens(token_ids), None, []
+    for layer in module.layers:
+        hidden, _, chosen = run(layer, hidden, angles, Documents(cu_seqlens, 30), None, chosen)
+        choices.append(chosen)
+    return hidden, choices
+
+
+def test_a_shared_layer_attends_to_the_choice_of_the_layer_before_it(make_model, make_pack):
+    types = ["full", "shared", "full", "shared"]
+    _, module = drawn(make_model, {"num_layers": 4, "indexer": {"types": types}})
+    _, choices = blocks_of(module, make_pack(LENGTHS), TransformerBlock.__call__)
+    assert choices[0] is choices[1] and choices[2] is choices[3]
+    assert not torch.equal(choices[0], choices[2])
+    assert [layer.self_attn.indexer is None for layer in module.layers] == [False, True] * 2
+
+
+def test_a_recomputed_block_keeps_its_choice_and_gives_the_same_gradients(make_model, make_pack):
+    _, module = drawn(make_model, {"num_layers": 2})
+    select = torch.ops.orrery.select_keys.default
+    pack, found, calls = make_pack(LENGTHS), [], []
+    plain = torch.ops.orrery.sparse_mla.default
+    context = partial(recomputation_contexts, frozenset({select, plain}))
+    again = partial(checkpoint, use_reentrant=False, context_fn=context)
+    for run in (TransformerBlock.__call__, again):
+        module.zero_grad()
+        with Counted(calls):
+            hidden, _ = blocks_of(module, pack, run)
+            hidden.square().sum().backward()
+        found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+    assert calls.count(select) == 2 + 2, "one choice a block, plain and recomputed alike"
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top_k", [8, 64])
+def test_a_block_is_one_graph_to_the_compiler(top_k, make_model, make_pack):
+    _, module = drawn(make_model, {"num_layers": 2, "indexer": {"top_k": top_k}})
+    pack = make_pack(LENGTHS)
+    wanted, _ = blocks_of(module, pack, TransformerBlock.__call__)
+    compiled = torch.compile(TransformerBlock.forward, fullgraph=True, backend="aot_eager")
+    found, _ = blocks_of(module, pack, compiled)
+    assert close(found, wanted)
+
+
+def test_the_plain_formula_of_latent_attention_without_absorption(make_model, make_pack):
+    """Sparse attention to all keys equals dense attention: the two paths check each other."""
+    _, dense = drawn(make_model, {"indexer": {"top_k": 64}})
+    _, sparse = drawn(make_model, {"indexer": {"top_k": 29}})
+    pack = make_pack([30, 7])
+    far = dense(*pack)[:29] - sparse(*pack)[:29], dense(*pack)[:29]
+    assert far[0].norm() <= 1e-5 * far[1].norm(), "29 keys of at most 29 are all keys"
