@@ -24,6 +24,17 @@ families = pytest.mark.parametrize(
     ],
 )
 
+MOE_IN_BLOCKS = {
+    "num_experts": 3,
+    "num_experts_per_token": 2,
+    "expert_intermediate_size": 130,
+    "normalize_top_k": True,
+    "num_dense_layers": 1,
+    "num_shared_experts": 1,
+    "score": "sigmoid",
+    "routed_scale": 1.0,
+}
+
 
 @pytest.fixture
 def saved(make_model, tmp_path):
@@ -363,3 +374,44 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "model.safetensors").stat().st_mode == plain.stat().st_mode
+
+
+def quantized(tensors):
+    """Replace matrices of two layers by FP8 blocks of 128 × 128 with their scales."""
+    wanted = {}
+    for name in [name for name, one in tensors.items() if ".layers." in name and one.dim() == 2]:
+        rows, columns = tensors[name].shape
+        scale = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+        value = tensors[name].to(torch.float8_e4m3fn)
+        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        wanted[name] = value.float() * wide
+        tensors[name], tensors[f"{name}_scale_inv"] = value, scale
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_in_fp8_blocks_is_read_as_its_numbers(dtype, make_model, tmp_path):
+    sizes = {"hidden_size": 144, "intermediate_size": 200, "moe": MOE_IN_BLOCKS}
+    model = make_model("glm5", **sizes)
+    module, wanted = build(model), {}
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path)
+    tamper(tmp_path, lambda tensors: wanted.update(quantized(tensors)))
+    again = build(model, dtype)
+    weights.load(again, tmp_path)
+    assert len(wanted) > 20
+    for name, tensor in weights.named_hf_tensors(again):
+        if name in wanted:
+            assert torch.equal(tensor, wanted[name].to(dtype)), name
+
+
+def test_fp8_without_scales_or_with_misshaped_ones_is_a_sentence(saved):
+    model, _, directory = saved
+    tamper(directory, quantized)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    tamper(directory, lambda tensors: tensors.update({name: torch.ones(2, 1)}))
+    with pytest.raises(OrreryError, match=rf"{name} is \[2, 1\], the manifest's model needs \[1"):
+        weights.load(build(model), directory)
+    tamper(directory, lambda tensors: tensors.pop(name))
+    with pytest.raises(OrreryError, match=f"has a tensor in FP8, but not its scales {name}"):
+        weights.load(build(model), directory)

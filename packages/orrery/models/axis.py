@@ -20,6 +20,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
+from orrery.manifest.schema.model import FP8_BLOCK
 from orrery.models import hugging_face_config, pretrained
 from orrery.models.families import build
 from orrery.models.hf_folder import CONFIG_FILE, weight_files
@@ -39,7 +40,14 @@ DEFAULTS = {
     "mla": None,
     "hf_config": None,
 }
-LEFT_OUT = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map")
+LEFT_OUT = (
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "auto_map",
+)
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KEYWORDS = {
     *("assert", "else", "error", "false", "for", "function", "if", "import", "importbin"),
@@ -56,7 +64,7 @@ def model_of(
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")
-    if content.get("quantization_config"):
+    if not _is_readable(content.get("quantization_config")):
         raise OrreryError(
             f"quantization_config: {folder.name} has quantized weights, which cannot be trained; "
             "choose the repository of its bfloat16 weights"
@@ -77,6 +85,15 @@ def model_of(
     generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
     pretrained.check_config(generic, folder)
     return generic, reason
+
+
+def _is_readable(quantization: Any) -> bool:
+    """Return whether weights are plain, or in FP8 blocks that `hf_folder.read` takes."""
+    blocks = [FP8_BLOCK, FP8_BLOCK]
+    return not quantization or (
+        quantization.get("quant_method") == "fp8"
+        and quantization.get("weight_block_size") == blocks
+    )
 
 
 def _check_type(kind: Any, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 - `config.json` is removed first and written last, so a folder with it is complete.
 - Tensors are read lazily, after all names and shapes have been checked.
+- A matrix in FP8 (e4m3, as DeepSeek-V3 and GLM-5 are published) is read by its float32 scales of
+  blocks of 128 × 128, and only then rounded to the parameter's dtype.
 """
 
 import json
@@ -21,12 +23,15 @@ from torch import Tensor
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import publish_file, sha256_of, write_atomic
+from orrery.manifest.schema.model import FP8_BLOCK
 from orrery.models.placement import Box, slices
+from orrery.wire.weight_wire.fp8_blocks import SCALE
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TIED_HEAD = "lm_head.weight"
+FP8 = "F8_E4M3"  # safetensors' name
 
 
 @dataclass(frozen=True)
@@ -79,22 +84,48 @@ def open_tensors(
         names = {hf.name for hf in wanted}
         _refuse(directory, "has no tensor", [hf.name for hf in wanted if hf.name not in found])
         expected = [re.compile(pattern) for pattern in ignored]
-        odd = [name for name in found if name not in names]
+        quantized = {name for name in names if _slice(found, name).get_dtype() == FP8}
+        scales = {name + SCALE for name in quantized}
+        _refuse(
+            directory,
+            "has a tensor in FP8, but not its scales",
+            [name for name in sorted(scales) if name not in found],
+        )
+        odd = [name for name in found if name not in names | scales]
         odd = [name for name in odd if not any(one.fullmatch(name) for one in expected)]
         _refuse(directory, "has a tensor that this model lacks:", odd)
         for hf in wanted:
-            if (shape := tuple(found[hf.name].get_slice(hf.name).get_shape())) != hf.shape:
-                raise OrreryError(
-                    f"{directory}: tensor {hf.name} is {list(shape)}, "
-                    f"the manifest's model needs {list(hf.shape)}"
-                )
-        yield {name: found[name] for name in names}
+            _check_shape(directory, found, hf.name, hf.shape)
+            if hf.name in quantized:
+                blocks = tuple(-(-size // FP8_BLOCK) for size in hf.shape)
+                _check_shape(directory, found, hf.name + SCALE, blocks)
+        yield {name: found[name] for name in names | scales}
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:
-    """Return a tensor or its `box`, in the folder's dtype."""
+    """Return a tensor or its `box`, in the folder's dtype, or in float32 if that is FP8."""
     file = files[hf.name]
-    return file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
+    value = file.get_slice(hf.name)[slices(box)] if box else file.get_tensor(hf.name)
+    if value.dtype != torch.float8_e4m3fn:
+        return value
+    scale = files[hf.name + SCALE].get_tensor(hf.name + SCALE).float()
+    for dim, (start, stop) in enumerate(box or [(0, size) for size in hf.shape]):
+        scale = scale.index_select(dim, torch.arange(start, stop) // FP8_BLOCK)
+    return value.float() * scale
+
+
+def _slice(files: dict[str, Any], name: str) -> Any:
+    return files[name].get_slice(name)
+
+
+def _check_shape(
+    directory: Path, files: dict[str, Any], name: str, wanted: tuple[int, ...]
+) -> None:
+    if (shape := tuple(_slice(files, name).get_shape())) != wanted:
+        raise OrreryError(
+            f"{directory}: tensor {name} is {list(shape)}, the manifest's model needs "
+            f"{list(wanted)}"
+        )
 
 
 def _refuse(directory: Path, problem: str, names: list[str]) -> None:
