@@ -28,7 +28,9 @@ def make_model():
             "routed_scale": 1.5,
         }
         moe["num_experts"] = fields.pop("num_experts", moe["num_experts"])
-        moe = {"qwen3_moe": moe, "glm4_moe": {**moe, **glm}, "glm5": {**moe, **glm}}.get(family)
+        is_latent = family in ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
+        glm_moe = {**moe, **glm} if is_latent or family == "glm4_moe" else None
+        moe = moe if family == "qwen3_moe" else glm_moe
         indexer = {"num_heads": 8, "head_dim": 12, "top_k": 8, "types": None}
         indexer.update(fields.pop("indexer", {}))
         mla = {
@@ -37,7 +39,7 @@ def make_model():
             "nope_head_dim": 10,
             "rope_head_dim": 6,
             "value_head_dim": 14,
-            "indexer": indexer,
+            "indexer": indexer if family in ("glm5", "deepseek_v32") else None,
         }
         return Model.model_validate(
             {
@@ -49,20 +51,20 @@ def make_model():
                 "intermediate_size": 56,
                 "num_layers": 2,
                 "num_heads": 4,
-                "num_kv_heads": 4 if family == "glm5" else 2,
+                "num_kv_heads": 4 if is_latent else 2,
                 "head_dim": 16,
                 "max_positions": 256,
                 "rope_theta": 50000.0,
                 "rms_norm_eps": 1e-6,
-                "tie_embeddings": family != "glm5",
+                "tie_embeddings": not is_latent,
                 "moe": moe,
-                "mla": mla if family == "glm5" else None,
+                "mla": mla if is_latent else None,
                 "hf_config": None,
                 "fp8": None,
                 "rotary_fraction": 0.5 if family == "glm4_moe" else 1.0,
                 "rope_scaling": None,
                 "attention_bias": family == "glm4_moe",
-                "qk_norm": family not in ("llama", "glm5"),
+                "qk_norm": not is_latent and family != "llama",
                 **fields,
             }
         )

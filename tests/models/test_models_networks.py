@@ -27,6 +27,15 @@ LLAMA3 = {
     "high_frequency_factor": 4.0,
     "original_max_positions": 16,
 }
+YARN = {
+    "kind": "yarn",
+    "factor": 8.0,
+    "fast_turns": 4.0,
+    "slow_turns": 1.0,
+    "angle_scale": 1.0,
+    "score_scale": 0.7,
+    "original_max_positions": 16,
+}
 VARIANTS = {
     "dense, tied": ("qwen3", {}),
     "dense, untied, every head its own key": (
@@ -65,6 +74,9 @@ VARIANTS = {
         "glm5",
         {"num_layers": 4, "indexer": {"types": ["full", "shared", "shared", "full"]}},
     ),
+    "deepseek v3, slowed rotation": ("deepseek_v3", {"num_experts": 16, "rope_scaling": YARN}),
+    "deepseek v3.2, slowed rotation": ("deepseek_v32", {"num_experts": 16, "rope_scaling": YARN}),
+    "deepseek v3.2": ("deepseek_v32", {"num_experts": 24}),
     "glm 5, documents of at most top_k": ("glm5", {"indexer": {"top_k": 64}}),
 }
 variants = pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=VARIANTS)

@@ -22,12 +22,13 @@ from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import FP8_BLOCK
 from orrery.models import hugging_face_config, pretrained
-from orrery.models.families import build
+from orrery.models.families import YARN_FIELDS, build
 from orrery.models.hf_folder import CONFIG_FILE, weight_files
 from orrery.models.weights import open_checkpoint
 
 OWN_TYPES = {  # families by transformers' model types
     **{family: family for family in ("qwen3", "qwen3_moe", "llama", "glm4_moe")},
+    **{family: family for family in pretrained.YARN_FAMILIES},
     "glm_moe_dsa": "glm5",
 }
 NO_DIGEST = "0" * 64
@@ -104,6 +105,7 @@ def _check_type(kind: Any, folder: Path) -> None:
             f"model_type: {folder.name}/{CONFIG_FILE} names none; choose a repository of a causal "
             "language model"
         )
+    kind = pretrained.SAME_CONFIG.get(kind, kind)
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     raise OrreryError(
@@ -134,25 +136,29 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         if (value := getattr(config, theirs, None)) is not None:
             part, _, name = ours.rpartition(".")
             parts[part][name] = value
-    if family in ("glm4_moe", "glm5"):
+    if mla or family == "glm4_moe":
         moe["score"] = "sigmoid"
-    if family == "glm5":
+    if mla:
         fields["head_dim"] = config.qk_head_dim
-        if set(indexer["types"]) == {"full"}:
+        if set(indexer["types"] or ["full"]) == {"full"}:
             indexer["types"] = None
+        mla["indexer"] = indexer if "top_k" in indexer else None
     rope = pretrained.rotation(config)
     scaling = None
     if rope.get("rope_type") == "llama3":
         scaling = {ours: rope[theirs] for theirs, ours in pretrained.LLAMA3_FIELDS.items()}
         scaling["kind"] = "llama3"
+    elif rope.get("rope_type") == "yarn":
+        scaling = {ours: rope.get(theirs) for theirs, ours in YARN_FIELDS.items()}
+        scaling["kind"] = "yarn"
     return {
         **fields,
         "max_positions": config.max_position_embeddings,
         "rope_theta": rope["rope_theta"],
         "rotary_fraction": rope["partial_rotary_factor"],
         "rope_scaling": scaling,
-        "moe": moe if family.endswith("moe") or family == "glm5" else None,
-        "mla": {**mla, "indexer": indexer} if family == "glm5" else None,
+        "moe": moe if mla or family.endswith("moe") else None,
+        "mla": mla or None,
         "hf_config": None,
         "fp8": None,
     }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
+from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
@@ -137,7 +138,8 @@ class TransformerBlock(nn.Module):
         self.mlp: FeedForward | MixtureOfExperts
         fp8 = config.fp8 or ()
         if config.moe is not None and index >= config.moe.num_dense_layers:
-            self.mlp = MixtureOfExperts(config.hidden_size, config.moe, fp8)
+            groups = EXPERT_GROUPS.get(config.family)
+            self.mlp = MixtureOfExperts(config.hidden_size, config.moe, fp8, groups)
         else:
             sizes = config.hidden_size, config.intermediate_size
             self.mlp = FeedForward(*sizes, "feed_forward" in fp8)

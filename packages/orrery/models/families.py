@@ -6,6 +6,7 @@
   experts and biased sigmoid scores.
 - `glm5`: GLM-5, 5.1 and 5.2 (https://arxiv.org/abs/2602.15763): latent attention to keys that an
   indexer chooses (`latent_attention.py`), experts as in GLM-4.5.
+- `deepseek_v3` (https://arxiv.org/abs/2412.19437), `deepseek_v32` with an indexer, `kimi_k2`.
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
 
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Model
+from orrery.manifest.schema import Indexer, Model
+from orrery.manifest.schema.model import EXPERT_GROUPS
 from orrery.models.causal_lm import CausalLm, Decoder, Names
 
 # Other names are HF's without "model.". We stack experts and fuse gate and up, and HF's files hold
@@ -44,6 +46,22 @@ LLAMA3_FIELDS = {
 
 
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
+
+
+# Fields of transformers' rope_type "yarn", with both factors of scores that DeepSeek uses.
+YARN_FIELDS = {
+    "factor": "factor",
+    "beta_fast": "fast_turns",
+    "beta_slow": "slow_turns",
+    "mscale": "angle_scale",
+    "mscale_all_dim": "score_scale",
+    "original_max_position_embeddings": "original_max_positions",
+}
+_DEEPSEEK = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "deepseek_v32"),
+    "kimi_k2": ("DeepseekV3ForCausalLM", "kimi_k2"),
+}
 
 
 def llama_config(config: Model) -> dict[str, Any]:
@@ -120,11 +138,43 @@ def glm5_config(config: Model) -> dict[str, Any]:
         "v_head_dim": mla.value_head_dim,
         "head_dim": mla.rope_head_dim,  # of the rotated part
         "rope_interleave": True,
+        **_indexer_config(mla.indexer, config.num_layers),
+    }
+
+
+def _indexer_config(indexer: Indexer | None, num_layers: int) -> dict[str, Any]:
+    if indexer is None:
+        return {}
+    return {
         "indexer_rope_interleave": True,
-        "index_n_heads": mla.indexer.num_heads,
-        "index_head_dim": mla.indexer.head_dim,
-        "index_topk": mla.indexer.top_k,
-        "indexer_types": mla.indexer.types or ["full"] * config.num_layers,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+        "index_topk": indexer.top_k,
+        "indexer_types": indexer.types or ["full"] * num_layers,
+    }
+
+
+def deepseek_config(config: Model) -> dict[str, Any]:
+    """Return the config of DeepSeek-V3, of V3.2 with an indexer, or of Kimi-K2."""
+    architecture, model_type = _DEEPSEEK[config.family]
+    theirs = {k: v for k, v in glm5_config(config).items() if not k.startswith("indexer_")}
+    num_groups, num_kept = EXPERT_GROUPS.get(config.family, (1, 1))
+    scaling = config.rope_scaling
+    return {
+        **theirs,
+        "architectures": [architecture],
+        "model_type": model_type,
+        "n_group": num_groups,
+        "topk_group": num_kept,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "rope_scaling": scaling
+        and {
+            "type": "yarn",
+            "rope_type": "yarn",
+            **{theirs: getattr(scaling, ours) for theirs, ours in YARN_FIELDS.items()},
+        },
     }
 
 
@@ -189,6 +239,9 @@ FAMILIES = {
     "llama": ModelFamily(llama_config, _ROTARY),
     "glm4_moe": ModelFamily(glm4_moe_config, _MTP, expert_modules=_EXPERT_MODULES),
     "glm5": ModelFamily(glm5_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "deepseek_v3": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "deepseek_v32": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "kimi_k2": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
     "hugging_face": ModelFamily(hugging_face_config, fsdp_units=TIED_FSDP_UNITS),
 }
 
@@ -227,12 +280,12 @@ def _network(model: Model) -> CausalLm:
                 "Choose one of our own families"
             ) from error
         return HuggingFaceLm(model, hf_config(model))
-    if model.family in ("glm4_moe", "glm5"):
-        _check_glm(model)
+    if model.family == "glm4_moe" or model.mla is not None:
+        _check_shared_experts(model)
     return Decoder(model)
 
 
-def _check_glm(model: Model) -> None:
+def _check_shared_experts(model: Model) -> None:
     moe = model.moe
     assert moe is not None
     if moe.score != "sigmoid":

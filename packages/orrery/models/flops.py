@@ -1,13 +1,11 @@
 """Count floating-point operations (FLOPs) of training, with and without recomputation.
 
-L layers · H query heads · K head size · D hidden · V vocabulary
-Sparse attention: C latent width · R rotary part · J indexer heads · I their width
+L layers · H query heads · K head size · D hidden · V vocabulary · C latent width · R rotary part
 
-- `model_flops` counts, per token, 6 for each parameter in an active matrix product (2 forward, 4
-  backward), including the LM head. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
-- Sparse attention works in the latent: 6 · L · H · (2C + R) for each of min(history, top-k) keys.
-  Each frozen indexer adds 2 · J · I a key of the history, and 2 a parameter. While all documents
-  have at most top-k tokens, no indexer runs.
+- `model_flops` counts, per token, 6 for each parameter in an active matrix product, LM head
+  included. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
+- Sparse attention adds 6 · L · H · (2C + R) per key, min(history, top-k) keys per query, and its
+  indexers' forward pass. Indexers run only if a document is longer than top-k.
 - A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
 - `hardware_flops` adds the recomputation of blocks and logits, and that of scores in attention's
   backward pass (5 products instead of 4).
@@ -94,14 +92,15 @@ def _attention_parameters(model: Model) -> int:
 
 
 def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
-    return model.mla is not None and max(lengths, default=0) > model.mla.indexer.top_k
+    indexer = None if model.mla is None else model.mla.indexer
+    return indexer is not None and max(lengths, default=0) > indexer.top_k
 
 
 def _attention_forward(model: Model, lengths: Sequence[int]) -> float:
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim
-        if _is_sparse(model, lengths):
+        if mla.indexer is not None and _is_sparse(model, lengths):
             width, most = 2 * mla.kv_lora_rank + mla.rope_head_dim, mla.indexer.top_k
     keys = sum(attended_keys(length, most) for length in lengths)
     return 2 * model.num_layers * model.num_heads * width * keys
@@ -109,9 +108,9 @@ def _attention_forward(model: Model, lengths: Sequence[int]) -> float:
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
     """Return the forward operations of all indexers. They have no backward pass."""
-    if (mla := model.mla) is None or not _is_sparse(model, lengths):
+    mla = model.mla
+    if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
-    indexer = mla.indexer
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     width = indexer.num_heads * indexer.head_dim
     weights = mla.q_lora_rank * width + model.hidden_size * (indexer.head_dim + indexer.num_heads)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_mla import sparse_mla
-from orrery.manifest.schema import MLA, Indexer, Model
-from orrery.models.layers import apply_rotary
+from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
+from orrery.models.layers import apply_rotary, yarn_scale
 
 INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
 
@@ -29,11 +29,19 @@ def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
     return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
 
 
-class KeyIndexer(nn.Module):
-    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · width)."""
+def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
+    return apply_rotary(x_THR, *angles)
 
-    def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer) -> None:
+
+class KeyIndexer(nn.Module):
+    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · width).
+
+    GLM-5 rotates pairs here too, DeepSeek-V3.2 halves.
+    """
+
+    def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
+        self.rotate = rotate_pairs if turns_pairs else rotate_halves
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -55,7 +63,7 @@ class KeyIndexer(nn.Module):
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
         turning, still = x_TJI[..., : self.rotary_dim], x_TJI[..., self.rotary_dim :]
-        return torch.cat((rotate_pairs(turning, angles), still), dim=-1)
+        return torch.cat((self.rotate(turning, angles), still), dim=-1)
 
 
 def key_ranges(documents: Documents, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,6 +78,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         mla, hidden_size, num_heads = config.latent, config.hidden_size, config.num_heads
         self.mla, self.scale = mla, config.head_dim**-0.5
+        if isinstance(config.rope_scaling, YarnRopeScaling):
+            self.scale *= yarn_scale(config.rope_scaling, config.rope_scaling.score_scale) ** 2
         kv_width = mla.kv_lora_rank + mla.rope_head_dim
         up_width = mla.nope_head_dim + mla.value_head_dim
         self.q_a_proj = nn.Linear(hidden_size, mla.q_lora_rank, bias=False)
@@ -79,9 +89,9 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        indexer = mla.indexer
-        is_full = indexer.types is None or indexer.types[index] == "full"
-        self.indexer = KeyIndexer(hidden_size, mla, indexer) if is_full else None
+        self.indexer = None
+        if (indexer := mla.indexer) and (indexer.types is None or indexer.types[index] == "full"):
+            self.indexer = KeyIndexer(hidden_size, mla, indexer, config.family == "glm5")
 
     def forward(
         self,
@@ -103,7 +113,7 @@ class LatentAttention(nn.Module):
         )
         latent_TC = self.kv_a_layernorm(latent_TC)
         q_THR, k_T1R = rotate_pairs(q_THR, angles), rotate_pairs(k_TR[:, None], angles)
-        if documents.max_seqlen <= mla.indexer.top_k:
+        if mla.indexer is None or documents.max_seqlen <= mla.indexer.top_k:
             out_THV = self._attend_densely(q_THN, q_THR, latent_TC, k_T1R, documents)
             return self.o_proj(out_THV.flatten(1)), None
         if self.indexer is not None:

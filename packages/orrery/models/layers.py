@@ -27,7 +27,7 @@ from orrery.kernels.fp8.products import Parts, fp8_grouped_matmul, fp8_linear
 from orrery.kernels.fp8.quantize import BLOCK, RowGroups
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear
-from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE
+from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScaling, YarnRopeScaling
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
@@ -83,7 +83,7 @@ def rotary_angles(
     rotary_dim: int,
     theta: float,
     dtype: torch.dtype,
-    scaling: Llama3RopeScaling | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, R] of RoFormer's angles, position · theta^(−2i/R).
 
@@ -91,12 +91,34 @@ def rotary_angles(
     positions apart.
     """
     index = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=positions_T.device)
-    frequency = 1.0 / theta ** (index.float() / rotary_dim)
-    if scaling is not None:
+    frequency, size = 1.0 / theta ** (index.float() / rotary_dim), 1.0
+    if isinstance(scaling, Llama3RopeScaling):
         frequency = _scale_frequencies(frequency, scaling)
+    elif scaling is not None:
+        frequency = _interpolate(frequency, theta, scaling)
+        size = yarn_scale(scaling, scaling.angle_scale) / yarn_scale(scaling, scaling.score_scale)
     angle_TR = positions_T.float()[:, None] * frequency
     angle_TR = torch.cat((angle_TR, angle_TR), dim=-1)[:, None]
-    return angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
+    return (angle_TR.cos() * size).to(dtype), (angle_TR.sin() * size).to(dtype)
+
+
+def yarn_scale(scaling: YarnRopeScaling, scale: float) -> float:
+    return 0.1 * scale * math.log(scaling.factor) + 1.0
+
+
+def _interpolate(frequency: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
+    """Divide low frequencies by `factor`, and interpolate over indices, not over turns."""
+    half = frequency.shape[0]
+
+    def index(turns: float) -> float:
+        wavelengths = scaling.original_max_positions / (turns * 2 * math.pi)
+        return half * math.log(wavelengths) / math.log(theta)
+
+    low = max(math.floor(index(scaling.fast_turns)), 0)
+    high = min(math.ceil(index(scaling.slow_turns)), 2 * half - 1)
+    at = torch.arange(half, dtype=torch.float32, device=frequency.device)
+    divided = ((at - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return frequency * (1 - divided) + frequency / scaling.factor * divided
 
 
 def _scale_frequencies(frequency: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -158,6 +180,7 @@ class Router(nn.Module):
     - Scores are probabilities times `scale`, first normalised to sum to one if `normalize_top_k`.
     - "softmax" is over all experts. "sigmoid" is per expert, with `expert_bias` in the choice alone
       (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equation 16).
+    - `groups` (G, g) leaves the choice to the best g of G groups of experts (DeepSeek-V3).
     - `expert_bias` [E] is a float32 buffer without gradient. bfloat16 would change choices.
     """
 
@@ -171,8 +194,10 @@ class Router(nn.Module):
         normalize_top_k: bool,
         kind: Literal["softmax", "sigmoid"] = "softmax",
         scale: float = 1.0,
+        groups: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        self.groups = groups
         self.weight = nn.Parameter(Tensor(num_experts, hidden_size))
         bias = torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None
         self.register_buffer("expert_bias", bias)
@@ -195,6 +220,8 @@ class Router(nn.Module):
         else:
             probability_TE, epsilon = logit_TE.sigmoid(), 1e-20
             choice_TE = probability_TE.detach() + self.expert_bias
+        if self.groups is not None:
+            choice_TE = _keep_groups(choice_TE, *self.groups)
         expert_TK, num_differing = choice_TE.topk(self.num_experts_per_token, dim=-1).indices, None
         if replayed_TK is not None:
             num_experts = probability_TE.shape[1]
@@ -203,6 +230,15 @@ class Router(nn.Module):
         if self.normalize_top_k:
             score_TK = score_TK / (score_TK.sum(dim=-1, keepdim=True) + epsilon)
         return score_TK if self.scale == 1.0 else score_TK * self.scale, expert_TK, num_differing
+
+
+def _keep_groups(choice_TE: Tensor, num_groups: int, num_kept: int) -> Tensor:
+    """Exclude experts outside the `num_kept` groups with the greatest sums of two best choices."""
+    choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
+    best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1)
+    kept_TG = best_TG.topk(num_kept, dim=-1).indices
+    is_left_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
+    return choice_TGE.masked_fill(is_left_out_TG[..., None], -torch.inf).flatten(1)
 
 
 def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -267,10 +303,16 @@ class LocalExchange(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Routed experts plus shared experts, fused into one feed-forward."""
 
-    def __init__(self, hidden_size: int, moe: MoE, fp8: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoE,
+        fp8: Sequence[str] = (),
+        groups: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         sizes = (hidden_size, moe.num_experts, moe.num_experts_per_token)
-        self.gate = Router(*sizes, moe.normalize_top_k, moe.score, moe.routed_scale)
+        self.gate = Router(*sizes, moe.normalize_top_k, moe.score, moe.routed_scale, groups)
         width = moe.expert_intermediate_size
         self.experts = Experts(moe.num_experts, hidden_size, width, "experts" in fp8)
         self.exchange: nn.Module = LocalExchange()

@@ -14,7 +14,7 @@ from typing import Any
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.schema import Model
-from orrery.models.families import LLAMA3_FIELDS, hf_config
+from orrery.models.families import LLAMA3_FIELDS, YARN_FIELDS, hf_config
 from orrery.models.hf_folder import CONFIG_FILE
 
 # Fields of `config.json` by the manifest's model fields. A family fixes the other fields.
@@ -53,6 +53,8 @@ NOT_COMPARED = re.compile(
     r"|num_nextn_predict_layers|output_(attentions|hidden_states|router_logits)|.*_token_id"
     r"|.*(dropout|pdrop)|.*aux_loss_coef|pretraining_tp"
 )
+YARN_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2")
+SAME_CONFIG = {"kimi_k2": "deepseek_v3"}  # types that transformers lacks
 _POSITIONS = ("model_type", "max_position_embeddings", "n_positions")
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 COMPARED_SEPARATELY = _POSITIONS + _ROTATION
@@ -110,6 +112,9 @@ def _check_rotation(model: Model, ours: dict[str, Any], theirs: dict[str, Any], 
     elif model.family == "llama" and is_llama3:
         fields = {ours: scaling[theirs] for theirs, ours in LLAMA3_FIELDS.items()}
         remedy = f"Write model.rope_scaling: {_json({'kind': 'llama3', **fields})}"
+    elif model.family in YARN_FAMILIES and scaling.keys() == {"rope_type", *YARN_FIELDS}:
+        fields = {ours: scaling[theirs] for theirs, ours in YARN_FIELDS.items()}
+        remedy = f"Write model.rope_scaling: {_json({'kind': 'yarn', **fields})}"
     else:
         remedy = (
             f"Family {_json(model.family)} does not compute that: choose 'hugging_face', "
@@ -159,8 +164,9 @@ def parse_config(content: dict[str, Any], source: str) -> Any:
             "which knows the config. Install it"
         ) from error
     try:
-        # a copy, because it modifies its arguments
-        config = AutoConfig.for_model(**copy.deepcopy(content))
+        content = copy.deepcopy(content)  # transformers modifies its arguments
+        kind = content.pop("model_type", None)
+        config = AutoConfig.for_model(SAME_CONFIG.get(kind, kind), **content)
         num_heads = getattr(config, "num_attention_heads", None)
         if getattr(config, "head_dim", None) is None and num_heads:
             config.head_dim = config.hidden_size // num_heads  # some classes lack it

@@ -162,7 +162,7 @@ def _latent_results(model: Model, c: int) -> tuple[int, int]:
     both = c * (2 * mla.q_lora_rank + 2 * latent + heads * model.head_dim)
     width = max(model.head_dim, mla.value_head_dim)
     dense = c * heads * (3 * width + mla.nope_head_dim + mla.value_head_dim)
-    sparse = c * heads * latent + 4 * mla.indexer.top_k
+    sparse = c * heads * latent + 4 * mla.indexer.top_k if mla.indexer is not None else 0
     output = c * heads * max(mla.value_head_dim, mla.kv_lora_rank) + 4 * heads
     return output, both + max(dense, sparse)
 

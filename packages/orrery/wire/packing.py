@@ -30,7 +30,7 @@ def pack_for(manifest: Manifest, lengths: np.ndarray) -> Plan:
         limit,
         quadratic_cost(model),
         is_padded(model),
-        attention_cost(model, lengths) if model.mla else None,
+        attention_cost(model, lengths) if model.mla and model.mla.indexer else None,
     )
 
 
@@ -194,6 +194,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
+    assert indexer is not None  # others cost a square
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
     most = np.minimum(n, indexer.top_k)

@@ -21,6 +21,8 @@ from orrery.manifest.schema.model import (
     Probability,
     RandomInit,
     Record,
+    RopeScaling,
+    YarnRopeScaling,
 )
 from orrery.manifest.schema.orchestrator import (
     AdaptiveAdmission,

@@ -15,7 +15,7 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, MLA, Model
+from orrery.manifest.schema.model import EXPERT_GROUPS, FP8_BLOCK, MAX_COUNT, MLA, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
@@ -44,22 +44,26 @@ _QWEN3_MOE = {  # the values of model.moe that the family supports
     "moe.score": ("softmax",),
     "moe.routed_scale": (1.0,),
 }
+_LATENT = {
+    "rotary_fraction": (1.0,),
+    "attention_bias": (False,),
+    "qk_norm": (False,),
+    "moe.score": ("sigmoid",),
+}
 ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family and field
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3 | _QWEN3_MOE,
     "llama": {"rotary_fraction": (1.0,), "attention_bias": (False,), "qk_norm": (False,)},
     "glm4_moe": {"rope_scaling": (None,)},
-    "glm5": {
-        "rotary_fraction": (1.0,),
-        "rope_scaling": (None,),
-        "attention_bias": (False,),
-        "qk_norm": (False,),
-        "moe.score": ("sigmoid",),
-    },
+    "glm5": {"rope_scaling": (None,), **_LATENT},
+    "deepseek_v3": {"mla.indexer": (None,), **_LATENT},
+    "deepseek_v32": _LATENT,
+    "kimi_k2": {"mla.indexer": (None,), **_LATENT},
 }
+_LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
 PARTS = {  # families by the part of the model that they have
-    "moe": ("qwen3_moe", "glm4_moe", "glm5"),
-    "mla": ("glm5",),
+    "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
+    "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
 }
 
@@ -136,6 +140,13 @@ def _model_misfits(model: Model) -> Iterator[str]:
                 f"model.{field} {value!r}: family {model.family!r} has "
                 f"{' or '.join(map(repr, only))} only; set it to that, or choose another family"
             )
+    if (scaling := model.rope_scaling) is not None and model.family != "hugging_face":
+        kind = "llama3" if model.family == "llama" else "yarn"
+        if scaling.kind != kind:
+            yield (
+                f"model.rope_scaling.kind {scaling.kind!r}: family {model.family!r} scales by "
+                f"{kind!r} only; set rope_scaling to that or to null"
+            )
     if mla is not None:
         yield from _latent_misfits(model, mla)
 
@@ -146,7 +157,32 @@ def _latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
             f"model.num_kv_heads {model.num_kv_heads}: latent attention has a key for each of "
             f"num_heads {model.num_heads}; set it to that"
         )
-    indexer = mla.indexer
+    moe, indexer = model.moe, mla.indexer
+    num_groups, num_kept = EXPERT_GROUPS.get(model.family, (1, 1))
+    if moe and num_groups > 1 and (moe.num_experts % num_groups or moe.num_experts == num_groups):
+        yield (
+            f"model.moe.num_experts {moe.num_experts}: family {model.family!r} divides experts "
+            f"into {num_groups} groups of at least two; set it to {2 * num_groups} or another "
+            "multiple"
+        )
+    elif moe and moe.num_experts_per_token > moe.num_experts // num_groups * num_kept:
+        yield (
+            f"model.moe.num_experts_per_token {moe.num_experts_per_token}: a token uses "
+            f"{num_kept} of {num_groups} groups of experts; set it to at most "
+            f"{moe.num_experts // num_groups * num_kept}"
+        )
+    if indexer is None:
+        if model.family in ("glm5", "deepseek_v32"):
+            yield (
+                f"model.mla.indexer null: family {model.family!r} chooses keys with it; write it, "
+                "or choose family 'deepseek_v3'"
+            )
+        return
+    if model.family == "deepseek_v32" and indexer.types is not None:
+        yield (
+            "model.mla.indexer.types is set: each layer of family 'deepseek_v32' has an indexer; "
+            "set it to null"
+        )
     if mla.rope_head_dim > indexer.head_dim:
         yield (
             f"model.mla.indexer.head_dim {indexer.head_dim} is less than mla.rope_head_dim "

@@ -133,7 +133,8 @@ def _block_bytes(model: Model, inference: Inference) -> int:
     if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent vector, its rotary part and the indexer's key
-        numbers = mla.kv_lora_rank + mla.rope_head_dim + mla.indexer.head_dim
+        numbers = mla.kv_lora_rank + mla.rope_head_dim
+        numbers += mla.indexer.head_dim if mla.indexer is not None else 0
     element_bytes = {"float32": 4, "bfloat16": 2}[inference.dtype]
     return inference.kv_block_tokens * model.num_layers * numbers * element_bytes
 

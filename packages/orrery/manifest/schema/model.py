@@ -11,6 +11,8 @@ MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
 MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
 MAX_SIZE = 2**24
+# groups of experts, and those that a token may use
+EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
 FP8_BLOCK = 128  # FP8 weights have one scale for each block of 128 × 128
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
@@ -101,6 +103,26 @@ class Llama3RopeScaling(Record):
     original_max_positions: PositiveInt
 
 
+class YarnRopeScaling(Record):
+    """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): interpolated low frequencies.
+
+    Frequencies of more than `fast_turns` in the original context stay, those of less than
+    `slow_turns` are divided by `factor`. Attention's scores grow with the square of
+    0.1 · `score_scale` · log(factor) + 1. `angle_scale` divides that out of rotated parts.
+    """
+
+    kind: Literal["yarn"]
+    factor: Annotated[float, Field(ge=1.0)]
+    fast_turns: PositiveFloat
+    slow_turns: PositiveFloat
+    angle_scale: PositiveFloat
+    score_scale: PositiveFloat
+    original_max_positions: PositiveInt
+
+
+RopeScaling = Annotated[Llama3RopeScaling | YarnRopeScaling, Field(discriminator="kind")]
+
+
 class Indexer(Record):
     """DeepSeek sparse attention: a query attends to the `top_k` tokens with the best scores.
 
@@ -115,30 +137,47 @@ class Indexer(Record):
 
 
 class MLA(Record):
-    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head."""
+    """Multi-head latent attention. Rotary embeddings apply to `rope_head_dim` of each head.
+
+    Without an indexer a query attends to all tokens before it.
+    """
 
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
     nope_head_dim: PositiveInt
     rope_head_dim: PositiveInt
     value_head_dim: PositiveInt
-    indexer: Indexer
+    indexer: Indexer | None
 
 
 Fp8Part = Literal["attention", "feed_forward", "experts"]
+
+
+Family = Literal[
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "glm4_moe",
+    "glm5",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "hugging_face",
+]
 
 
 class Model(Record):
     """The architecture.
 
     - `head_dim` is the width of queries and keys. Rotary embeddings apply to a `rotary_fraction`.
-    - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5.
+    - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5. `kimi_k2` is
+      DeepSeek-V3's network without groups of experts.
     - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.
     - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
       are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """
 
-    family: Literal["qwen3", "qwen3_moe", "llama", "glm4_moe", "glm5", "hugging_face"]
+    family: Family
     init: Annotated[RandomInit | PretrainedInit, Field(discriminator="kind")]
     tokenizer: Annotated[CharacterTokenizer | PretrainedTokenizer, Field(discriminator="kind")]
     vocab_size: Size
@@ -151,7 +190,7 @@ class Model(Record):
     max_positions: Size
     rope_theta: PositiveFloat
     rotary_fraction: Annotated[float, Field(gt=0.0, le=1.0)]
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: RopeScaling | None
     rms_norm_eps: PositiveFloat
     attention_bias: bool
     qk_norm: bool
