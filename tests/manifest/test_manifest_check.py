@@ -384,8 +384,8 @@ SENTENCES = [
     ),
     (
         broken(("model", "family"), "glm4"),
-        "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5' or "
-        "'hugging_face'",
+        "model.family = \"glm4\": should be 'qwen3', 'qwen3_moe', 'llama', 'glm4_moe', 'glm5', "
+        "'deepseek_v3', 'deepseek_v32', 'kimi_k2' or 'hugging_face'",
     ),
     (broken(("model", "family"), "glm5"), "model.family 'glm5' and moe null do not go together"),
     (

@@ -1,5 +1,6 @@
 """Latent and sparse attention against transformers, gradient by gradient, and recomputed."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,13 +8,26 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from orrery.kernels.attention import Documents
-from orrery.models import build, weights
+from orrery.manifest.errors import OrreryError
+from orrery.models import axis, build, weights
 from orrery.models.causal_lm import TransformerBlock
 from orrery.models.layers import rotary_angles
+from orrery.models.pretrained import check_config
 from orrery.trainer.parallel.blocks import recomputation_contexts
 
 LENGTHS = [9, 30, 1, 14]
+YARN = {
+    "kind": "yarn",
+    "factor": 4.0,
+    "fast_turns": 4.0,
+    "slow_turns": 1.0,
+    "angle_scale": 1.0,
+    "score_scale": 1.0,
+    "original_max_positions": 16,
+}
 CASES = {
+    "deepseek v3": {"family": "deepseek_v3", "num_experts": 16, "rope_scaling": YARN},
+    "deepseek v3.2": {"family": "deepseek_v32", "num_experts": 16, "rope_scaling": YARN},
     "sparse": {"num_layers": 3},
     "shared choices": {
         "num_layers": 4,
@@ -30,7 +44,7 @@ def close(found, wanted):
 
 
 def drawn(make_model, fields):
-    model = make_model("glm5", **fields)
+    model = make_model(**{"family": "glm5", **fields})
     module = build(model)
     weights.initialize(module, model)
     return model, module
@@ -57,6 +71,7 @@ def test_logits_and_all_gradients_of_a_pack_are_those_of_transformers(
     for name, parameter in module.named_parameters():
         hf = "lm_head.weight" if name == "lm_head.weight" else f"model.{name}"
         if ".indexer." in name:
+            assert not parameter.requires_grad
             assert parameter.grad is None and expected[hf].grad is None
         else:
             assert close(parameter.grad, expected[hf].grad), name
@@ -107,6 +122,27 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.calls.append(function)
         return function(*args, **(kwargs or {}))
+
+
+def test_kimi_k2_is_read_as_published(make_model, tmp_path):
+    model = make_model("kimi_k2", rope_scaling=YARN)
+    module = build(model)
+    weights.initialize(module, model)
+    weights.save(module, model, tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config["model_type"] == "kimi_k2" and config["topk_method"] == "noaux_tc"
+    published = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    published["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    del config["rope_scaling"]["rope_type"], config["head_dim"], config["qk_head_dim"]
+    file.write_text(json.dumps(config | published))
+    check_config(model, tmp_path)
+    init = {"kind": "random", "seed": 3, "std": 0.2}
+    own, reason = axis.model_of(tmp_path, init, model.tokenizer.model_dump())
+    assert own == model and reason is None
+    file.write_text(json.dumps(config | {"n_group": 8}))
+    with pytest.raises(OrreryError, match="says n_group 8, and this family computes with 1 only"):
+        check_config(model, tmp_path)
 
 
 @pytest.mark.parametrize("top_k", [8, 64])
