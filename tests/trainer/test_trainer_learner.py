@@ -10,6 +10,7 @@ import torch
 from optim_cases import MUON
 from safetensors.torch import load_file
 from trainer_cases import (
+    GLM5,
     HOSTED,
     MEMORY,
     MOE,
@@ -184,6 +185,11 @@ ON_TWO_RANKS = {
     "mixture": {
         "manifest": {"mesh": SHARDS, "model": {"family": "qwen3_moe", "moe": MOE}},
         "steps": [1, 2, 3],
+        "batch": {},
+    },
+    "sparse_attention": {
+        "manifest": {"mesh": {**SHARDS, "ep": 2}, "model": GLM5, "trainer": {"memory": RECOMPUTE}},
+        "steps": [1, 2],
         "batch": {},
     },
     "recomputed": {
