@@ -405,6 +405,10 @@ SENTENCES = [
         "model.qk_norm True: family 'glm5' has False only; set it to that, or choose another",
     ),
     (
+        broken(("trainer", "lora"), ADAPTERS, SPARSE_ATTENTION),
+        "trainer.lora.targets ['attention']: family 'glm5' with these layers has none; choose from",
+    ),
+    (
         broken(("model", "num_kv_heads"), 1, SPARSE_ATTENTION),
         "model.num_kv_heads 1: latent attention has a key for each of num_heads 4; set it to that",
     ),

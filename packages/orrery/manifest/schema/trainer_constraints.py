@@ -96,7 +96,7 @@ def block_parts(model: Model) -> list[str]:
     """Return the parts of a block that `trainer.lora.targets` and `model.fp8` may name."""
     moe = model.moe
     parts = {
-        "attention": True,
+        "attention": model.mla is None,  # latent attention multiplies by parts of a weight
         "feed_forward": moe is None or moe.num_dense_layers > 0 or moe.num_shared_experts > 0,
         "experts": moe is not None and moe.num_dense_layers < model.num_layers,
     }
