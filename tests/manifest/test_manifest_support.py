@@ -8,7 +8,7 @@ import pytest
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace, load
-from orrery.manifest.plan import FAMILIES, check_supported, notes, plan
+from orrery.manifest.plan import check_supported, notes, plan
 from orrery.manifest.schema import Manifest
 
 WORKSPACE = find_workspace()
@@ -117,9 +117,9 @@ def test_what_is_not_built_can_be_planned_and_is_one_sentence_when_it_starts(man
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (WORKSPACE.root / "manifests").glob("*.json"))
 )
-def test_every_checked_in_run_of_a_built_network_is_built(name):
+def test_every_checked_in_run_is_built_except_sparse_attention_on_several_ranks(name):
     manifest = load(WORKSPACE.manifest_path(name))
-    if manifest.model.family in FAMILIES:
+    if manifest.model.mla is None or manifest.trainer.mesh.cp == 1:
         check_supported(manifest)
     else:
         with pytest.raises(OrreryError):

@@ -145,7 +145,9 @@ def glm5_config(config: Model) -> dict[str, Any]:
 def _indexer_config(indexer: Indexer | None, num_layers: int) -> dict[str, Any]:
     if indexer is None:
         return {}
+    pattern = "".join(kind[0].upper() for kind in indexer.types or ())
     return {
+        **({"index_topk_pattern": pattern} if pattern else {}),  # read by vLLM
         "indexer_rope_interleave": True,
         "index_n_heads": indexer.num_heads,
         "index_head_dim": indexer.head_dim,
