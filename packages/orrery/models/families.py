@@ -292,12 +292,12 @@ def _check_shared_experts(model: Model) -> None:
     assert moe is not None
     if moe.score != "sigmoid":
         raise OrreryError(
-            f"model.moe.score {moe.score!r}: {model.family} scores by sigmoids only. "
+            f"model.moe.score {moe.score!r}: family {model.family!r} scores by sigmoids only. "
             "Set model.moe.score to 'sigmoid'"
         )
     if not moe.num_shared_experts:
         raise OrreryError(
-            f"model.moe.num_shared_experts 0: engines read {model.family} with a shared "
+            f"model.moe.num_shared_experts 0: engines read {model.family!r} with a shared "
             "expert only. Set it to 1 or more"
         )
 
