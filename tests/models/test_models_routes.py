@@ -49,7 +49,7 @@ def learned(module, pack, routes=None):
     logprob.mean().backward()
     return (
         logprob.detach(),
-        {name: one.grad.clone() for name, one in module.named_parameters()},
+        {n: one.grad.clone() for n, one in module.named_parameters() if one.requires_grad},
         module.num_routes_differ,
     )
 
