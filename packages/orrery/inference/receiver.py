@@ -83,7 +83,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """A round's slices in FP8, and its copies: from decoded values, and from other slices."""
+    """One round's slices in FP8, its copies from decoded values, and its other copies."""
 
     scales: list[Slice]
     values: list[Slice]

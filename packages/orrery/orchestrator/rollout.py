@@ -233,7 +233,7 @@ async def run_episode(
             break
         turn_tokens = _guard("task", lambda reply=reply: renderer.next_turn(reply))
         if tokens.length + len(turn_tokens) >= max_model_len_tokens:
-            truncated = True  # drop the reply, because no answer to it fits
+            truncated = True  # no answer fits after this reply, so drop it
             break
         messages.extend(reply)
         tokens.append(turn_tokens)

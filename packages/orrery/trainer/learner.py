@@ -65,7 +65,9 @@ class Learner:
         self.weights = {name: weight for name, weight in parameters if weight.requires_grad}
         self.step = 0
         self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
-        self.guard: MismatchGuard | None = None  # set only for batches from engines
+        self.guard: MismatchGuard | None = (
+            None  # compares log-probs, for batches from engines alone
+        )
         self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
         # Gradients in backward order: those at cp exchanges, then that of the embedding's output.
         self._max_gradients: list[torch.Tensor] = []

@@ -82,7 +82,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     again = max(0, every - kept)
     if "attention" not in trainer.kept or not is_graph:
         return ActivationBytes(kept, again + max(attention, feed_forward))
-    # The feed-forward's backward pass runs before attention's inputs are recomputed.
+    # Attention's inputs are recomputed after the feed-forward's backward pass.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
 
@@ -216,7 +216,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters that one rank gathers, which excludes other ep ranks' experts."""
+        """Return the parameters that one rank gathers, without other ep ranks' experts."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 

@@ -84,7 +84,7 @@ def _whole(columns: Columns, step: int) -> MicroBatch:
             f"batch {step}: the first token of a sample is marked trained, "
             f"but it cannot be, because no earlier token predicts it"
         )
-    if not len(scored):  # the LM head's collectives need one token
+    if not len(scored):  # without a token the rank would miss the LM head's collectives
         scored = np.array([min(1, columns.num_tokens - 1)])
     sample_of = np.repeat(np.arange(columns.num_samples), columns.lengths)
     ones = np.ones(columns.num_samples, dtype=np.float32)

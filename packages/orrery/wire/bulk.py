@@ -27,11 +27,11 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current micro-batch and the next
-MAX_UNKNOWN = 64  # a further connection closes the oldest
+MAX_UNKNOWN = 64  # one more connection closes the oldest connection
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
-_UNSHARED = 2  # references to a free buffer: the list's, and getrefcount's argument
+_UNSHARED = 2  # number of references to a free buffer: the list's and getrefcount's
 
 log = logging.getLogger(__name__)
 

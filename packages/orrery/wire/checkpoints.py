@@ -37,7 +37,7 @@ from orrery.wire import nfs
 MARKER = COMPLETE
 FILES = "files.json"
 LATER = "later"  # orchestrator state of a preemption after this checkpoint
-PUBLISHED = "published.json"  # {version: digest} of all published versions, by the trainer
+PUBLISHED = "published.json"  # {version: digest} of all versions that the trainer published
 CHUNK_BYTES = 32 << 20
 DISCARDED = ".discarded"  # prefix of folders being removed
 

@@ -113,7 +113,7 @@ def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
 
 
 def prune_batches(run_dir: Path, step: int, keep: int) -> None:
-    """Remove batches older than the `keep` steps that end with `step`."""
+    """Keep the batches of the last `keep` steps up to `step`, and remove older batches."""
     for old in batch_steps(run_dir):
         if old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)

@@ -118,7 +118,7 @@ class Columns:
 
 MicroBatch = Columns | Sequence[Columns]
 
-COALESCE_BYTES = 64 * 1024  # segments below this size are copied into one chunk
+COALESCE_BYTES = 64 * 1024  # smaller segments are joined into one chunk
 _KINDS = ("b1", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, _KINDS)}
 

@@ -98,7 +98,7 @@ def slice_share(
     is_run = (
         tensor.is_contiguous() and shape[1:] == full_shape[1:]
     )  # consecutive in the full tensor too
-    if not is_run and tensor.numel() > most:  # flattening would copy all of it
+    if not is_run and tensor.numel() > most:  # flattening would copy the whole slice
         dim = max(range(tensor.dim()), key=lambda d: shape[d])
         half = shape[dim] // 2
         after = tuple(start + half * (d == dim) for d, start in enumerate(starts))

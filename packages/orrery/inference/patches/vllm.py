@@ -174,7 +174,7 @@ def _nothing() -> None: ...
 
 
 def route_in_float32() -> None:
-    """Give float32 logits to routers without their own dtype, from the same product."""
+    """Make routers without their own dtype return float32 logits."""
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     init = GateLinear.__init__

@@ -22,7 +22,7 @@ from orrery.inference.patches.registry import KEPT
 
 CHANGES = "routes that came and went"  # request ids contain no blanks
 
-_known: set[str] = set()  # in the scheduler: blocks with routes in the worker's memory
+_known: set[str] = set()  # the scheduler's set of blocks with routes in the worker's memory
 
 
 def routes_on_cpu() -> None:

@@ -21,11 +21,11 @@ from orrery.kernels.attention.layout import (
     lse_dtype,
 )
 
-_BLOCK_QUERIES = 512  # scores of `Plain` are [H, 512, keys]
+_BLOCK_QUERIES = 512  # per block of `Plain`: scores are [H, 512, keys]
 # Shortest over longest document of a grid: padding stays below a third.
 _SHORTEST_SHARE = 0.75
 _MAX_LENGTH = 1024  # of `Batched`: scores are quadratic in the length
-_MAX_SCORES = 1 << 26  # at a time: three tensors of 256 MiB in float32
+_MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"

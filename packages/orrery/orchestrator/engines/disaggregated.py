@@ -150,7 +150,7 @@ class DisaggregatedEngines:
             empty = prefilled.token_ids[:0], prefilled.logprobs[:0], prefilled.versions[:0]
             return Generation(request_id, *empty, "abort", prefilled.cached_tokens)
         left_s = end - asyncio.get_running_loop().time()
-        if left_s <= 0:  # aiohttp takes 0 for no limit
+        if left_s <= 0:  # a timeout of 0 would mean no limit in aiohttp
             self._give_back(producer, consumer, prefilling, token_ids, request_id, salt)
             raise GenerationFailed(
                 f"request {request_id!r}: {producer.client.name} used all {timeout_s:g} s for the "

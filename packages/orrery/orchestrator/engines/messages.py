@@ -224,7 +224,7 @@ def parse_metrics(page: str) -> EngineMetrics:
             num_caches += METRICS[name] == "kv_usage"
         elif name == "vllm:num_requests_waiting_by_reason" and 'reason="deferred"' in line:
             values["loading"] += float(line.rpartition(" ")[2])
-        elif name == "vllm:cache_config_info":  # the labels of this series are the numbers
+        elif name == "vllm:cache_config_info":  # this series has its numbers in labels
             sizes = {key: int(size) for key, size in _CACHE_SIZES.findall(line)}
             values["kv_tokens"] += sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
     usage = values.pop("kv_usage") / max(1, num_caches)

@@ -57,7 +57,7 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, pattern of the kernel's name, pattern of an open host range). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # before "optimizer": its kernels have the same names
+    ("sharding copies", None, r"FSDP::"),  # precedes "optimizer", whose kernels share these names
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),
@@ -163,7 +163,7 @@ def timed_steps(
 ) -> list[dict[str, Any]]:
     """Return times, document lengths and metrics of steps that run back to back.
 
-    A time lies between two returns to the host. The device may still compute.
+    A step's time ends when the host continues. The device may still compute then.
     """
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]

@@ -335,7 +335,7 @@ class StateOffload:
             self._inward = torch.cuda.Stream(self._device)
             self._outward = torch.cuda.Stream(self._device)
             self._arrived = [torch.cuda.Event() for _ in buckets]
-            # waiting for an unrecorded event returns at once
+            # a wait for an unrecorded event returns at once
             self._returned = [torch.cuda.Event() for _ in buckets]
 
     def prefetch(self) -> None:

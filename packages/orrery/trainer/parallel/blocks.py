@@ -126,7 +126,7 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
         if kept or is_one_graph(trainer, model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
-    # Eager code that may contain graphs or FSDP hooks.
+    # The checkpointed code is eager, with graphs or FSDP hooks inside.
     if kept or trainer.mesh.ep > 1:
         return {"context_fn": partial(recomputation_contexts, kept, _called_by_graphs(trainer))}
     return {}

@@ -68,7 +68,7 @@ class World:
         return [int(one) for one in every]
 
     def barrier(self) -> None:
-        if self.mesh is not None:  # backends' own barriers guess the device
+        if self.mesh is not None:  # a backend's barrier would have to guess the device
             self.sum(torch.zeros(1, device=self.device))
 
     @property

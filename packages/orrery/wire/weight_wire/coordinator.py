@@ -32,13 +32,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # only in a direct wire's folder
+ADDRESS = "wire.json"  # this file exists only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
 MEET_S = 120.0  # longest wait for the other ranks of a role
 FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
 ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
 DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
-LOOK_S = 0.5  # a longer wait checks whether its transfer is over
+LOOK_S = 0.5  # period at which a wait checks whether its transfer is over
 POLL_S = 0.02
 MAC_BYTES = 32
 

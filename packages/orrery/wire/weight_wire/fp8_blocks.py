@@ -46,7 +46,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return bfloat16 numbers [N, K] of values [N, K] and scales [N/128, K/128]."""
-    # Rounded up, 448 · LEAST_SCALE would exceed the least greatest number.
+    # If rounded up, 448 · LEAST_SCALE would exceed the clamp of 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):

@@ -288,7 +288,9 @@ class HeldTensor:
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 
 
-Copy = tuple[Tensor, int, torch.dtype]  # source view, byte offset and dtype in the bucket
+Copy = tuple[
+    Tensor, int, torch.dtype
+]  # (view of the source, byte offset in the bucket, sent dtype)
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
@@ -374,7 +376,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` has the boxes of lower ranks, not counted again."""
+        """`held_before` has the boxes of lower ranks. This rank does not count them again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0
