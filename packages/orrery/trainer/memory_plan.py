@@ -332,6 +332,26 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
     return in_block * in_blocks + outside * (every - in_blocks)
 
 
+def num_fp8_weights(model: Model) -> int:
+    """Return the number of weights in the layers of `model.fp8`."""
+    hidden, moe, total = model.hidden_size, model.moe, 0
+    heads = model.num_heads + model.num_kv_heads
+    for layer in range(model.num_layers):
+        dense = experts = 0
+        if moe is not None and is_sparse(model, layer):
+            dense = moe.num_shared_experts * moe.expert_intermediate_size
+            experts = moe.num_experts * moe.expert_intermediate_size
+        else:
+            dense = model.intermediate_size
+        sizes = {
+            "attention": 2 * hidden * heads * model.head_dim,
+            "feed_forward": 3 * hidden * dense,
+            "experts": 3 * hidden * experts,
+        }
+        total += sum(sizes[part] for part in model.fp8 or ())
+    return total
+
+
 class _StepPlan:
     def __init__(
         self,
@@ -353,6 +373,7 @@ class _StepPlan:
         self.copies = 0
         if fsdp.has_copies(trainer):
             self.copies = self.c * sum(unit.trained for unit in counted.units)
+            self.copies += 2 * num_fp8_weights(model)  # values, and those of the transpose
         self.tokens = -(-load.tokens // mesh.cp)
         self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
 
