@@ -45,7 +45,7 @@ def manifest(base: str, kills: int, wire: str) -> Manifest:
     content = json.loads((ROOT / "manifests" / f"{base}.json").read_text())
     if content["inference"]["num_replicas"] < 2:
         raise SystemExit(
-            f"--manifest {base}: it has one engine, and nobody would go on meanwhile; choose one "
+            f"--manifest {base}: it has one engine, so no engine would serve meanwhile; choose one "
             "with two or more"
         )
     content["name"] = NAME

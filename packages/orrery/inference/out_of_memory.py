@@ -81,7 +81,7 @@ def _device(cause: str, manifest: Manifest, weights: Path) -> str:
             f"the device ran out of memory: {head}; the weights alone take {_size(held)}; "
             f"inference.tensor_parallel: {twice} instead of {inference.tensor_parallel} halves them"
         )
-    # If the cache fits already, lower it by the bytes that were missing.
+    # If the cache fits already, lower it by the requested bytes and a reserve.
     return _lower_cache(manifest, min(fits, inference.kv_cache_bytes - asked - reserve // 2), head)
 
 

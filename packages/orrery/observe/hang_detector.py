@@ -2,8 +2,8 @@
 
 `find_stall` looks at the health of all processes of a stage:
 - hung: an event loop has not beaten within its limit.
-- overdue: a wait or activity is GRACE_S past its deadline, after which the role itself should
-  raise.
+- overdue: a wait or activity is GRACE_S past its deadline, and the role itself has not
+  raised an error.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
   `RankStallDetector` finds the rank for which the others of its role wait in a collective.

@@ -115,7 +115,7 @@ class Learner:
     def compare(self, micro_batches: Iterable[Columns]) -> tuple[float | None, int]:
         """Return (largest |log π − log μ|, number of scored tokens) of rollouts. A collective.
 
-        Only samples drawn wholly from the current version count. Without any the first is None.
+        The first covers samples of the current version alone. It is None without any.
         """
         sums = StepSums.zero(self.world.device)
         totals = dict.fromkeys(COMPONENTS, 1)
