@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.errors import OrreryError, OutOfMemory, RunFailed
 from orrery.runtime import preemption, scratch
 from orrery.runtime.role_context import role_process
 from orrery.runtime.scratch import memory_prefix
@@ -51,6 +51,8 @@ def be_a_role() -> None:
                 raise preemption.Preempted(3)
             elif act == "fail":
                 raise RunFailed("the moon is in the way")
+            elif act == "run out of memory":
+                raise OutOfMemory("rank 0 ran out of memory; set trainer.x: 1 in the run file")
             elif act == "fail of engine 0":
                 raise RunFailed("engine 0 is gone (/pause: ConnectionResetError); see its log")
             elif act == "fail and stay":

@@ -74,6 +74,15 @@ def test_a_failing_role_ends_the_stage_with_its_own_sentence(run_dir):
     assert status.read(run_dir).state == "failed" and not (run_dir / "stages/rl/DONE").exists()
 
 
+def test_a_role_that_runs_out_of_memory_asks_for_a_change_of_the_spec(run_dir):
+    code, stderr = end(
+        launch(run_dir, ("inference", ["serve"]), ("trainer", ["run out of memory"]))
+    )
+    run = run_dir.name.rpartition("-")[0]
+    steps = f"in the spec, type `orrery render {run}`, then `make demo`"
+    assert code == 1 and stderr.strip().endswith(steps) and "to start rl again" not in stderr
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_an_error_that_names_another_process_leaves_the_last_word_to_that_one_if_it_fails_too(
     run_dir, fails

@@ -32,7 +32,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from orrery.inference import plugin
 from orrery.inference.kv_connectors import handover, remove_disk
 from orrery.inference.patches.vllm import unlink_host_tiers
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OutOfMemory, RunFailed
 from orrery.runtime import scratch
 from orrery.runtime.health import beating_loop
 from orrery.runtime.role_context import RoleContext
@@ -90,8 +90,10 @@ def serve(
         uvloop.run(_serve(ctx, entry, args, left, death))
     except RuntimeError as error:
         cause = root_cause(error, log, log_begin)
-        text = explain(cause) or f"vLLM did not start ({cause})"
-        raise RunFailed(f"inference {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
+        explained = explain(cause)
+        kind = RunFailed if explained is None else OutOfMemory
+        text = explained or f"vLLM did not start ({cause})"
+        raise kind(f"inference {ctx.index}: {text}. Read logs/{ctx.name}.log") from error
     finally:
         _kill_children()
         left.remove()

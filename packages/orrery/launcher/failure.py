@@ -12,7 +12,7 @@ from orrery.launcher.process import Process
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import SlurmTask, failed_node
 from orrery.launcher.stage import TERMINATED, Outcome, RunningStage
-from orrery.manifest.errors import OrreryError
+from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.runtime.health import FAILED, listed
 from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
@@ -48,7 +48,14 @@ def failure_outcome(stage: RunningStage, refusal: str = "") -> Outcome:
     others = any(one is not first and _can_answer(stage, one) for one in peers)
     if others and (first.poll() or 0) < 0:  # a killed process cannot report an error
         text += f"; {keep_evidence(stage)}"
-    return Outcome("failed", f"{text}; {stage.resume_hint()}", 1)
+    hint = stage.resume_hint()
+    if first.poll() == OutOfMemory.exit_code:
+        run = stage.run_dir.name.rpartition("-")[0]
+        hint = (
+            f"change the fields that it names in the spec, type `orrery render {run}`, then "
+            f"`{stage.job.resume}`"
+        )
+    return Outcome("failed", f"{text}; {hint}", 1)
 
 
 def stall_outcome(stage: RunningStage, text: str) -> Outcome:

@@ -19,6 +19,12 @@ class RunFailed(OrreryError):
     exit_code = 1
 
 
+class OutOfMemory(RunFailed):
+    """A role has too little memory. The message names a field and a value that fits."""
+
+    exit_code = 3  # the launcher then asks for a change of the spec
+
+
 def explain_os_error(error: OSError) -> str:
     """Return `<file>: <reason>`, with a remedy for a full disk."""
     text = error.strerror or f"{type(error).__name__} {error}".strip()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.schema import Manifest, Model, Trainer
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
@@ -41,7 +41,7 @@ class StageProgress:
 
 @contextmanager
 def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
-    """Raise RunFailed with an explanation if the stage runs out of memory.
+    """Raise OutOfMemory with an explanation if the stage runs out of memory.
 
     Rank 0 first logs a warning if the plan predicts it.
     """
@@ -63,7 +63,7 @@ def explain_out_of_memory(ctx: RoleContext) -> Iterator[StageProgress]:
         text = describe_error(error, ctx.index, step, model, trainer, load, ranks_here)
         if world_size > 1:
             _end_soon(ctx, text)
-        raise RunFailed(text) from None
+        raise OutOfMemory(text) from None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -250,7 +250,7 @@ def _end_soon(ctx: RoleContext, text: str) -> None:
     def end() -> None:
         ctx.health.failed(text)
         print(f"error: {text}", file=sys.stderr, flush=True)
-        os._exit(RunFailed.exit_code)
+        os._exit(OutOfMemory.exit_code)
 
     timer = threading.Timer(END_S, end)
     timer.daemon = True
