@@ -192,16 +192,21 @@ class Pipeline:
     - `folders`: run folders by target (a run's name, or the stem of a spec file).
     - `manifests`: manifest by run folder.
     - `broken`: error sentence by spec file that does not render.
+    - `stale`: error sentence by target whose manifest is missing or differs from its spec.
     """
 
     folders: dict[str, list[str]]
     manifests: dict[str, Manifest]
     broken: list[str]
+    stale: dict[str, str]
     workspace: Workspace
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is not a run, a spec file of runs, or a stage's marker."""
+        """Raise OrreryError if a target is stale, or no run, file of runs or stage's marker."""
+        for target in targets:
+            if target in self.stale:
+                raise OrreryError(self.stale[target])
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
@@ -273,22 +278,26 @@ def _near(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
-    """Return all checked-in runs. Raise OrreryError for a missing or stale manifest."""
+    """Return all runs whose manifest is the rendered spec, and a sentence for each other."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}
     manifests: dict[str, Manifest] = {}
+    stale: dict[str, str] = {}
     rendered, broken = _rendered(workspace)
     for run in rendered:
         name, path = run.manifest.name, workspace.manifest_path(run.manifest.name)
         if not path.is_file() or path.read_bytes() != pretty_json(run.manifest).encode():
             state = "differs from its rendered spec" if path.is_file() else "is missing"
-            raise OrreryError(
+            stale[name] = stale[run.file.stem] = (
                 f"{workspace.shown(path)}: {state} ({workspace.shown(run.file)}). "
                 f"Type `orrery render {name}` and review the change"
             )
+            continue
         folder = run_dir(".", run.manifest).name
         targets[name] = [folder]
         groups.setdefault(run.file.stem, []).append(folder)
         manifests[folder] = run.manifest
-    return Pipeline({**groups, **targets}, manifests, broken, workspace, load_site(workspace))
+    stale = {name: said for name, said in stale.items() if name not in targets}
+    site = load_site(workspace)
+    return Pipeline({**groups, **targets}, manifests, broken, stale, workspace, site)
