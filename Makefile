@@ -26,7 +26,7 @@ other-hardware: # makes setup run again
 demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN=$(RUN))
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here
-	@$(if $(filter cuda smollm2_%,$(IS) $(RUN)),$(MAKE) --no-print-directory $(SMOLLM2)/config.json)
+	@if [ "$(filter cuda smollm2_%,$(IS) $(RUN))" ] || grep -qs '"$(SMOLLM2)"' manifests/$(RUN).json; then $(MAKE) --no-print-directory $(SMOLLM2)/config.json; fi
 	@run=$(RUN); $(if $(filter smollm2_demo,$(RUN)),run=$$(orrery render $(RUN) --on-this-machine | tee /dev/stderr | sed -n 's/^start with .* \(.*\)`$$/\1/p'); )\
 	snakemake --profile local $$run; orrery report $$run --summary
 

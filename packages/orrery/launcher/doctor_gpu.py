@@ -85,7 +85,7 @@ def _judge_kinds(devices: Sequence[Sequence[Any]]) -> Finding:
         most = max(kinds.values(), key=len)
         take = ",".join(map(str, most))
         remedy = f"a run takes GPUs of one kind; type `export CUDA_VISIBLE_DEVICES={take}`"
-        return Finding("GPUs", found, remedy, is_required=False)
+        return Finding("GPUs", found, remedy)
     return Finding("GPUs", found)
 
 

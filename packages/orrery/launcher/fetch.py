@@ -21,6 +21,7 @@ from orrery.launcher.hub import HubRepository
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
+from orrery.manifest.render import PRETRAINED
 
 WEIGHTS = "model*.safetensors"
 SETTINGS = (
@@ -49,7 +50,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
     path = f"weights/{source.name}"
     target = workspace.root / path
     name = re.sub(r"\W+", "_", source.name.lower())
-    axis = workspace.root / "jsonnet" / "models" / f"{name}_pretrained.libsonnet"
+    axis = workspace.root / "jsonnet" / "models" / f"{name}{PRETRAINED}"
     _check_axis(axis, source)
     settings, weights = _model_files(source)
     if not hub.is_finished(source, target):

@@ -21,6 +21,7 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
+PRETRAINED = "_pretrained.libsonnet"  # how axes of `orrery fetch model` end
 # The callback returns this instead of raising, as the binding then appends stray bytes to the text.
 _FAILS = b"error 'import'"
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -85,7 +86,12 @@ class Evaluator:
         root = self.workspace.library[0]
         near = nearest(name, [str(path.relative_to(root)) for path in root.rglob("*sonnet")])
         hint = f"; did you mean {near!r}?" if near else ""
-        self._lost = f"import {name!r}: no such file under jsonnet/{hint}"
+        where = "under jsonnet/"
+        if name.endswith(PRETRAINED):
+            hint = "; type `orrery fetch model NAME`, such as Qwen/Qwen3-0.6B, which writes it"
+        elif not name.endswith("sonnet"):
+            hint, where = "", "in the checkout"
+        self._lost = f"import {name!r}: no such file {where}{hint}"
         return name, _FAILS
 
     def _sentence(self, text: str) -> str:
@@ -157,6 +163,11 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     files = run_files(workspace)
     if name not in files:
+        if likely in workspace.run_files:
+            has = ", ".join(_names(workspace, likely))
+            raise OrreryError(
+                f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one"
+            )
         near = nearest(name, list(files))
         hint = f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}"
         raise OrreryError(f"run {name!r}: there is no such run; {hint}")

@@ -77,7 +77,8 @@ def write_tokenizer(model: Model, folder: Path) -> None:
     if not (source / "tokenizer.json").is_file():
         raise OrreryError(
             f"model.tokenizer.path: there is no tokenizer.json in {str(source)!r}. "
-            "Name the folder of the pretrained model"
+            "Type `orrery fetch model NAME`, or for SmolLM2 `make "
+            "weights/SmolLM2-135M-Instruct/config.json`, or name the model's folder"
         )
     files = [source / name for name in FILES if (source / name).is_file()]
     if (found := sha256_of(files)) != (expected := model.tokenizer.sha256):
