@@ -8,6 +8,7 @@ import pytest
 from inference_servers import DENSE, make_run, start_role
 
 from orrery.inference.out_of_memory import explain, weight_bytes
+from orrery.manifest.errors import OutOfMemory
 from orrery.manifest.identity import load
 from orrery.manifest.schema.inference import longest_device_bytes
 
@@ -138,7 +139,7 @@ def test_an_engine_whose_cache_exceeds_this_machine_ends_with_a_value_that_fits(
     log = run_dir / "logs" / "orrery.inference.0.log"
     log.parent.mkdir()
     log.with_name("inference.0.log").symlink_to(log)  # the launcher's name
-    assert start_role("orrery.inference", run_dir, 0).wait(90) == 1
+    assert start_role("orrery.inference", run_dir, 0).wait(90) == OutOfMemory.exit_code
     last = log.read_text().splitlines()[-1]
     assert last.startswith(
         f"error: inference 0: inference.kv_cache_bytes {1 << 44} does not fit: "

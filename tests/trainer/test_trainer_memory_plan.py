@@ -22,7 +22,7 @@ from trainer_cases import MEMORY, manifest
 
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
-from orrery.manifest.errors import RunFailed
+from orrery.manifest.errors import OutOfMemory, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
@@ -777,7 +777,7 @@ def test_a_rank_that_others_hold_up_ends_all_the_same(monkeypatch):
     with pytest.raises(RunFailed) as failed, explain_out_of_memory(ctx):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert ended.wait(60)
-    assert said == [str(failed.value)] and code == [RunFailed.exit_code]
+    assert said == [str(failed.value)] and code == [OutOfMemory.exit_code]
 
 
 FULL_AT_STEP_3 = """
@@ -831,7 +831,7 @@ def test_a_rank_of_a_real_stage_that_runs_out_ends_with_the_sentence_while_other
     ]
     try:
         _, error = ranks[1].communicate(timeout=120)
-        assert ranks[1].returncode == RunFailed.exit_code
+        assert ranks[1].returncode == OutOfMemory.exit_code
         last = error.strip().splitlines()[-1]
         assert last.startswith(
             "error: rank 1 ran out of device memory in step 3: 20.0 MiB were asked for; "
