@@ -4,6 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # cpu or cuda, as `make setup` chose. HARDWARE=... overrides the choice.
 IS = $(shell cat .venv/hardware 2>/dev/null)
+$(if $(filter-out cpu cuda,$(HARDWARE)),$(error HARDWARE=$(HARDWARE): choose cpu or cuda, or leave it out))
 RUN ?= $(if $(filter cuda,$(IS)),smollm2_demo,reverse_text)
 SMOLLM2 := weights/SmolLM2-135M-Instruct
 export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.tools/bin:$(PATH)

@@ -54,6 +54,7 @@ from orrery.kernels.fp8.quantize import (
     group_of_rows,
     quantize,
     quantize_weight,
+    reference_quantize_columns,
 )
 from orrery.manifest.identity import load
 from orrery.manifest.schema import trainer_misfits
@@ -104,20 +105,29 @@ def measure_bytes() -> list[dict[str, Any]]:
         counts = differing(found.value, value), differing(found.scale, scale)
         rows.append(compared(f"bytes of activations, {name}", counts, x, value, scale, False))
         value, scale = per_block_cast_to_fp8(x, [BLOCK, BLOCK], use_ue8m0=False)
-        forward = quantize_weight(x).forward
+        forward, backward = quantize_weight(x)
         counts = differing(forward.value, value), differing(forward.scale, scale)
         rows.append(compared(f"bytes of weights, {name}", counts, x, value, scale, True))
+        counts = differing(backward.value, value.T), differing(backward.scale, scale.T)
+        rows.append(plain_row(f"bytes of transposed weights, {name}", counts))
+        found, wanted = quantize(x, has_rows=False)[1], reference_quantize_columns(x)
+        counts = differing(found.value, wanted.value), differing(found.scale, wanted.scale)
+        rows.append(plain_row(f"bytes of columns and the plain form's, {name}", counts))
     return rows
 
 
 def compared(
     name: str, counts: tuple[int, int], x: Tensor, value: Tensor, scale: Tensor, is_weight: bool
 ) -> dict[str, Any]:
-    row = {"variant": name, "value": sum(counts), "unit": "bytes that differ", "goal": 0}
-    row |= {"of_values": counts[0], "of_scales": counts[1]}
+    row = plain_row(name, counts)
     if sum(counts):
         row["other_orders"] = other_orders(x.float(), value, scale, is_weight)
     return row
+
+
+def plain_row(name: str, counts: tuple[int, int]) -> dict[str, Any]:
+    row = {"variant": name, "value": sum(counts), "unit": "bytes that differ", "goal": 0}
+    return row | {"of_values": counts[0], "of_scales": counts[1]}
 
 
 def other_orders(x: Tensor, value: Tensor, scale: Tensor, is_weight: bool) -> dict[str, list[int]]:
