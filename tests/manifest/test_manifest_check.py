@@ -498,6 +498,14 @@ def test_a_misspelt_field_is_told_before_the_field_that_it_leaves_missing():
         check(data, "here")
 
 
+def test_a_cache_larger_than_the_device_is_refused():
+    path = Path(__file__).parents[2] / "manifests/smollm2_demo.json"
+    data = json.loads(path.read_text())
+    data["inference"]["kv_cache_bytes"] = 80 * 10**9
+    with pytest.raises(OrreryError, match=r"kv_cache_bytes 80000000000: one h100 has 80000000000"):
+        check(data, "here")
+
+
 def test_a_cache_of_one_rollout_is_counted_in_the_blocks_of_one_device(checkout):
     # 2 heads of 8 float32 in blocks of 32 tokens and a reserved one: 64 tokens are 2, 65 are 3
     def least(tokens, devices=1):

@@ -524,6 +524,13 @@ def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     assert str(error.value).endswith("The first has the columns 'qestion', 'answer'")
 
 
+def test_a_prompt_with_two_answers_is_named(tmp_path):
+    rows = [{"question": "7 × 8?", "answer": "56"}] * 9
+    rows[4] = {"question": "7 × 8?", "answer": "54"}
+    said = bad(tmp_path, rows)
+    assert "have the prompt of an earlier row and another answer (rows.jsonl:" in said
+
+
 def test_long_prompts_are_counted(tmp_path):
     said = bad(tmp_path, [{"question": "x" * (30 + n), "answer": "1"} for n in range(9)])
     assert "have a prompt that is too long" in said and "and 20 fit beside a turn" in said

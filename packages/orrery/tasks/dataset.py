@@ -238,14 +238,15 @@ class Dataset(SingleTurn):
         """Check every row of the side, and return their number.
 
         `tokens` counts the tokens of a problem's prompt. Raise OrreryError, with a count and the
-        first rows, if columns are missing, answers are empty or refused by the verdict, or prompts
-        are on both sides or longer than `most_tokens`.
+        first rows, if columns are missing, answers are empty or refused by the verdict, one prompt
+        has two answers, or prompts are on both sides or longer than `most_tokens`.
         """
         found: dict[str, list[int]] = {}
         reasons: dict[str, str] = {}
         kept = self._kept.tolist()
+        answers: dict[tuple[str, ...], str] = {}
         try:
-            misfits = watched(lambda at: self._misfit(at, tokens, most_tokens), kept)
+            misfits = watched(lambda at: self._misfit(at, tokens, most_tokens, answers), kept)
         except RowFailed as error:
             raise OrreryError(
                 f"source: {self._rows.place(error.row)}: checking the row {error}; correct its "
@@ -262,9 +263,16 @@ class Dataset(SingleTurn):
         return len(self._kept)
 
     def _misfit(
-        self, at: int, tokens: Callable[[Problem], int] | None, most_tokens: int
+        self,
+        at: int,
+        tokens: Callable[[Problem], int] | None,
+        most_tokens: int,
+        answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
-        """Return None if row `at` is right, else the kind of its error and the sentence."""
+        """Return None if row `at` is right, else the kind of its error and the sentence.
+
+        `answers` holds the answer to each prompt of earlier rows, and gains this row's.
+        """
         try:
             problem = self._problem(at, at)
         except OrreryError as error:
@@ -273,6 +281,12 @@ class Dataset(SingleTurn):
             return "have an empty answer", "fill it, or leave these rows out by `where`"
         if not any(message.content.strip() for message in problem.messages):
             return "have an empty prompt", "fill it, or leave these rows out by `where`"
+        prompt = tuple(message.content for message in problem.messages)
+        if answers.setdefault(prompt, problem.answer) != problem.answer:
+            return (
+                "have the prompt of an earlier row and another answer",
+                "keep one of them, or leave these rows out by `where`",
+            )
         if self.args.verdict.kind == "python":
             if at in self._tried and (reason := self._tried_reward(at, problem.answer)) is not None:
                 return "have a reward that the function does not give", reason

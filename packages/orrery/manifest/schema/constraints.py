@@ -7,6 +7,7 @@ basic first. `Manifest` raises the first sentence.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from orrery.manifest.devices import DEVICES
 from orrery.manifest.schema.inference import (
     Inference,
     disk_block_bytes,
@@ -410,6 +411,12 @@ def _engine_misfits(run: "Manifest") -> Iterator[str]:
     needed = longest_device_bytes(model, inference)
     if inference.kv_cache_bytes < needed:
         yield _cannot_hold("kv_cache_bytes", inference.kv_cache_bytes, inference, needed)
+    if accelerator in DEVICES and inference.kv_cache_bytes >= DEVICES[accelerator].memory_bytes:
+        yield (
+            f"inference.kv_cache_bytes {inference.kv_cache_bytes}: one {accelerator} has "
+            f"{DEVICES[accelerator].memory_bytes} bytes, and weights need a part of them. "
+            "Set it to less"
+        )
 
 
 def _cannot_hold(field: str, held: int, inference: Inference, needed: int) -> str:
