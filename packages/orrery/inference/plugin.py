@@ -99,7 +99,7 @@ class AttestingWorker:
         asyncio.run_coroutine_threadsafe(expire(), worker.sender_loop).result()
 
     def read_no_more(self, kv_engine_id: str) -> None:
-        """Fail a decode engine's current and later reads from this engine."""
+        """Fail current and later KV reads from an engine that has ended."""
         from orrery.inference.patches.vllm_kv_transfer import give_up_pulls_of
 
         worker = _connector_worker()

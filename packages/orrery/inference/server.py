@@ -153,7 +153,7 @@ async def _serve(
     args.port = socket.getsockname()[1]  # for 0 the kernel chooses one
     os.register_at_fork(after_in_child=socket.close)  # a fork must not hold the port
     ctx.health.doing("starting the engine")
-    gc.freeze()  # vLLM runs the collector several times
+    gc.freeze()  # shorten vLLM's gc.collect() calls
     # Making the client blocks the event loop, so the heartbeat starts later.
     async with entry.build_async_engine_client(args) as engine, beating_loop(ctx.health):
         num_ranks = args.data_parallel_size * args.tensor_parallel_size

@@ -165,7 +165,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 
 
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes in transformers' config. Sizes that it lacks are unused."""
+    """Return `Model` fields from transformers' config, with defaults for some."""
     found = {}
     for ours, names in hugging_face_config.FIELDS.items():
         if (theirs := hugging_face_config.find_field(config, names)) is not None:

@@ -330,7 +330,7 @@ class HealthView:
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # by boot: at most our clock minus its clock
+        self._behind_s: dict[str, float] = {}  # smallest clock difference seen, by boot id
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:

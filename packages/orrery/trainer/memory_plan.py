@@ -284,7 +284,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
 class Workload:
     """The size of a data rank's work: micro-batch tokens, longest document, micro-batches per step.
 
-    `merged_width` is bytes per value of a merged adapted weight for a direct transfer, or 0.
+    `merged_width`: bytes per value of weights merged with adapters for a direct wire, or 0.
     """
 
     tokens: int

@@ -95,7 +95,7 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Apply before the model config is made."""
+    """Apply before vLLM inspects a model."""
     import vllm.model_executor.models.registry as registry
 
     def call(inspect: Callable[[], Any]) -> Any:

@@ -1,8 +1,8 @@
-"""DeepGEMM, the FP8 products of Hopper GPUs that vLLM uses too.
+"""Load DeepGEMM and multiply FP8 matrices on Hopper GPUs.
 
-- The package `deep_gemm` is taken if installed, else the copy in vLLM's wheel, without importing
-  vLLM. It compiles kernels at their first use, with the host's nvcc.
-- No function waits for the device: group sizes stay there.
+- `load` imports the package `deep_gemm` if installed, else the copy in vLLM's wheel, but not vLLM.
+- DeepGEMM compiles kernels at first use, with the host's nvcc.
+- No function waits for the device. Group sizes stay in its memory.
 """
 
 import importlib

@@ -150,7 +150,7 @@ def unfinished(run: RunData) -> list[str]:
 def wall_s(run: RunData, *left_out: str) -> float:
     """Return the seconds of work on the finished stages, except `left_out`.
 
-    A lost attempt counts from its launcher's first row to its last.
+    A lost attempt lasts from its first usage row to its last.
     """
     finished = {stage: done for stage, done in run.stages.items() if stage not in left_out}
     lost = [

@@ -416,7 +416,7 @@ class RouterClient(EngineClient):
 # Updates ------------------------------------------------------------------------------------------
 
 
-CANARY_S = 120.0  # longest wait for the canary's log-probs, scaled
+CANARY_S = 120.0  # deadline of a canary request, before `scaled`
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A kernel, copy or operator, in microseconds."""
+    """A kernel, copy or operator. Times are in µs."""
 
     begin: float
     end: float

@@ -243,7 +243,7 @@ def keep(answer: Any) -> Any:
 
 
 def recall() -> Any:
-    """Return the next kept answer, or None outside of a recomputation."""
+    """Return `keep`'s next value, or None outside of a recomputation."""
     run = _current.get()
     if run is None or not run.is_recomputation:
         return None

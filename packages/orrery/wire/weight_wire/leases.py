@@ -113,7 +113,7 @@ class LeaseTable:
             self._open, self._is_accepting = version, True
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply the request, unless it is late or repeated. Return the report."""
+        """Apply a request, unless late or repeated. Return the newest report."""
         with self.changed:
             is_same = request.session == self._request.session
             if is_same and request.number <= self._request.number:
