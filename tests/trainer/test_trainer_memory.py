@@ -263,7 +263,7 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
     ).trainer
     layers, device = [torch.nn.Linear(8, 8) for _ in range(2)], torch.device("cpu")
     policy = SimpleNamespace(
-        network=SimpleNamespace(layers=layers, config=SimpleNamespace(family="qwen3"))
+        network=SimpleNamespace(layers=layers, config=SimpleNamespace(family="qwen3", mla=None))
     )
     world = SimpleNamespace(device=device)
     blocks.apply(policy, trainer)

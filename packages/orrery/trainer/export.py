@@ -79,7 +79,7 @@ def export_checkpoint(
     name = f"step_{step}" if stage == "rl" else f"{stage}_step_{step}"
     to = to or weights_path(run_dir, name)
     if to.exists():
-        raise OrreryError(f"{to}: exists already; remove it, or name another folder with --to")
+        raise OrreryError(f"{to}: exists already. Remove it, or name another folder with --to")
     folder = checkpoints.whole_dir(run_dir, step, stage)
     checkpoints.verify(folder, remedy="export another step with --step")
     is_first_stage = stage == "sft" or manifest.stage_before_rl == "init"
