@@ -42,7 +42,7 @@ from orrery.wire.weight_wire import (
 )
 
 STEP_DEADLINE_S = 600.0  # longest wait for a batch after its rollouts' time is over
-ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks at its start
+ORCHESTRATOR_DEADLINE_S = 900.0  # engines may load from the same disks while it starts
 
 
 @contextmanager

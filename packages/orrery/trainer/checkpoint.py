@@ -71,7 +71,7 @@ def state_of(learner: Learner) -> dict[str, StateTensor]:
 
 
 def _frozen_names(learner: Learner) -> frozenset[str]:
-    """Return the names of frozen weights with adapters. Checkpoints do not store them."""
+    """Return the names of frozen weights. Checkpoints do not store them."""
     parameters = learner.policy.named_parameters()
     return frozenset(name for name, weight in parameters if not weight.requires_grad)
 

@@ -38,13 +38,13 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 from orrery.wire import checkpoints
 
-PREFIX = "weight/network."  # of the network's parameters
+PREFIX = "weight/network."  # precedes parameter names in checkpoints
 
 
 def export_policy(
     policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
 ) -> None:
-    """Write the policy beside the files of `tokenizer`, and sync them. A collective."""
+    """Write the policy and the files of `tokenizer` to `folder`, synced. A collective."""
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)

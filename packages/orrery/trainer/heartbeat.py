@@ -47,9 +47,9 @@ def warms_up(trainer: Trainer, device: torch.device) -> bool:
 
 
 class _Progress:
-    """Count marks. A thread beside the heartbeat's waits for CUDA events.
+    """Count marks. A thread of its own waits for their CUDA events.
 
-    The heartbeat's thread must not wait: `Event.query` holds the GIL while another CUDA call
+    The heartbeat thread must not query them: `Event.query` holds the GIL while another CUDA call
     blocks.
     """
 

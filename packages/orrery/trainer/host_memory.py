@@ -3,8 +3,8 @@
 - Linux kills a process above the limit of its control group (Slurm job, container) without a
   message.
 - A container may see its control group as the mount's root, so missing folders are skipped.
-- A block stays registered with CUDA until its pages are freed. Freeing registered pages would make
-  the next use of their addresses fail (CUDA error 712).
+- A block is unregistered from CUDA before its pages are freed. Otherwise the next use of their
+  addresses would fail (CUDA error 712).
 - torch's pinned allocator is not used, because it rounds sizes up to powers of two.
 """
 

@@ -66,10 +66,10 @@ class Learner:
         self.step = 0
         self.base_sha256: str | None = None  # sha256 of the frozen weights under adapters
         self.guard: MismatchGuard | None = (
-            None  # compares log-probs, for batches from engines alone
+            None  # compares log-probs with the engines', so None in SFT
         )
         self.before_step: Callable[[], float] = lambda: 0.0  # returns seconds taken
-        # Gradients in backward order: those at cp exchanges, then that of the embedding's output.
+        # Largest |gradient| at each cp exchange, then at the embedding's output.
         self._max_gradients: list[torch.Tensor] = []
         embeddings = (module for module in policy.modules() if isinstance(module, nn.Embedding))
         if (embedding := next(embeddings, None)) is not None:
@@ -274,7 +274,7 @@ class Learner:
         )
 
     def _ranks_that_broke(self) -> list[int]:
-        """Return the ranks with non-finite gradients, at most one per cp group."""
+        """Return the ranks whose gradient was the first of their cp group to be not finite."""
         maxima = [float(value) for value in self._max_gradients]
         own = next((index for index, value in enumerate(maxima) if not math.isfinite(value)), -1)
         broke = self.world.all_gather(own)

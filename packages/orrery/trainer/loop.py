@@ -120,7 +120,7 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        """Copy the state if a checkpoint is due. Return the seconds waited."""
+        """Copy the state for a checkpoint. Return the seconds waited."""
         return self.checkpoints.copy(self.publisher.checkpoint_files())
 
     def checkpoint_last_step(self) -> None:
@@ -131,8 +131,9 @@ class RlLoop:
             self.checkpoints.write()
 
     def compare(self, batch: ReceivedBatch) -> None:
-        """Compare the trainer's log-probs with the engines'. Raise RunFailed if they differ too
-        much.
+        """Compare the trainer's log-probs with the engines'.
+
+        Raise RunFailed without a rollout to compare, or if they differ in float32 on CPUs.
         """
         ctx, version = self.ctx, self.learner.step
         what = "comparing log-probs with the engines"

@@ -2,7 +2,7 @@
 
 An option's gain is the difference between two plans' peaks. The order of preference is: one option
 on the same devices, several, all state in host memory (tier 1), more devices (tier 2). Options must
-fit into a node's host memory.
+fit into the rank's free host memory.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Plan the bytes of a trainer rank at each moment of a step. No factor is fitted.
 
 The plan predicts the bytes that torch allocates. Its allocator reserves more. Activations are bytes
-per token of this rank.
+per token of this rank. Symbols in the formulas below:
 
 n parameters of an FSDP unit as gathered on one rank · s ranks that shard it · T tokens here
 M scored tokens · V vocabulary · D hidden · bytes of a value: p weights, c compute, r reductions
@@ -54,7 +54,8 @@ class ActivationBytes:
 class _Results:
     """Bytes of a block's results: `named` (kept by selective checkpointing) and `rest`.
 
-    `unread` of the named bytes are read by no backward pass, `for_attention` by attention's alone.
+    `unread` are the other named results, which no backward pass reads. `for_attention` are results
+    that only attention's backward pass reads.
     """
 
     named: dict[str, int]
@@ -67,7 +68,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     """Return a block's activation bytes under the trainer's checkpointing.
 
     `none` keeps all results, `full` the input (c·D), `selective` the input and the named results. A
-    block with exchanges also keeps unread results, because its graphs hide their names.
+    block that is not one graph also keeps the named results that no backward pass reads.
     """
     results = _results(model, trainer, layer)
     entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
@@ -151,11 +152,12 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
 
 def _latent_results(model: Model, c: int) -> tuple[int, int]:
-    """Return the bytes of latent attention's results and of its inputs, of the larger path.
+    """Return latent attention's bytes (output, inputs), each of the larger path.
 
-    dense     c·3·H·max(K, V) padded queries, keys, values · c·H·(N + V) before them
-    sparse    c·H·(C + R) latent queries · 4·top-k indices · c·H·C latent output
-    both      c·(q + C + R) narrow results, normalised too · c·H·K queries
+    H heads · N, R, V, C as in `latent_attention.py` · K = N + R · q latent width of queries
+    dense     c·3·H·max(K, V) padded queries, keys, values · c·H·(N + V) before padding
+    sparse    c·H·(C + R) latent queries · 4·top-k indices
+    both      2·c·(q + C + R) narrow results, also normalised · c·H·K queries
     """
     mla, heads = model.latent, model.num_heads
     latent = mla.kv_lora_rank + mla.rope_head_dim
@@ -176,7 +178,7 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes of the backward passes of (attention, feed-forward).
 
-    attention   c·(3h + 2g) gradients · 4·h float32 sums of the queries'
+    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     dense       c·(3F + D)
     mixture     also c·K·D gradients of rows (thrice under ep) · c·K·I between products (thrice
                 unless one graph) · c·K·D to recompute the down projection with adapters
@@ -226,7 +228,7 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Counts of FSDP units in forward order. `root` is the embedding, and also the tied head.
+    """Counts of FSDP units in forward order. `root` has the rest, such as a tied embedding.
 
     `largest_in_a_layer` counts the largest trained weight, such as a stack of experts.
     """
@@ -378,15 +380,15 @@ class _StepPlan:
         self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield each moment, beside weights, states and waiting gradients:
+        """Yield the bytes of each moment. Weights, states and waiting gradients are in all.
 
         LM head           all activations · gathered head and last block · the head's gradient (c·n)
                           · logits · T·D·(3c + 4) hidden states and their gradient
         block, backward   activations up to it · recomputation · it and the block before, gathered
                           (c·n) · its gradient · the reduction of the next · two T·D gradients
-        block, reducing   activations before it · the block before, gathered · its gradient and
-                          reduction (r·n, or 3·r·n on a single rank, with copies)
-        embedding         a dense V·D gradient (two if tied) · the reduction of block 0
+        block, reducing   activations before it · the block before, gathered · its gradient (c·n)
+                          and reduction (r·n), or 3·r·n for both on a single rank
+        embedding         a dense V·D gradient (two if tied) · its reduction, or block 0's if larger
         optimizer         all reduced gradients · Muon's temporaries
         """
         counted, layers = self.counted, self.counted.layers
@@ -469,7 +471,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the bytes of all states (p·n / s each), or the slots of offloaded states."""
+        """Return the bytes of states (p·n / s each), or of the slots if they are offloaded."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -481,7 +483,7 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return host bytes. Activations count twice, because buffers are powers of two."""
+        """Return host bytes. Activations count twice: buffers round up to powers of two."""
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -532,10 +534,10 @@ class _StepPlan:
         return self.tokens * sum(each)
 
     def logits(self) -> int:
-        """Return the bytes of logits. M, the scored tokens, is at most T.
+        """Return the bytes of logits if all T tokens are scored.
 
-        The largest tile takes 6 bytes per logit. With `keep_logits` logits take 4·M·V bytes, and a
-        tile 2 bytes per logit.
+        The largest tile takes 6 bytes per logit. With `lm_head_keeps_logits` logits take 4·T·V
+        bytes, and a tile 2 bytes per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)

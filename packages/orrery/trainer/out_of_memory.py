@@ -1,8 +1,8 @@
 """Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
 
 Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
-margin. Errors of CUDA and NCCL have no numbers. Pinning failed if the device has room, a field that
-pins is on, and the error is not NCCL's.
+margin. Errors of CUDA and NCCL have no numbers. A CUDA error means that host memory could not be
+pinned if the device has room and a field that pins is on.
 """
 
 import os
@@ -23,8 +23,8 @@ from orrery.trainer.memory_options import ChosenOptions, choose_options
 from orrery.trainer.memory_plan import Workload, count_parameters, dtype_bytes, plan_memory
 from orrery.wire.weight_wire import DIRECT_KINDS
 
-MARGIN = 0.02  # of the device, for fragments
-END_S = 10.0  # for an orderly end, with collectives
+MARGIN = 0.02  # share of the device's memory, for fragmentation
+END_S = 10.0  # longest orderly end, with collectives
 # On a CPU the device's memory is the host's.
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

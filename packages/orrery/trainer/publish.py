@@ -39,7 +39,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 class Publisher:
     """Publish on the wire `files`. `wire` is None except on rank 0.
 
-    Engines may load the last version while it is open. The launcher frees its shared memory.
+    `close` keeps the last version for engines. The launcher frees its shared memory.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):
@@ -103,9 +103,9 @@ class AdapterPublisher(Publisher):
 
 
 class DirectPublisher(Publisher):
-    """Publish on a direct wire, on every rank. Weights are sent without a copy.
+    """Publish on a direct wire, on every rank.
 
-    Only adapters are merged into copies, in the engines' dtype.
+    Weights are sent without a copy, except FP8 weights and merged weights (in the engines' dtype).
     """
 
     def __init__(self, policy: Policy, source: WeightSender, dtype: torch.dtype, ctx: RoleContext):

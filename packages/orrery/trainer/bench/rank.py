@@ -57,7 +57,7 @@ _PRODUCTS = r"gemm|Gemm|GEMM|nvjet|cublas|cutlass|splitK|^triton_tem|aten::(add|
 # (kind, pattern of the kernel's name, pattern of an open host range). The first match decides.
 _RULES = (
     (COMMUNICATION, r"nccl|gloo|c10d::|symm_mem|deep_ep", None),
-    ("sharding copies", None, r"FSDP::"),  # precedes "optimizer", whose kernels share these names
+    ("sharding copies", None, r"FSDP::"),  # before "optimizer", which has kernels of these names
     ("optimizer", r"multi_tensor_apply|[Aa]dam", None),
     ("optimizer", None, r"Optimizer\.step|optimizer\.step"),
     ("lm head", None, r"TokenLogprob"),

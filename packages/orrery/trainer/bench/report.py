@@ -75,7 +75,7 @@ def result(
     ]
     first = answers[0]
     device = _device(first["device"])
-    # The documents of the profiled step may be different.
+    # With variable lengths, the profiled step has other documents.
     predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
     planned = plan_memory(model, trainer, request.load, first["device_bytes"])
 
@@ -228,7 +228,7 @@ def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict
     """Return the least seconds of a step, for each kind of work and in total.
 
     Assume that elementwise work is fused and that computation hides communication. `lengths` are
-    the documents of a cp group. Return None without the device's rates or the model's operations.
+    a cp group's document lengths. Return None without the device's rates or the model's operations.
     """
     known = _device(device)
     rates = known.measured if known else None

@@ -30,7 +30,7 @@ from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
 # Weights that stack the gate matrix on the up matrix: dense projections, and stacked experts with
-# their adapter's B. Networks of transformers (`body.`) keep them apart.
+# their adapter's B. Stacks in networks of transformers (`body.`) are not split.
 FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The odd quintic polynomial that moves singular values to one fastest.
@@ -152,7 +152,7 @@ def newton_schulz(x_BMN: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]:
-    """Return this rank's shard of each orthogonalized weight. A collective.
+    """Return this rank's shard of each orthogonalized direction. A collective.
 
     Compute in bfloat16 on CUDA, and in the shard's dtype on a CPU.
     """

@@ -1,8 +1,8 @@
-"""Step groups of weights, each with its update rule, bucket by bucket.
+"""Update groups of weights in buckets, each group by its own rule.
 
 `FlatShards` concatenates a group's local shards. A bucket is a window of it. State exists before
-the first step so that checkpoints can load it. State is sharded like its weight, unless it is
-offloaded. A weight without a gradient does not change.
+the first step so that checkpoints can load it. State is sharded like its weight. Offloaded state is
+a host tensor of the local shard. A weight without a gradient does not change.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from orrery.models.placement import Box, local_box, local_tensor
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import sharding_axes
 
-# Sizes of buckets, in bytes of local state, or of weights without state.
+# Sizes of buckets, in bytes of local state. If a rule has no state, in bytes of weights.
 OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
 RESIDENT_BYTES = 1 << 30  # bounds temporary memory
-WHOLE_BYTES = 256 << 20  # equal with and without offload, for equal bits
+WHOLE_BYTES = 256 << 20  # same buckets, hence same bits, with and without offload
 ALIGNMENT = 128  # in values, for vectorised kernels
 NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 
@@ -329,7 +329,7 @@ class StateOffload:
                 }
         self._slot_bytes = max(bucket.num_bytes * len(bucket.group.rule.keys) for bucket in buckets)
         self._slots: list[Tensor] = []
-        self._num_fetched = 0  # counts buckets of this step, or of the next after its prefetch
+        self._num_fetched = 0  # since the last step ended, or since `settle`
         self._cuda = self._device.type == "cuda"
         if self._cuda:
             self._inward = torch.cuda.Stream(self._device)

@@ -59,6 +59,6 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     blocks.apply(policy, trainer)
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
-    # Only copies tell that they changed. Others are gathered or quantized anew for each pass.
+    # Only copies have versions that show changes. Other weights are quantized in each pass.
     if fsdp.has_copies(trainer):
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -5,9 +5,9 @@
 - Equal blocks share one compilation. The checkpoint wraps one graph (`fullgraph`). If ranks
   exchange tokens or keys inside a block, the graphs lie inside the checkpoint instead.
 - The first micro-batch length is compiled as a constant, the second as a symbol.
-- `keep` and `recall` save answers of the device to the host, so that recomputation does not wait
-  again. Torch's selective checkpointing requires equal operations in both runs, which FSDP's hooks
-  break, so results of named operations are kept here.
+- `keep` stores numbers that the host has read from the device, and `recall` returns them, so that
+  recomputation does not wait for the device. Torch's selective checkpointing requires equal
+  operations in both runs. FSDP's hooks break this, so `_Run` keeps results of named operations.
 """
 
 import textwrap
@@ -46,7 +46,7 @@ SCALED_DOT_PRODUCT = (
     "efficient_attention",
     "cudnn_attention",
 )
-# torch's limit of 8 per function is below the kinds of blocks × gradients × routes.
+# Graphs of one function: kinds of blocks × gradients × routes exceed torch's limit of 8.
 MAX_GRAPHS = 64
 
 
@@ -120,7 +120,7 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     experts.
     """
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
-    if model.mla is not None:  # a few bytes a key, and a recomputation could choose otherwise
+    if model.mla is not None:  # small, and a recomputation could choose other keys
         kept |= {torch.ops.orrery.select_keys.default}
     if trainer.compile and is_without_exchange(trainer.mesh):
         if kept or is_one_graph(trainer, model):
@@ -160,8 +160,8 @@ def _call_without_views(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def without_view(x: Tensor) -> Tensor:
     """Return x as a base tensor (no view) of the same memory. The gradient passes through.
 
-    FSDP hands out views and activation offload does not. A graph inside a checkpoint would trace
-    different graphs in the two runs.
+    FSDP passes views, and activation offload returns base tensors. A function compiled inside a
+    checkpoint would get different graphs in the two runs.
     """
     return _WithoutView.apply(x) if x.requires_grad else x.detach()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_DEADLINE_S = 600.0
 JOIN_DEADLINE_S = 600.0  # slow imports from a shared disk
-COLLECTIVE_BLOCKS = 16  # of an NCCL collective
+COLLECTIVE_BLOCKS = 16  # default NCCL_MAX_CTAS
 
 
 @dataclass(frozen=True)
