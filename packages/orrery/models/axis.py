@@ -61,7 +61,7 @@ def model_of(
 ) -> tuple[Model, str | None]:
     """Return the folder's model, and the reason if it has no network of our own.
 
-    Raise OrreryError if transformers does not know the model type or its code is in the folder.
+    Raise OrreryError for quantized weights except FP8 blocks, or if transformers lacks the type.
     """
     content = read_object(folder / CONFIG_FILE, "fetch the model again")
     kind = content.get("model_type")

@@ -22,7 +22,7 @@ from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
 # Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
-# index of our dimension 0. Several names divide the next dimension evenly, in order.
+# index of our dimension 0. Several names divide the first dimension besides it evenly, in order.
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -108,8 +108,8 @@ class CausalLm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of `target_T[t]` after hidden row t, and the entropy there.
 
-        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. FSDP's hooks need
-        an untied head called as a module.
+        Both float32 [T], differentiable. target i64 [T], temperature f32 [T] > 0. An untied head is
+        called as a module, which runs FSDP's hooks.
         """
         rows = (target_T, temperature_T)
         if self.lm_head is not None:

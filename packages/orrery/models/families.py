@@ -48,7 +48,7 @@ LLAMA3_FIELDS = {
 _GLM4_ONLY = ("partial_rotary_factor", "use_qk_norm")
 
 
-# Fields of transformers' rope_type "yarn", with both factors of scores that DeepSeek uses.
+# transformers' fields of rope_type "yarn", with DeepSeek's two mscale factors, and ours.
 YARN_FIELDS = {
     "factor": "factor",
     "beta_fast": "fast_turns",

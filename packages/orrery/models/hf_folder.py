@@ -2,8 +2,8 @@
 
 - `config.json` is removed first and written last, so a folder with it is complete.
 - Tensors are read lazily, after all names and shapes have been checked.
-- A matrix in FP8 (e4m3, as DeepSeek-V3 and GLM-5 are published) is read by its float32 scales of
-  blocks of 128 × 128, and only then rounded to the parameter's dtype.
+- A matrix in FP8 (e4m3, as DeepSeek-V3 and GLM-5 are published) is multiplied in float32 by its
+  scales of blocks of 128 × 128, and only then rounded to the parameter's dtype.
 """
 
 import json

@@ -25,7 +25,7 @@ INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
-    """Rotate neighbours (0, 1), (2, 3), … and return first halves of the pairs first."""
+    """Rotate pairs (0, 1), (2, 3), …. Return their first elements, then their second."""
     return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
 
 

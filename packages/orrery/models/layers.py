@@ -210,8 +210,8 @@ class Router(nn.Module):
         """Return float32 scores [T, K], expert ids i64 [T, K] and the number of differing routes.
 
         Expert ids in `replayed_TK` replace the choice (router replay), with this router's scores
-        and gradients. The number, i64 [], counts replayed ids that the router had not chosen. None
-        without.
+        and gradients. The number, i64 [], counts replayed ids that the router had not chosen. It is
+        None without replay.
         """
         logit_TE, epsilon = wide_linear(x_TD, self.weight), 0.0
         if self.expert_bias is None:
@@ -301,7 +301,7 @@ class LocalExchange(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus shared experts, fused into one feed-forward."""
+    """Routed experts, plus all shared experts as one feed-forward."""
 
     def __init__(
         self,

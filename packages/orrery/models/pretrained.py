@@ -1,7 +1,7 @@
 """Compare a pretrained folder's `config.json` with the manifest's model.
 
-- Rotations, epsilons and routing do not show in tensors. The engine's `config.json` comes from the
-  manifest, so an error there would be the same in network and engine.
+- Tensor shapes do not show rotations, epsilons or routing. The engine's `config.json` also comes
+  from the manifest, so a comparison with the engine would not find a wrong field.
 - transformers' config classes fill in defaults. A manifest may have fewer positions.
 """
 
@@ -17,7 +17,7 @@ from orrery.manifest.schema import Model
 from orrery.models.families import LLAMA3_FIELDS, YARN_FIELDS, hf_config
 from orrery.models.hf_folder import CONFIG_FILE
 
-# Fields of `config.json` by the manifest's model fields. A family fixes the other fields.
+# The manifest's model field for each field of `config.json`. A family fixes the other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",

@@ -4,7 +4,7 @@
 - `save` and `named_hf_tensors` are collectives on a sharded module: all ranks iterate to the end.
 - Each drawn tensor has a generator seeded by the manifest's seed and the tensor's name.
 - An HF tensor is a box of a parameter or buffer. Experts are stacked here and separate in files.
-- Adapters (`lora.py`) have no checkpoint names. Only whole tensors are merged with them.
+- Adapters (`lora.py`) have no checkpoint names. `named_hf_tensors` yields merged tensors.
 """
 
 import hashlib
