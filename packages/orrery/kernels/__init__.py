@@ -1,1 +1,1 @@
-"""Kernels: one folder an op. Every backend must agree with its `reference.py` in plain torch."""
+"""Kernels: one module or folder an op. Every backend agrees with `reference_<function>`."""

@@ -4,7 +4,7 @@
     logprob_t = z_t[target_t] − log Σ_v exp z_tv
     entropy_t = log Σ_v exp z_tv − Σ_v softmax(z_t)_v z_tv
 
-- Holds at most `chunk_tokens` × V logits at a time, or one a token if larger.
+- Holds at most `chunk_tokens` × V logits at a time, or one logit per token if that is more.
 - The backward pass recomputes the forward's tiles bitwise, or with `keep_logits` reads them.
 - Triton tiles span all tokens and a part of the vocabulary: the hidden gradient is summed. Plain
   tiles span `chunk_tokens` tokens and all words: the weight's gradient is summed. Both in float32.
@@ -227,7 +227,7 @@ def initial_state(num_tokens: int, dtype: torch.dtype, device: torch.device) -> 
 def update_state(
     state_4T: Tensor, logits_TB: Tensor, target_T: Tensor, temperature_T: Tensor, first_column: int
 ) -> None:
-    """Add a block of logits, columns from `first_column` on of all, to the state. Overwrites them.
+    """Add a block of logits to the state. It begins at column `first_column`, and is overwritten.
 
     Online softmax: m = max z, s = Σ exp d, w = Σ d exp d with d = z − m, and the target's z. When m
     rises by δ, w becomes exp(−δ)(w − δ s) and s becomes exp(−δ) s.

@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def runs_on(q: Tensor) -> bool:
-    """Return whether cuDNN is fast on this device and dtype, and supports the head size backward.
+    """Return whether cuDNN is fast on this device and dtype, and has gradients of this head size.
 
     Its gradients vary in their last bits, so deterministic runs use FlashAttention.
     """
@@ -54,8 +54,8 @@ def runs_on(q: Tensor) -> bool:
 class CudnnDense(AttentionBackend):
     """Equally long documents, usually one, through torch's operator.
 
-    Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only
-    multiples of 256 are supported: configured lengths recur in every step.
+    Torch builds a plan per shape in some 100 ms and keeps it for the thread's life. So only lengths
+    that are multiples of 256 are supported: these are configured, and recur in every step.
     """
 
     def supports(self, q: Tensor, k: Tensor, layout: Layout) -> bool:

@@ -39,7 +39,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "plain": Plain(),
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {  # of `trainer.attention`
+CHOICES: dict[str, tuple[str, ...]] = {  # values of `trainer.attention`
     "auto": (),
     "fa2": ("flash",),
     "fa4": ("flash4",),
@@ -133,7 +133,7 @@ def _attend(
     return out_THD, lse_HT.t()
 
 
-# Without a graph, for callers of `attention_backward`.
+# Without autograd, for callers that also call `attention_backward`.
 attention_forward = torch.no_grad()(_attend)
 
 

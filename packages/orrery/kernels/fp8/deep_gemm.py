@@ -1,6 +1,6 @@
 """Load DeepGEMM and multiply FP8 matrices on Hopper GPUs.
 
-- `load` imports the package `deep_gemm` if installed, else the copy in vLLM's wheel, but not vLLM.
+- `load` imports the package `deep_gemm`, else the copy in vLLM's wheel without importing vLLM.
 - DeepGEMM compiles kernels at first use, with the host's nvcc.
 - No function waits for the device. Group sizes stay in its memory.
 """

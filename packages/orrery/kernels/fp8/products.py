@@ -1,13 +1,13 @@
 """Linear layers and groups of experts in FP8, with float32 accumulation in all three products.
 
-y = x · wᵀ from rows of x. Gradients: rows of y's gradient times w, and its columns times columns of
-x. The columns of x are kept for the backward pass, in FP8.
+y = x · wᵀ multiplies x quantized by rows. x's gradient multiplies y's gradient by rows with w. w's
+gradient multiplies y's gradient and x, both by columns. The backward pass gets x's FP8 columns.
 
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
   dequantized operands. These are the reference, and slow.
 - Custom operators, opaque to torch.compile. Gradients are computed, and columns kept, only if
   wanted.
-- Without `parts` a weight is quantized in each pass: a gathered weight is freed between them.
+- Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 M rows · K columns · N outputs · E groups. A block is 1 × 128 in rows of activations (`rows`),
 128 × 1 in their columns (`columns`, stored transposed), and 128 × 128 in weights.
 
-- Bytes are those of vLLM 0.32 with VLLM_USE_DEEP_GEMM_E8M0=0: of its `per_token_group_fp8_quant`
-  for rows, and of its `per_block_cast_to_fp8` for weights. Columns never meet the engine's.
+- Rows have the bytes of vLLM 0.32's `per_token_group_fp8_quant`, weights of its
+  `per_block_cast_to_fp8` (VLLM_USE_DEEP_GEMM_E8M0=0). Engines use no columns.
 - With groups (`RowGroups`) blocks of columns never cross a group, and padding counts as zero.
 - Backends: plain torch (CPU), Triton (GPU).
 """
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 def quantize(
     x_MK: Tensor, groups: RowGroups | None = None, has_rows: bool = True, has_columns: bool = True
 ) -> tuple[Quantized, Quantized]:
-    """Return x by rows and by columns, read once. Unwanted tensors are empty.
+    """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.
@@ -119,13 +119,13 @@ def reference_quantize_weight(weight_NK: Tensor) -> Quantized:
 
 
 def dequantize_rows(x: Quantized) -> Tensor:
-    """Return float32 [M, K] of `quantize_rows`."""
+    """Return float32 [M, K] of `quantize`'s rows."""
     blocks = x.value.float().unflatten(-1, (-1, BLOCK)) * x.scale[..., None]
     return blocks.flatten(-2)
 
 
 def dequantize_columns(x: Quantized) -> Tensor:
-    """Return float32 xᵀ [K, M'] of `quantize_columns` without groups."""
+    """Return float32 xᵀ [K, M'] of `quantize`'s columns without groups."""
     return dequantize_rows(Quantized(x.value, x.scale.T))
 
 

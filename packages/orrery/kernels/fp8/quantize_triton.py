@@ -1,7 +1,7 @@
 """Triton kernels of FP8 quantization: one program a tile of 128 × 128, read once.
 
 Rows of activations are divided exactly, as in vLLM's CUDA kernel: a product with the reciprocal,
-corrected by its remainder (Markstein 1990, theorem 8.3). Weights are products with approximate
+corrected by its remainder (Markstein 1990, theorem 8.3). Weights are multiplied by approximate
 reciprocals, as in vLLM's `per_block_cast_to_fp8` compiled by Inductor.
 """
 
@@ -22,7 +22,7 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
     num_rows, width = x_MK.shape
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
     options = {"device": x_MK.device}
-    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM's tensor maps take 16 bytes
+    rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs strides of 16 bytes
     of_rows, of_columns = int(has_rows), int(has_columns)
     value = torch.empty(of_rows * num_rows, width, dtype=DTYPE, **options)
     scale = torch.empty(of_rows * num_blocks, rows_stride, dtype=torch.float32, **options)
