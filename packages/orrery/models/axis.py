@@ -224,7 +224,7 @@ def _key(name: str) -> str:
 
 def _text(value: str) -> str:
     inside = json.dumps(value)[1:-1].replace('\\"', '"')
-    if "'" in inside:  # jsonnetfmt keeps double quotes around a single one
+    if "'" in inside:  # jsonnetfmt keeps double quotes around a single quote
         return json.dumps(value)
     return f"'{inside}'"
 

@@ -88,7 +88,7 @@ class CausalLm(nn.Module):
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
     ) -> Tensor:
-        """Return `forward`'s result."""
+        """Return the hidden states [T, D] of `forward`."""
         raise NotImplementedError
 
     def compute_buffers(self) -> None:

@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + alpha / rank · B A, W frozen.
 
-- An adapter is the module `lora` of its projection. Stacked experts have a pair of factors each.
+- A projection has its adapter as `lora`. Stacked experts have `gate_up_lora` and `down_lora`.
 - Merging is in float32, rounded once.
 - A is uniform in ±1/√(inputs), B is zero. Draws depend only on the seed and the adapter's name.
 """

@@ -254,7 +254,7 @@ class Learner:
         """Raise RunFailed that names the tensor and ranks of a non-finite gradient.
 
         A bad value spreads from the head towards the embedding, so name the bad weight nearest to
-        the head. If only the sum over ranks is not finite, name the weight of the bad shard.
+        the head. If only the sum over ranks is not finite, name the rank of the bad shard.
         """
         found = self.world.all_gather(
             last_not_finite(weight.grad for weight in self.weights.values())

@@ -99,12 +99,12 @@ def is_sparse(model: Model, layer: int) -> bool:
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     """Return the bytes of a block's results.
 
-        attention     c·h output · 4 · query heads log-sum-exps
+        attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
                       · 4·E router logits
         experts       c·2·K·I gate and up
-        rest          c·2D normalised inputs · c·(h + g) rotated queries and keys · c·F activation
-                      · c·K·D rows in expert order · c·K·I activation · statistics, row orders
+        rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
+                      · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
     An adapter adds a copy of its projection's result and a narrow result. A frozen product without
     an adapter does not keep its input.

@@ -109,7 +109,7 @@ class ValidationSet:
             mark_micro_batch(world.device)
             batch = micro_batch(columns, learner.step + 1, world.device, learner.shard)
             logprob_M, _ = learner.policy(batch)
-            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for a padding row
+            counts_M = batch.loss.cross_entropy_weight.double()  # 0 for an unweighted token
             total += torch.stack([-(logprob_M.double() * counts_M).sum(), counts_M.sum()])
         reshard_all(learner.policy)
         nats, num_tokens = world.sum(total).tolist()

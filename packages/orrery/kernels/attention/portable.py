@@ -147,7 +147,7 @@ class Grids:
         return [part.unflatten(0, source.shape) for part, source in pairs]
 
     def packed(self, cells: list[Tensor]) -> Tensor:
-        """Return the packed [T, …] of all grids' cells, in any number of pieces."""
+        """Return the packed [T, …] from all grids' cells, given in any number of pieces."""
         whole = cells[0] if len(cells) == 1 else torch.cat(cells)
         return whole if self.place is None else whole.index_select(0, self.place)
 

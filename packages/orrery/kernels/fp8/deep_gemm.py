@@ -37,7 +37,7 @@ def load() -> ModuleType | None:
     folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
     if not (folder / "__init__.py").is_file():
         return None
-    # Keep its own name, because its submodules import it absolutely.
+    # Register it as `deep_gemm`, because its submodules import that name.
     spec = importlib.util.spec_from_file_location(
         "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -60,7 +60,7 @@ def product(library: Any, x: Quantized, weight: Quantized, dtype: torch.dtype) -
 
 
 def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
-    """Return gradᵀ · x [N, K] in float32. Both are columns: [N, M'] and [K, M']."""
+    """Return gradᵀ · x [N, K] in float32, from `quantize`'s columns [N, M'] and [K, M']."""
     out_NK = grad.value.new_zeros(grad.value.shape[0], x.value.shape[0], dtype=torch.float32)
     sides = ((each.value, each.scale.T) for each in (grad, x))
     library.fp8_gemm_nt(*sides, out_NK, c=out_NK, recipe=BY_CHANNEL, disable_ue8m0_cast=True)

@@ -309,7 +309,7 @@ def _num_shards(weight: Tensor) -> int:
 
 
 class StateOffload:
-    """Optimizer state in pinned host memory that visits the device during the step.
+    """Keep optimizer state in pinned host memory, and copy it to the device for the step.
 
     `host[id(shards)][key]` is the host block of one `FlatShards`. From `prefetch` to the end of the
     step the device has three slots: while bucket i is updated, i + 1 is copied in and i − 1 out,
