@@ -1,9 +1,9 @@
 """The health file of a process: its current activity, or its waits with their deadlines.
 
 - `stages/<stage>/health/<role>.<i>.json` is replaced atomically and never synced.
-- Times are `time.time()`, for people. `clock_s` is monotonic time since the host's `boot`. The
-  launcher measures with its own clock (`hang_detector.HealthView`).
-- `time_s` is the time of the last change other than a heartbeat.
+- Times are `time.time()`. `time_s` is the last change other than a heartbeat, and `clock_s` the
+  same moment on the monotonic clock of the host with the boot id `boot`.
+- The launcher measures with its own clock (`hang_detector.HealthView`).
 - Trainer ranks also report a `Heartbeat`, roles with an event loop `LoopBeats`.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 FAILED, DONE, STARTING, TERMINATED = "failed", "done", "starting", "terminated"
 PREEMPTED = "wound down"
 BEAT_S = 2.0
-HANG_S = 90.0  # scaled, and longer than NFS's delay of a minute
+HANG_S = 90.0  # scaled. NFS may show a new heartbeat a minute late
 
 
 @dataclass(frozen=True)
 class Wait:
     """One open wait. `what` names the thing and its role, as in "batch 4 from orchestrator".
 
-    A rank is stuck if it still waits `behind_s` after the other ranks entered a collective.
+    A rank is late after `behind_s` in which its role made no progress (`RankStallDetector`).
     """
 
     what: str
@@ -49,7 +49,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank's counts of reports, started and completed collectives, and other `marks`."""
+    """Counts of one rank: heartbeats, started and completed collectives, and progress `marks`."""
 
     beats: int
     begun: int
@@ -59,7 +59,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoopBeats:
-    """The beats of an event loop. It is blocked if `count` does not change for `within_s`."""
+    """The beats of an event loop. It is hung if `count` does not change for `within_s`."""
 
     count: int
     time_s: float
@@ -80,7 +80,7 @@ class Health:
     waits: tuple[Wait, ...] = ()
     error: str | None = None
     was: str | None = None  # last activity or wait of a failed process
-    still_s: float | None = None  # it has stalled after so long without progress
+    still_s: float | None = None  # longest time without progress
     heartbeat: Heartbeat | None = None
     clock_s: float = 0.0
     boot: str = ""
@@ -143,7 +143,7 @@ class HealthFile:
         deadline_s: float | None = None,
         still_s: float | None = None,
     ) -> None:
-        """Report an activity. It stalls after `deadline_s`, or after `still_s` without progress."""
+        """Report an activity. Its limits are `deadline_s`, and `still_s` without progress."""
         with self._lock:
             self._doing, self._since_s, self._was = what, time.time(), None
             self._step = self._step if step is None else step
@@ -159,7 +159,7 @@ class HealthFile:
             self._write(changed=False)
 
     def beat_loop(self, within_s: float | None) -> None:
-        """Count one beat, and promise the next within `within_s`. None means no more beats."""
+        """Count one beat. The next is due within `within_s`. None: the loop beats no more."""
         with self._lock:
             count = self._loop_beats.count + 1 if self._loop_beats else 1
             beats = None if within_s is None else LoopBeats(count, time.time(), within_s)
@@ -288,7 +288,7 @@ def from_row(row: dict[str, Any]) -> Health:
 
 
 def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[str, Health]:
-    """Return the health of a stage's processes (of one attempt) by `<role>.<i>`."""
+    """Return health by `<role>.<i>`, of `attempt` or of all. Skip unreadable files."""
     found: dict[str, Health] = {}
     for path in sorted(health_dir(run_dir, stage).glob("[!.]*.json")):
         try:
@@ -304,7 +304,7 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     """Count beats of the event loop every BEAT_S while the body runs.
 
-    The launcher ends a process that does not beat for HANG_S, so run blocking work in a thread,
+    The launcher ends a process that does not beat for HANG_S. Run blocking work in a thread,
     inside a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")

@@ -58,7 +58,7 @@ class MetricsFile:
 
 
 class _Lines:
-    """A JSONL file to append to. An incomplete line of an earlier process is ended first."""
+    """A JSONL file to append to. The first row ends an earlier process's incomplete line."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -149,9 +149,9 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 
 
 class Attempts:
-    """Decide which rows of a stage count, by the first step of each attempt.
+    """Decide which rows count, by the first step of each attempt.
 
-    All rows have one `event`, or all spans one `name`.
+    Rows with equal stage, event and name form a series. Each series is decided by itself.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Attempts:
 
 
 def merge_attempts(all_rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that count: an attempt replaces older rows from its first step on."""
+    """Return the rows that count, by time. An attempt replaces rows from its first step on."""
     all_rows = [row for row in all_rows if "time_s" in row or "start_s" in row]
     attempts = Attempts()
     for row in all_rows:
@@ -192,7 +192,7 @@ def read(path: Path | str) -> list[Row]:
 
 
 class MetricsTail:
-    """Yield the rows appended to `metrics/*.jsonl` (not spans) since the last look.
+    """Read the rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
     An incomplete last line is read once it is complete, or skipped if another row follows.
     """

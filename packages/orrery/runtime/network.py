@@ -54,7 +54,7 @@ def name_interface() -> None:
 
 
 def name_ucx_devices() -> None:
-    """Restrict UCX to our interface and all RDMA ports, unless the variable is set."""
+    """Set UCX_NET_DEVICES to our interface and all RDMA ports, unless it is set."""
     ports = sorted(f"{port.parents[1].name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
     os.environ.setdefault("UCX_NET_DEVICES", ",".join([interface(), *ports]))
 

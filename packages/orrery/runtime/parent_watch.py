@@ -3,7 +3,7 @@
 - A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
   and kills its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
-- A pipe to the parent would stay open, because every child inherits the parent's end.
+- A pipe would not show the parent's end, because other children inherit the parent's side.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent, perhaps ended
-START = "ORRERY_START"  # marks all processes of an attempt. It is not secret
+LAUNCHER_PID = "ORRERY_LAUNCHER_PID"  # pid of a role's parent. 0: unknown
+START = "ORRERY_START"  # marks an attempt's processes, not secret
 # Read at import, because `ParentWatch` removes LAUNCHER_PID.
 WAS_LAUNCHED = LAUNCHER_PID in os.environ or START in os.environ
 POLL_S = 0.5
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the thread that forked this process ends.
 
-    Use it as `preexec_fn`. It holds after exec, but not in forks.
+    Use it as `preexec_fn`. exec keeps the request. Forks do not inherit it.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -53,9 +53,9 @@ def hide_memory() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, also for after exec. Root then has an ordinary user's rights."""
+    """Drop all capabilities, also after exec. Root then has an ordinary user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(CAPABILITIES):  # fails without privileges
+    for capability in range(CAPABILITIES):  # fails harmlessly for users
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capset(header, none):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TERMINATED = 128 + signal.SIGTERM
 OPEN_FILES = 1 << 20
 STDERR = 2  # `sys.stderr` may have no descriptor
-PROGRAM_S = 60.0  # longest start of another project's server, scaled
+PROGRAM_S = 60.0  # scaled. Longest start of another project's server
 POLL_S = 0.05
 LOG_LEVEL = "ORRERY_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -72,7 +72,7 @@ class RoleContext:
         self.metrics = MetricsFile(run_dir, stage, role, index, attempt)
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
-        if self.parent_watch.is_launched:  # a report must keep a running RL stage's weights
+        if self.parent_watch.is_launched:  # `orrery report` must keep a running stage's weights
             self.on_orphaned(lambda: scratch.remove_memory(scratch.memory_prefix(run_dir)))
 
     @property
@@ -86,7 +86,7 @@ class RoleContext:
 
     @cached_property
     def manifest(self) -> "Manifest":
-        from orrery.manifest.identity import load  # tests have no manifest
+        from orrery.manifest.identity import load  # late: a role without manifest skips it
 
         return load(self.run_dir / MANIFEST)
 
@@ -101,10 +101,10 @@ class RoleContext:
         what: str,
         answers: Callable[[], bool],
     ) -> None:
-        """Wait until another project's server, a child process, `answers()`.
+        """Wait until `answers()`. `process` is another project's server, a child process.
 
-        `what` says in the error what it did not do, as an infinitive. Raise RunFailed if it ends,
-        or after PROGRAM_S.
+        Messages say that the server did not `what`, such as "listen". Raise RunFailed if it ends,
+        or after scaled PROGRAM_S.
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s

@@ -1,6 +1,6 @@
 """A run's directory: its paths, the version of its layout, its attempts, and its checkpoints.
 
-- This module names all files. `<process>` is a name such as `trainer.0`.
+- This module names the files. `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
 - An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never have
   the same attempt.
@@ -96,7 +96,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return the folder of a stage's weights, an export (`step_<n>`), or WIRE's versions."""
+    """Return a folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 

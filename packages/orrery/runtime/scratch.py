@@ -1,10 +1,10 @@
 """Name and remove a run's shared memory and scratch folders.
 
-- Shared memory: names in `/dev/shm` contain `orrery-<run id12>-<place>-`.
-- Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` also depends on the manifest's
-  inode and time, because a new run folder counts versions from 0 again.
-- Sockets of an engine's start: `<TMPDIR>/orrery-<place>-<engine>-*`, in at most 107 characters.
-- `place` is the start of the hash of the run folder's path, so checkouts differ.
+- Shared memory: names in `/dev/shm` contain `orrery-<id12>-<place>-`.
+- Cache blocks: `<TMPDIR>/orrery-kv-<run>-<which>-<stage>`. `which` hashes the run's path and its
+  manifest's inode and time. A run begun anew repeats version numbers and must not read old blocks.
+- Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
+- `place` hashes the run folder's path, so that equal runs of two checkouts differ.
 - The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
   engine removes its own when it ends, and those of its killed starts when it begins.
 """
@@ -34,7 +34,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove all shared memory whose name contains `name`. Return the names.
+    """Remove all shared memory whose name contains `name`. Return the removed paths.
 
     Call it only after all processes of that run, or role, have ended.
     """

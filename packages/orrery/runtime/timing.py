@@ -1,7 +1,7 @@
 """Scaled deadlines, the pace of long series, and durations as text.
 
-ORRERY_DEADLINE_SCALE (default 1) scales the deadlines in the code, not in the manifest, for slow
-file systems and busy machines.
+ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, for slow file systems and busy
+machines. It does not change deadlines in the manifest.
 """
 
 import math
@@ -15,7 +15,10 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return scaled `seconds`. Raise OrreryError if the scale is not a positive number."""
+    """Return `seconds` · ORRERY_DEADLINE_SCALE. A constant marked "scaled" passes through here.
+
+    Raise OrreryError if the scale is not a positive number.
+    """
     text = os.environ.get(SCALE, "1")
     try:
         scale = float(text)
@@ -30,7 +33,7 @@ def scaled(seconds: float) -> float:
 
 
 def period_s(age_s: float, shortest_s: float) -> float:
-    """Return the seconds to the next row of a series: 1/1000 of its age, within bounds."""
+    """Return 1/1000 of a series' age, the time to its next row. Bounds: shortest_s, LONGEST_S."""
     return max(shortest_s, min(LONGEST_S, SHARE_OF_AGE * age_s))
 
 

@@ -1,7 +1,7 @@
 """Pass the secret of one attempt from the launcher to each role, and authenticate callers by it.
 
-- The token is the first line of a role's standard input (`srun` copies it to each task). It is
-  never in a variable, command line or file.
+- The token is the first line of a role's standard input (`srun` copies it to each task). The
+  launcher writes it into no variable, command line or file.
 - A role reads it once, before it starts another process. Children then inherit an empty input.
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 TOKEN_FILE = "ORRERY_TOKEN_FILE"
 STANDARD_INPUT = "-"
 MAX_BYTES = 256
-TAKE_S = 60.0  # longest wait for srun to connect stdin
+TAKE_S = 60.0  # scaled. Longest wait for srun's stdin
 
 _kept = ""
 

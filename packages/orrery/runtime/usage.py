@@ -2,7 +2,7 @@
 
 - Rows are `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`, every
   PERIOD_S or less often in long runs. 100 % is one core.
-- This reads /proc directly, because psutil reads all processes of a host to list children.
+- This module reads /proc. To list children, psutil would read all processes of the host.
 - Only roles under a launcher record usage. The launcher's own usage excludes its roles.
 """
 
@@ -32,7 +32,7 @@ class Stat:
 
 
 def parse(stat: str) -> Stat:
-    """Parse a line of /proc/<pid>/stat. Its name may contain spaces and brackets."""
+    """Parse /proc/<pid>/stat. The process's name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return Stat((int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES)
 
