@@ -1,6 +1,7 @@
 """Adopt another run's state, on other devices or in another layout.
 
-- The manifests may differ only in the fields in `FREE`. They do not change the training.
+- The manifests may differ only in fields under FREE and not under BOUND. These fields do not
+  change the training.
 - The run's folder is created in one step, so it is never incomplete.
 """
 
@@ -37,7 +38,7 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied: these files describe the other run, or the new run writes them again.
+# Not copied. These files describe the other run, or the new run writes them again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 

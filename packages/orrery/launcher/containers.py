@@ -3,8 +3,8 @@
 - An image holds packages, not the code of Orrery. `containers/images.lock` has the recipe (a digest
   of all files that determine the content) and the sha256 of each image.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
-  scratch folder as /tmp. Without `--contain`, ranks and engines share /dev/shm and InfiniBand.
-- Environment variables are passed as APPTAINERENV_*: other users could read a command line.
+  scratch folder as /tmp. `--contain` would hide /dev/shm and InfiniBand, so it is not used.
+- Environment variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ def _image(role: str) -> Image:
 
 CODE = "/orrery/code"  # place of the snapshot in a container, on its PYTHONPATH
 APPTAINER_OPTIONS = (
-    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # removed: the user's own options
+    r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # removed: options that the user set
 )
 CACHES = {  # containers have no home folder
     "XDG_CACHE_HOME": "/tmp/.cache",

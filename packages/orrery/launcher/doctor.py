@@ -1,4 +1,4 @@
-"""Check whether this machine and the site's cluster can run a run.
+"""Check whether a run can start on this machine and the site's cluster.
 
 Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
 `doctor_judge.py` turns them into findings.

@@ -17,7 +17,7 @@ GIB = 2**30
 START_S = 60  # longest wait for the probe's job to start
 WAIT_S = 20  # longest wait for another node's file
 SLOW_S = 2.0  # a rename that becomes visible later delays every rendezvous
-SKEW_S = 1.0  # a larger difference between clocks makes live roles look hung
+SKEW_S = 1.0  # a larger difference between clocks disorders logs and the report
 RUNS_GIB, SCRATCH_GIB = 20, 2  # for checkpoints and images, and for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -26,7 +26,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked fact. `remedy` is "" if all is well. No run works if `is_required` fails."""
+    """One checked fact. `remedy` is "" if it is well. No run works if a required fact is not."""
 
     what: str
     found: str
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's exit code and output. `code` is None if it is not installed or timed out."""
+    """A command's exit code (None: missing or timed out), stdout, and stderr or the error."""
 
     code: int | None
     out: str
@@ -147,7 +147,7 @@ def judge_config(text: str, slurm: Slurm) -> list[Finding]:
 
 
 def judge_time_limit(limit: str, slurm: Slurm) -> Finding:
-    """Check the site's time limit. Slurm accepts jobs above its limit, but never starts them."""
+    """Check the site's limit. Slurm accepts, but never starts, jobs above the partition's."""
     allowed_s, remedy = parse_seconds(limit), ""
     if allowed_s and 60 * slurm.time_limit_min > allowed_s:
         remedy = (
@@ -202,7 +202,7 @@ def judge_no_probe(answer: Answer) -> Finding:
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """Join the tasks' lines `rank/place/count text`. Return one probe a task, by rank."""
+    """Join the tasks' lines `rank/place/count text`. Return the complete probes by rank."""
     pieces: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for line in text.splitlines():

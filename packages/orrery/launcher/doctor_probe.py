@@ -47,7 +47,7 @@ def main():
         os._exit(0)
 
     for name in [name for name in os.environ if re.match(options["theirs"], name)]:
-        del os.environ[name]  # roles do not have it either
+        del os.environ[name]  # as for roles
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options["limit_s"])
     found["address"] = address_of(options["interface"]) if options["interface"] else None
@@ -147,8 +147,8 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. `lock` is from `take_turns`. Each rank has its
-    `tcp` (None or the error), `skew_s` and `rename_s` (None: never seen).
+    `unseen` lists ranks whose file did not appear. `take_turns` sets `lock`. By other rank:
+    `tcp` (None or the error), `skew_s` of clocks, and `rename_s` (None: never seen).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -193,7 +193,7 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` to `try_lock`'s result: rank 0 first, then the others.
+    """Set `found["lock"]` to the result of `try_lock`. Rank 0 tries first, and keeps the lock.
 
     Return the open lock in rank 0, else None.
     """
@@ -213,8 +213,9 @@ def take_turns(found, folder, rank, wait_s):
 
 
 def try_lock(path):
-    """Return the lock's descriptor or None, and MINE, THEIRS or the error. Use a thread, as flock
-    may block.
+    """Return the lock's descriptor or None, and MINE, THEIRS or the error.
+
+    A thread locks, because flock may block.
     """
     answers = []
 

@@ -25,7 +25,7 @@ from orrery.manifest.publish import publish_folder, sha256
 
 T = TypeVar("T")
 SUMS = "SHA256SUMS"
-WAITS_S = (1.0, 2.0, 4.0)  # before each further try
+WAITS_S = (1.0, 2.0, 4.0)  # before each retry
 LINKED_BYTES = 1 << 20  # smaller files are copied, because users edit them
 Kind = Literal["model", "dataset"]
 

@@ -191,7 +191,7 @@ class Pipeline:
 
     - `folders`: run folders by target (a run's name, or the stem of a spec file).
     - `manifests`: manifest by run folder.
-    - `broken`: error sentence by spec file that does not render.
+    - `broken`: an error sentence for each spec file that does not render.
     - `stale`: error sentence by target whose manifest is missing or differs from its spec.
     """
 
@@ -203,7 +203,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError if a target is stale, or no run, file of runs or stage's marker."""
+        """Raise OrreryError for a stale target, or one that is no run, spec file or marker."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
@@ -278,7 +278,7 @@ def _near(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
-    """Return all runs whose manifest is the rendered spec, and a sentence for each other."""
+    """Return the runs whose manifest equals the rendered spec, and errors for the others."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}

@@ -22,7 +22,7 @@ from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
 WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
-MARGIN_S = 60.0  # time that remains in a Slurm job to end the stage
+MARGIN_S = 60.0  # kept free at the end of a Slurm job, to end the stage
 STOP_S = 30.0
 
 

@@ -2,7 +2,7 @@
 
 - Code, software and images are examined while the stage runs, so that the stage ends quickly.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
-- It has no environment variables, no absolute paths and no values of variables such as TOKEN.
+- A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from orrery.runtime.timing import scaled
 WITHIN_S = 60.0  # time limit of git, an image's Python and nvidia-smi
 READ_S = 600.0
 KEPT_BYTES = 2**20  # larger untracked files are named, but left out of the stored diff
-WHOLE_BYTES = 64 * 2**30  # of larger weights only the index and the file sizes are hashed
+WHOLE_BYTES = 64 * 2**30  # of larger weights only the index is hashed, with shard sizes
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE
 )
@@ -70,8 +70,9 @@ Software = dict[str, Any]  # this host's driver and package versions
 
 @dataclass(frozen=True)
 class CodeState:
-    """The checkout's state. `commit` is None without git. `note` says why, or which files the diff
-    leaves out.
+    """A checkout's commit and diff. `commit` is None if git gives none.
+
+    `note` says why, or what the stored diff leaves out.
     """
 
     commit: str | None
@@ -217,7 +218,7 @@ def _run(run_dir: Path) -> dict[str, Any]:
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt, or {} if there is none. Rename an unreadable file."""
+    """Return the receipt, or {} if there is none. Rename an unreadable one."""
     path = run_dir / RECEIPT
     try:
         return read_receipt(path) if path.exists() else {}
@@ -261,8 +262,9 @@ def code_state(run_dir: Path, root: Path) -> CodeState:
 
 
 def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
-    """Return the diff against HEAD and the untracked files that it omits. Work on a copy of the
-    index.
+    """Return the diff against HEAD, and the untracked files that it omits.
+
+    Git works on a copy of the index.
     """
     found = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
     untracked = [

@@ -181,7 +181,7 @@ def lock_of(manifest: Manifest) -> str:
 def resume_command(
     run: Run, stage_name: str, workspace: Workspace | None = None, profile: str = "local"
 ) -> str:
-    """Return the command that resumes the run. `make demo` sets it in ORRERY_RESUME."""
+    """Return ORRERY_RESUME (set by `make demo`), or the command that resumes the run."""
     if given := os.environ.get("ORRERY_RESUME"):
         return given
     checked_in = (workspace or find_workspace()).manifest_path(run.manifest.name)

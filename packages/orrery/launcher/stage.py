@@ -205,9 +205,9 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 
 
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
-    """Kill descendants of roles (or of one incarnation) that left their process group.
+    """Kill descendants of roles, or of one incarnation, that left their process group.
 
-    They are orphans that the launcher has adopted, with the attempt's `start` in the environment.
+    These orphans are children of the launcher, with the attempt's `start` in the environment.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}

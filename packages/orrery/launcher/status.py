@@ -133,7 +133,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def lock_holder(run_dir: Path) -> Holder | None:
-    """Return the launcher that holds the lock, or None if the lock is free or its file empty."""
+    """Return the lock's holder, or None if the lock is free or its file names no live launcher."""
     try:
         descriptor = os.open(_path(run_dir), os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -152,5 +152,5 @@ def lock_holder(run_dir: Path) -> Holder | None:
 
 
 def _started(pid: int) -> int:
-    """Return a process's start time in ticks since boot. psutil's depends on the wall clock."""
+    """Return a process's start in ticks since boot. psutil's time depends on the wall clock."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

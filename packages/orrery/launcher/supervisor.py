@@ -150,7 +150,7 @@ class Supervisor:
                 "ended_s": stage.status.ended_s,
                 "wall_s": self.wall_s,
             }
-            sync_folders(run_dir)  # before DONE, so that it proves that all files are on disk
+            sync_folders(run_dir)  # before DONE, so that DONE proves all files durable
             write_atomic(done_path(run_dir, name), (json.dumps(row) + "\n").encode())
         return outcome
 

@@ -1,6 +1,6 @@
 """The Slurm job that this launcher runs in: its nodes and the stage's steps.
 
-srun copies the launcher's standard input, with the run's token, to each task.
+The launcher gives the run's token to srun's standard input. srun copies it to each task.
 """
 
 import os
@@ -110,8 +110,8 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probes in turn did not start.
 
-        Return none if half of the nodes are silent. Probe the nodes in `suspected` first, and all
-        others only if one of them is silent.
+        Return none if half or more of the nodes are silent. Probe all nodes only if one of
+        `suspected` does not answer, or none is suspected.
         """
         if suspected and not self._without_answer(suspected):
             return []

@@ -2,8 +2,8 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine has a step, and so has each other role in each node group. A task computes its index
-  from its rank in the step. The first failed task ends the step (`--kill-on-bad-exit`).
+- Each engine is one step. In each node group, each other role is one step. A task computes its
+  index from its rank in the step. The first failed task ends the step (`--kill-on-bad-exit`).
 """
 
 import math
@@ -29,8 +29,8 @@ from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
 
 IN_JOB = "ORRERY_SLURM"  # set inside Orrery's jobs only
-MEMORY_MB = 6000  # minimum of a stage
-LAUNCHER_CPUS = 2  # of launcher, orchestrator and router together
+MEMORY_MB = 6000  # minimum per node
+LAUNCHER_CPUS = 2  # minimum per node, for launcher, orchestrator, router
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps, servers first.
 
-    Slurm would give overlapping steps the same devices. So each step gets all devices of a node,
-    and `task.sh` selects among them. An engine sees only its own devices. A trainer rank sees all
-    devices of the trainer on its node, for CUDA IPC.
+    Slurm would give overlapping steps the same devices. So each step gets all devices that the
+    job has on a node, and `task.sh` selects among them. An engine sees only its own devices. A
+    trainer rank sees all devices of the trainer on its node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {

@@ -1,7 +1,7 @@
 """Slurm's queue: a user's jobs and their states.
 
-- `sacct` is used only for jobs that `squeue` no longer lists.
-- A heterogeneous job has the id of its first component.
+- `squeue` gives states. `sacct` adds lost nodes, and states of jobs that `squeue` has forgotten.
+- The id of a heterogeneous job is that of its first component.
 - A job's name contains a hash of the run folder's path, so two checkouts have different names.
 """
 
