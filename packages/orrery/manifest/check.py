@@ -36,7 +36,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def sentence(error: ValidationError) -> str:
-    """Return a sentence about one field: misspelt fields come first, then wrong, then missing."""
+    """Return a sentence about the first bad field: misspelt, else wrong, else missing."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))
     first = errors[0]
     path, siblings, kind = _walk(first["loc"])

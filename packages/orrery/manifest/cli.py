@@ -69,7 +69,7 @@ def manifest_of(run: str) -> Manifest:
 
 
 def named(run: str) -> Named:
-    """Return the manifest and receipt of RUN. A manifest's path has no receipt."""
+    """Return the manifest and receipt of RUN. For a manifest's path, return no receipt."""
     path = Path(run)
     if path.is_file() and _is_receipt(path):
         beside = path.with_name("manifest.json")
@@ -108,9 +108,8 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
     """Raise OrreryError for the first (name, manifest) with a task that does not build or fit.
 
-    One subprocess with `orrery.tasks` checks all manifests. If that package is not installed, no
-    task is checked. If the pretrained tokenizer is missing, prompts are not measured. The init
-    stage checks again.
+    One `orrery.tasks.check` process checks all manifests. Without that package no task is checked.
+    Without the pretrained tokenizer prompts are not measured. The init stage checks again.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return
@@ -321,5 +320,5 @@ def run_app(program: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """`python -m orrery.manifest`."""
+    """Run `python -m orrery.manifest`."""
     sys.exit(run_app(app))

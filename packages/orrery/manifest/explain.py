@@ -46,7 +46,7 @@ class Place:
 class Explanation:
     """The origin of one scalar field. `how` is "axis", "run file" or "derived".
 
-    `sources` are the places that a derived value follows from, or the place that is overridden.
+    `sources` are the places that give a derived value, or the place that the run file overrides.
     """
 
     field: str
@@ -131,7 +131,7 @@ class _Case:
 
 
 def line_of(file: Path, path: fields.Path, under_key: bool = False) -> int | None:
-    """Return the line where `file` sets a field (`under_key`: also below a run's key), or None."""
+    """Return the line that sets a field, or None. `under_key`: look below a run's key too."""
     stack: list[str | None] = []
     key: str | None = None
     text = file.read_text(encoding="utf-8", errors="replace")

@@ -1,6 +1,6 @@
 """The id of a run (the sha256 of its canonical JSON), and the folders of a checkout.
 
-- Canonical JSON is parsed by the schema, in ASCII, with sorted keys, without spaces and NaN.
+- Canonical JSON is the parsed manifest in ASCII, with sorted keys, without spaces or NaN.
 - A run's folder is `<root>/<name>-<first 12 hex digits of the id>`, so an edited spec is a new run.
 """
 
@@ -71,7 +71,7 @@ class Workspace:
 
 
 def find_workspace(start: Path | None = None) -> Workspace:
-    """Return the checkout that contains `start` (default: working directory), or this package."""
+    """Return the checkout around `start` (default: working directory), else around this file."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if (folder / "jsonnet" / "runs").is_dir():

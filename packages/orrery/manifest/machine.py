@@ -1,7 +1,7 @@
 """Fit runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. Without it the machine counts as one
-without GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` counts
+as one without GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
 """
 
 import os
@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return fields of `hardware`. Half of the GPUs train, the others serve. One does both."""
+        """Return the axis's `layout`. Half of the GPUs train, the rest serve. A lone GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -137,7 +137,7 @@ def describe(machine: Machine) -> str:
 
 
 def write_axis(workspace: Workspace, machine: Machine, path: Path) -> None:
-    """Write a machine's hardware axis. Raise OrreryError if this command did not write `path`."""
+    """Write a hardware axis. Raise OrreryError if `path` is a file that no command wrote."""
     _write(workspace, path, f"// {machine}. {WRITTEN}hardware`.\n{_axis(machine)}\n")
 
 

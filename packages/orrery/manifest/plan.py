@@ -216,7 +216,7 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return remarks: the run cannot start, repeats work, may not compile, or cannot learn."""
+    """Return remarks that the run cannot start, repeats work, may not compile or cannot learn."""
     said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())

@@ -101,7 +101,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def sha256_of_data(path: Path) -> str:
-    """Return the sha256 of a file, or of the lines "sha256  path" of a folder's data files."""
+    """Return the sha256 of a file, or of the output of `sha256sum` on a folder's data files."""
     if not path.is_dir():
         return sha256(path)
     lines = [f"{sha256(p)}  {p.relative_to(path).as_posix()}\n" for p in data_files(path)]

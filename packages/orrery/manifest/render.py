@@ -21,8 +21,8 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-PRETRAINED = "_pretrained.libsonnet"  # how axes of `orrery fetch model` end
-# The callback returns this instead of raising, as the binding then appends stray bytes to the text.
+PRETRAINED = "_pretrained.libsonnet"  # ends axes of `orrery fetch model`
+# A failed import returns this. If it raised, the binding would append stray bytes to the text.
 _FAILS = b"error 'import'"
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
@@ -56,7 +56,7 @@ class Evaluator:
             raise OrreryError(
                 f"{self.workspace.shown(self.closure[0])}: its value is refused ({error})"
             ) from None
-        if self._lost:  # a failed import that no field of the value needed
+        if self._lost:  # no field of the value needed the failed import
             raise OrreryError(self._lost)
         return value
 
@@ -71,7 +71,7 @@ class Evaluator:
                 except OSError as error:
                     self._lost = f"{self.workspace.shown(path)}: cannot be read ({error.strerror})"
                     return name, _FAILS
-                # Jsonnet's parser would crash.
+                # Jsonnet's parser crashes on deep nesting.
                 if path.suffix.endswith("sonnet") and _nesting(data) > MAX_NESTING:
                     self._lost = (
                         f"{self.workspace.shown(path)}: brackets nested deeper than {MAX_NESTING}; "
@@ -142,7 +142,7 @@ def _of_all_files(
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        if path.stem in TARGETS:  # a file's stem is Snakemake's target for all its runs
+        if path.stem in TARGETS:  # Snakemake's target for all runs of a file is its stem
             raise OrreryError(
                 f"{workspace.shown(path)}: the pipeline has a rule called {path.stem!r}. Give the "
                 "file another name"

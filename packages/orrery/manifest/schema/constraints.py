@@ -62,7 +62,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
     "kimi_k2": {"mla.indexer": (None,), **_LATENT},
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
-PARTS = {  # families by the part of the model that they have
+PARTS = {  # families that have a part of the model
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
     "hf_config": ("hugging_face",),
@@ -449,9 +449,9 @@ def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> It
 
 
 def _fp8_misfits(run: "Manifest") -> Iterator[str]:
-    """Yield why FP8 weights do not fill whole blocks on each device.
+    """Yield a sentence for each constraint of FP8 weights, such as whole blocks on each device.
 
-    vLLM would pad experts to whole blocks, and updates do not fill the padding.
+    vLLM would pad experts to whole blocks, and weight updates do not fill the padding.
     """
     model, moe, inference = run.model, run.model.moe, run.inference
     accelerator = run.hardware.accelerator

@@ -164,7 +164,7 @@ def on_disk_bytes(num_bytes: int) -> int:
 def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
     """Return the bytes on disk of one block's cache and of its routes.
 
-    Routes get twice their size. They are evicted separately, and a cache is useless without them.
+    Routes get twice their size, because they are evicted separately, and a cache needs its routes.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
     if not routed_experts or (moe := model.moe) is None:

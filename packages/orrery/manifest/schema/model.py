@@ -11,7 +11,7 @@ MAX_COUNT = 2**16  # ranks, devices, layers, heads, experts
 MAX_STEPS = 10**9
 MAX_S = 365 * 86_400  # longer times could overflow in clocks and sockets
 MAX_SIZE = 2**24
-# groups of experts, and those that a token may use
+# by family: groups of experts, and groups that a token may use
 EXPERT_GROUPS = {"deepseek_v3": (8, 4), "deepseek_v32": (8, 4)}
 FP8_BLOCK = 128  # FP8 weights have one scale for each block of 128 × 128
 
@@ -34,7 +34,7 @@ class Record(BaseModel):
 
 
 class RandomInit(Record):
-    """Draw weights from a normal distribution with `std`. Norms are 1."""
+    """Draw weights from a normal distribution with `std`. Norm weights are 1."""
 
     kind: Literal["random"]
     seed: NonNegativeInt
@@ -107,8 +107,8 @@ class YarnRopeScaling(Record):
     """DeepSeek-V3's YaRN (arXiv 2309.00071, transformers' "yarn"): interpolated low frequencies.
 
     Frequencies of more than `fast_turns` in the original context stay, those of less than
-    `slow_turns` are divided by `factor`. Attention's scores grow with the square of
-    0.1 · `score_scale` · log(factor) + 1. `angle_scale` divides that out of rotated parts.
+    `slow_turns` are divided by `factor`. With s(x) = 0.1 · x · log(factor) + 1, attention scores
+    are scaled by s(score_scale)², and cosines and sines by s(angle_scale) / s(score_scale).
     """
 
     kind: Literal["yarn"]
@@ -169,7 +169,7 @@ Family = Literal[
 class Model(Record):
     """The architecture.
 
-    - `head_dim` is the width of queries and keys. Rotary embeddings apply to a `rotary_fraction`.
+    - `head_dim` is the width of queries and keys. `rotary_fraction` of it has rotary embeddings.
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5. `kimi_k2` is
       DeepSeek-V3's network without groups of experts.
     - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.

@@ -80,8 +80,8 @@ class Orchestrator(Record):
 
     - `drop_zero_advantage_groups`: leave out groups with equal rewards. Once `max_sampled_ratio`
       times the batch has been sampled, such groups fill the batch.
-    - `on_timeout`: a rollout longer than `rollout_timeout_s` is dropped and counted, or gets the
-      reward 0 in evaluations and in its group's baseline. It is never trained.
+    - `on_timeout`, after `rollout_timeout_s`: "failure" drops and counts the rollout, "zero" gives
+      it the reward 0 in evaluations and in its group's baseline. It is never trained.
     - `keep_batches`: the number of newest batches that stay on disk (tokens, log-probs, routes).
     """
 
@@ -105,7 +105,7 @@ class Tasks(Record):
 
 
 class Transport(Record):
-    """The path of batches to the trainer, and of weights to the engines.
+    """The transport of batches to the trainer, and of weights to the engines.
 
     - `weights` "files": files in shared memory or the run's folder. "nccl": trainer ranks send each
       engine its slices (CUDA IPC within a host). "nixl": engines read the same slices by RDMA.

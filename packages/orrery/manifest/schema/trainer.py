@@ -17,7 +17,7 @@ from orrery.manifest.schema.model import (
 
 
 class Mesh(Record):
-    """Ranks = dp_replicate · dp_shard · cp. Expert parallelism divides dp_shard · cp.
+    """The mesh has dp_replicate · dp_shard · cp ranks. `ep` divides dp_shard · cp.
 
     - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
     - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
@@ -196,8 +196,8 @@ class Memory(Record):
 
     - `activation_offload`: keep activations in pinned host memory until the backward pass.
     - `optimizer_offload`: keep optimizer state in pinned host memory except during the update.
-    - `lm_head_chunk_tokens`: rows of logits in memory at a time. "auto" depends on vocabulary and
-      device.
+    - `lm_head_chunk_tokens`: tokens whose logits are in memory at a time. "auto" depends on
+      vocabulary and device.
     - `lm_head_keeps_logits`: keep a micro-batch's float32 logits for the backward pass.
     """
 
@@ -274,7 +274,7 @@ class Trainer(Record):
     def unseen(self) -> tuple[str, ...]:
         """Return the outputs that are always recomputed, even if `keep` names them.
 
-        With `cp` or `ep` the parts of a block around an exchange are compiled. Products in compiled
-        parts have no names to keep them by.
+        With `cp` or `ep` above 1 the parts of a block around an exchange are compiled. Products in
+        compiled parts have no names to keep them by.
         """
         return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
