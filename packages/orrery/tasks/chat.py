@@ -3,7 +3,7 @@
 - `prompt` renders a chat up to the assistant's turn. `next_turn` renders the messages after an
   assistant turn. Sampled tokens are never decoded and encoded again.
 - `example` joins the same parts, so SFT trains on the same tokens as RL. To find a message in the
-  rendered text, it renders the chat again with other content.
+  rendered text, it renders the chat again with a marker as the message's content.
 """
 
 import re
@@ -235,9 +235,9 @@ class Renderer:
         tools: Sequence[Tool],
         trained_roles: Sequence[Role],
     ) -> _Part:
-        """Return the part between two assistant turns. Its first message has the number `first`.
+        """Return the messages between two assistant turns as a part.
 
-        `is_answered`: an assistant turn follows.
+        `first`: index of the first message in the chat. `is_answered`: an assistant turn follows.
         """
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]

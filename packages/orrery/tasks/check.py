@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
-BYTES_PER_S = 1_000_000  # of rows; the slowest forms of files are ten times as fast
+BYTES_PER_S = 1_000_000  # a tenth of the speed of the slowest file format
 
 
 def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
@@ -158,7 +158,7 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 
 def _file_bytes(args: dict[str, Any]) -> int:
-    """Return the bytes of the files of rows that args name, at every depth."""
+    """Return the total bytes of the data files that args name, at every depth."""
     found = 0
     for value in args.values():
         if isinstance(value, dict):
@@ -171,7 +171,7 @@ def _file_bytes(args: dict[str, Any]) -> int:
 
 @cache
 def _task(use: str) -> Task:
-    """Return a task, built once, because held-out puzzles are slow to draw."""
+    """Return the task, cached, because held-out puzzles are slow to draw."""
     return make(TaskUse.model_validate_json(use))
 
 

@@ -38,7 +38,7 @@ from orrery.tasks.watched import RowFailed, watched
 COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows that an error message shows
-TRIED = 16  # rows whose check calls a reward function
+TRIED = 16  # rows on which a user's function is tried
 KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
@@ -318,7 +318,7 @@ class Dataset(SingleTurn):
         return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
-        """Return what is wrong with the user's reward of the answer and of an empty reply."""
+        """Return how the user's function fails on the answer or an empty reply, or None."""
         scorer = scorer_of(self._request(at, answer))
         for what, reply in (("the row's answer", answer), ("an empty reply", "")):
             try:
@@ -349,6 +349,6 @@ class Dataset(SingleTurn):
 
 @lru_cache(2**16)
 def _is_right(verdict: Verdict, answer: str, reply: str) -> bool:
-    """Return whether a reply is worth 1. Cached, because rows share answers and math is slow."""
+    """Return whether a reply scores 1. Cached, because rows share answers and math is slow."""
     request = {"verdict": verdict.model_dump(), "answer": answer, "row": None}
     return scorer_of(request)(reply) == 1.0

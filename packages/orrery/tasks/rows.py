@@ -3,7 +3,7 @@
 - A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
   dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`). Several
   files of a split are read in the order of their names.
-- JSONL, Parquet and Arrow files are mapped, so they may exceed memory. JSON and CSV are read whole.
+- JSONL and Arrow files are memory-mapped, so they may exceed memory. Others are read whole.
 """
 
 import csv
@@ -125,13 +125,13 @@ def _opened(path: Path) -> Any:
 
 
 class JsonLines:
-    """A mapped file with one object per line. Blank lines are skipped."""
+    """A memory-mapped file with one object per line. Blank lines are skipped."""
 
     def __init__(self, path: Path):
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            # In bytes only \n ends a line. JSON strings may contain U+2028.
+            # In binary mode only \n ends a line. JSON strings may contain U+2028.
             for number, line in enumerate(file, 1):
                 digest.update(line)
                 if not line.isspace():
@@ -199,7 +199,7 @@ class Joined:
 
 
 class Tables:
-    """Mapped Parquet or Arrow files, one after the other. Rows have no null fields.
+    """Parquet or memory-mapped Arrow files, one after the other. Rows have no null fields.
 
     With `needed`, each file must have that column, and rows have only it and the columns `also`.
     """

@@ -2,7 +2,7 @@
 
 - In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
-  The launcher sets it.
+  The launcher sets it for roles, and the pool for scorers.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 - Processes end with this process, even if it is killed, and inherit no files.
@@ -28,10 +28,10 @@ from orrery.tasks.task import JudgeBroken
 log = logging.getLogger(__name__)
 
 NUM_SCORERS = 8
-START_S = 120.0  # imports from a slow file system take long
+START_S = 120.0  # scaled, for imports from a slow file system
 MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence or note
 HASH_SEED = "0"
-SLACK_S = 5.0  # after LIMIT_S, to kill the fork and reply
+SLACK_S = 5.0  # scaled. After LIMIT_S, to kill the fork and reply
 CANARY_EVERY = 500  # answers between two checks
 CANARY = "spiral_matrix"  # its scorer executes answers
 WRONG = "[]"
@@ -179,7 +179,7 @@ class _Scorer:
 
 
 def _environment() -> dict[str, str]:
-    """Return a minimal environment. numpy has one thread, to save address space."""
+    """Return a minimal environment. One thread for numpy saves address space."""
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     python = {"PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -32,7 +32,7 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
-LIMIT_S = 5.0  # per answer
+LIMIT_S = 5.0  # per answer, scaled
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256  # longest text of a score or a note
 NOTE = b"note "
@@ -49,7 +49,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    import orrery.tasks.reasoning_gym  # noqa: F401 (after stdout is closed: imports may print)
+    import orrery.tasks.reasoning_gym  # noqa: F401 (after stdout is closed, as imports may print)
 
     _warm_up()
     folder = tempfile.mkdtemp()
@@ -113,7 +113,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # the kernel gives the lowest free numbers
+    os.closerange(4, 1024)  # enough: the kernel gives the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

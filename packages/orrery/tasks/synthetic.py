@@ -124,7 +124,7 @@ class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
     - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. The longest of
-      a thousand is about e^(3.1 · sigma) medians.
+      a thousand is about e^(3.2 · sigma) medians.
     - All answers of a group have the same length. The reward is a hash of the answer, so that
       gradients are not zero.
     """

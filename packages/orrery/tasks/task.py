@@ -68,7 +68,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgeBroken(RunFailed):
-    """The judge gives wrong rewards, so the run ends. Other exceptions fail one rollout."""
+    """The judge gives wrong rewards. This ends the run. Other exceptions fail one rollout."""
 
 
 @runtime_checkable
@@ -111,7 +111,7 @@ def scored(score: float | None) -> Judgement:
 
 
 def split_of(text: str, held_out: float = HELD_OUT) -> Split:
-    """Return a text's side, by its BLAKE2b digest. The share `held_out` of texts is held out."""
+    """Return a text's side by its BLAKE2b digest. The fraction `held_out` of texts is held out."""
     first = int.from_bytes(hashlib.blake2b(text.encode()).digest()[:4], "big")
     return "held_out" if first < held_out * 2**32 else "train"
 

@@ -1,6 +1,7 @@
-"""Verdicts on a reply of the task `dataset`, each computed in an isolated process.
+"""Verdicts on a reply of the task `dataset`.
 
-`scorer_of(request)` runs in that process, and returns a function from a reply's text to its score.
+`scorer_of(request)` returns a function from a reply's text to its score. During a run, this
+function runs in an isolated process (`scorer_process.py`).
 A request holds the verdict's args, the reference answer and, for a user's function, the row.
 """
 
@@ -41,7 +42,7 @@ class Math(Record):
 class Exact(Record):
     """The reply, or group 1 of the last match of `pattern` in it, is the answer as text.
 
-    Unicode is compared in form NFKC, runs of blanks as one blank, and a final full stop is dropped.
+    Unicode is compared in form NFKC, runs of blanks as one blank, and without final full stops.
     """
 
     kind: Literal["exact"]
@@ -208,7 +209,7 @@ def _number(given: Any) -> float:
 
 
 def told(error: Exception) -> str:
-    """Return an error of the user's code with its last line: `KeyError: 'x' (reward.py:3)`."""
+    """Return an error with the failing line of the user's code: `KeyError: 'x' (reward.py:3)`."""
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{said.partition(' (')[0]} ({Path(error.filename or '').name}:{error.lineno})"

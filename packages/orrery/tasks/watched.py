@@ -1,8 +1,8 @@
 """Call a function for many rows in a fork that ends when one row takes too long.
 
-- The fork has a timer for each row, and the kernel answers its signal. So it also ends code that
-  does not return to Python, such as a power of huge numbers.
-- The fork may take MEMORY_BYTES more than this process has, so such a number is a MemoryError.
+- The fork has a timer for each row, whose signal kills it. So it also ends in code that does not
+  return to Python, such as a power of huge numbers.
+- The fork may take MEMORY_BYTES more than this process has, so such a power raises MemoryError.
 """
 
 import json
@@ -22,7 +22,7 @@ ROW_S = 10.0  # wall time, scaled
 
 
 class RowFailed(Exception):
-    """The fork ended at `row`. The message says how."""
+    """The fork ended at `row`. The message says why."""
 
     def __init__(self, row: int, how: str):
         super().__init__(how)
@@ -32,7 +32,7 @@ class RowFailed(Exception):
 def watched(
     check: Callable[[int], Any], rows: Sequence[int], limit_s: float = ROW_S
 ) -> dict[int, Any]:
-    """Return `check`'s results by row, without those that are None. Results are JSON.
+    """Return `check`'s results by row, without those that are None. They must be JSON, not text.
 
     Raise RowFailed for a row that takes longer than `limit_s` or ends the fork, and OrreryError if
     `check` raises it.
@@ -61,7 +61,7 @@ def watched(
 
 
 def _serve(check: Callable[[int], Any], rows: Sequence[int], limit_s: float, writer: int) -> None:
-    """Write a line for each row: its result, or an OrreryError's sentence as the last line."""
+    """Write each row's result as a line of JSON. An OrreryError's text is the last line."""
     os.dup2(2, 1)  # a user's function may print
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
