@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the axis's `layout`. Half of the GPUs train, the rest serve. A lone GPU does both."""
+        """Return the axis's `layout`. Half of the GPUs train, the rest serve. One does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,

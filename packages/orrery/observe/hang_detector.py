@@ -2,13 +2,12 @@
 
 `find_stall` looks at the health of all processes of a stage:
 - hung: an event loop has not beaten within its limit.
-- overdue: a wait or activity is GRACE_S past its deadline, and the role itself has not
-  raised an error.
+- overdue: a wait or activity is GRACE_S past its deadline, and its process has not failed.
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
-  `RankStallDetector` finds the rank for which the others of its role wait in a collective.
 
-A wait's text names the awaited roles. Without a role it waits for the outside world.
+`RankStallDetector` finds the ranks for which the others of their role wait in a collective.
+A wait's text names the awaited roles. A wait that names none is for something outside the stage.
 """
 
 import math
@@ -29,14 +28,14 @@ from orrery.runtime.health import (
 
 GRACE_S = 10.0
 DEADLOCK_S = 120.0
-STILL_S = 40.0  # a stall then ends the stage within a minute
+STILL_S = 40.0  # so a stall ends the stage within a minute
 AWAY_S = 10.0
 ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed` is the last process of a chain of waits, or all members of a cycle."""
+    """A stall. `blamed` has the end of a chain of waits, all of a cycle, or a role's ranks."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -101,7 +100,7 @@ def _deadlock(living: Mapping[str, Health], now_s: float, deadlock_s: float) -> 
 def _abandoned(
     processes: Mapping[str, Health], living: Mapping[str, Health], now_s: float, deadlock_s: float
 ) -> Stall | None:
-    """Return the stall if all waits of a process name ended roles.
+    """Return the stall of the processes whose every wait names only done processes.
 
     It must last `deadlock_s`, because messages may arrive after their sender has ended.
     """
@@ -128,7 +127,7 @@ def hung_s(health: Health, now_s: float) -> float | None:
 
 
 def awaited(health: Health, living: Mapping[str, Health]) -> list[set[str]]:
-    """Return the processes that each open wait names, by name or role."""
+    """Return, for each open wait, the living processes that it names by name or role."""
     return [_named(wait.what, living) for wait in health.waits]
 
 
@@ -149,7 +148,7 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name. Empty if a wait names a living one."""
+    """Return the done processes that the waits name, or none if a wait names no done one."""
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]
@@ -192,7 +191,7 @@ def _clause(health: Health, now_s: float) -> str:
 
 @dataclass
 class _SeenRank:
-    """One process, and when the reader last saw a change and a heartbeat."""
+    """A rank, and when the reader last saw progress (`moved_s`) and any change (`heard_s`)."""
 
     health: Health
     moved_s: float
@@ -200,17 +199,18 @@ class _SeenRank:
 
 
 class RankStallDetector:
-    """Find the rank that holds up its role. One reader owns the state.
+    """Find the ranks that hold up their role. Only one reader may call `look`.
 
-    A rank makes progress, has its own deadline, or is in one of these states:
+    A role has stalled when each of its ranks is in one of these states:
     - silent: it waits, or has a `still_s`, but sends no heartbeats.
-    - in a collective: it has started more collectives than it has completed.
-    - still: no progress within its `still_s`, and not in a collective.
-    - late: for `behind_s` it waits for data that the other ranks, in collectives, have. A role has
-      stalled when none of its ranks makes progress. Blame, in order: silent ranks, still ranks,
-      ranks that started the fewest collectives. A rank silent for `hang_s` is always blamed.
+    - held: no progress within its limit, in a collective that it has not completed.
+    - still: no progress within its `still_s`, outside a collective.
+    - late: `behind_s` after the role's last progress it waits for data, and another rank is held.
 
-    - Progress is any change of the health except the beats, so a slow rank is never stuck.
+    Blame, in order: silent ranks, still ranks, ranks that started the fewest collectives. A rank
+    silent for `hang_s` is always blamed.
+
+    - Progress is any change of the health except the beats, so a slow rank is never still.
     - After a gap of AWAY_S between two looks (a hanging file system) the detector starts anew.
     """
 
@@ -263,7 +263,7 @@ class RankStallDetector:
         return now_s - seen.moved_s > (health.still_s or self._still_s)
 
     def _sentence(self, blamed: list[str], held: list[str], now_s: float, last_s: float) -> str:
-        """Return the error sentence. Late ranks count from `last_s`, the role's last progress."""
+        """Return the error. Late ranks count seconds from `last_s`, the role's last progress."""
         seen = [self._seen[name] for name in blamed]
         silent = self._is_silent(seen[0], now_s)
         for_s = now_s - max(
@@ -311,7 +311,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
 
 @dataclass(frozen=True)
 class _SeenHealth:
-    """One process's health, with times of its writer (`said`) and of the reader (`stamped`)."""
+    """One process's health, with times on its writer's (`said`) and the reader's clock."""
 
     said: Health
     stamped: Health
@@ -320,21 +320,21 @@ class _SeenHealth:
 class HealthView:
     """Health with times on the reader's monotonic clock, because wall clocks differ and can be set.
 
-    - A time is when the reader first saw the change. The clock stops in a suspend. A deadline keeps
-      its distance from the time before it.
-    - A gap between two looks counts as AWAY_S at most: the reader or its file system was stopped.
-    - `changed_s` orders changes, exactly on one host. Another host's clock is shifted by the
-      smallest delay with which one of its changes was seen.
+    - A time is when the reader first saw the change. A deadline keeps its distance from the start
+      of its wait or activity. The clock stops while the host is suspended.
+    - A longer gap than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
+    - `changed_s` orders changes. The order is exact on one host. Another host's clock is shifted by
+      the smallest delay after which one of its changes was seen.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, _SeenHealth] = {}
         self._looked_s: float | None = None
-        self._behind_s: dict[str, float] = {}  # smallest clock difference seen, by boot id
+        self._behind_s: dict[str, float] = {}  # smallest delay of a change, by boot id
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Set `now_s`, and return `said` with the reader's times at `clock_s` of its clock."""
+        """Advance `now_s` to the monotonic `clock_s`. Return `said` with the reader's times."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():
@@ -348,7 +348,7 @@ class HealthView:
         return {name: seen.stamped for name, seen in self._seen.items()}
 
     def changed_s(self, name: str) -> float:
-        """Return the time of the last change on our monotonic clock."""
+        """Return the time of the last change on the reader's monotonic clock."""
         said = self._seen[name].said
         return said.clock_s + self._behind_s[said.boot]
 

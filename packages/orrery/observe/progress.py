@@ -1,6 +1,4 @@
-"""Show the progress of a running stage, from metric rows and health, as a live panel or one
-line.
-"""
+"""Show a running stage's metric rows and health as a live panel or one line."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -86,7 +84,7 @@ def panel(
 ) -> RenderableType:
     """Return the live view.
 
-    `states` has "running" or the ending of every process. `instead` replaces their rows.
+    `states` has "running" or the ending of every process. `instead` replaces the process table.
     """
     stages = Text()
     for stage in progress.stages:

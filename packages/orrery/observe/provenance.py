@@ -21,8 +21,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def commit(folder: Path, *paths: str) -> str:
     """Return the commit of the checkout around `folder`, or "unknown".
 
-    It ends in `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT replaces it for
-    a copy without history.
+    Add `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT names the commit of a
+    copy without history.
     """
     if named := os.environ.get("ORRERY_COMMIT"):
         return named

@@ -2,8 +2,8 @@
 
 - In: rows from `MetricsTail`. TensorBoard files: `metrics/tensorboard/<stage>/<process>`.
 - Names: `<event>/<value>`. Nested dicts add a level (`dropped/stale`). Rows without an event are
-  under the process's role. The row's subject comes in between: `evaluation/<task>/reward_mean`
-  (with two policies `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
+  named by role. A row's subjects follow the event: `evaluation/<task>/reward_mean` (with two
+  policies `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
 - A scalar's step is the row's `step`, `version`, or seconds since the first row.
 """
 
@@ -53,7 +53,7 @@ class TensorBoardSink:
         self._first_s = self._first_s or row["time_s"]
         if not values:
             return
-        # Slow imports, so a command that writes no row does without.
+        # Import late, because these imports are slow and not every stage writes rows.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -79,8 +79,8 @@ def configured() -> bool:
 class WandbSink:
     """One W&B run per run directory, resumed over stages and attempts.
 
-    `<stage>/step` is a separate value, because W&B's step must never go back, unlike the step of a
-    resumed attempt. Raise OrreryError if wandb is not installed.
+    `<stage>/step` is a separate value, because W&B's own step must never decrease, and a resumed
+    attempt repeats steps. Raise OrreryError if wandb is not installed.
     """
 
     def __init__(self, run_dir: Path):

@@ -2,8 +2,8 @@
 
 - Numbers of one type take eight bytes each. A text is kept once.
 - A row is made on access: a dict with every key of the table, None for missing values.
-- A line with more than POINTS points is cut into equal pieces, drawn as means (rates and shares) or
-  extremes (single values).
+- A line with more than POINTS points is cut into equal pieces. Each is drawn as its mean (rates and
+  shares), its extremes (single values) or its largest value.
 """
 
 import sys
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from orrery.runtime.metrics import Attempts, Row
 
-NOTHING = {"d": nan, "q": -(2**63), None: None}  # stands for None, by the array's type
+NOTHING = {"d": nan, "q": -(2**63), None: None}  # stored for None, by array type
 TYPE_CODES = {float: "d", int: "q"}
 POINTS = 1000
 
-Line = tuple[list[Any], list[Any]]  # x and y of each point, y None: no point
+Line = tuple[list[Any], list[Any]]  # x and y of the drawn points
 Thinning = Callable[[Sequence[Any], Sequence[Any]], Line]
 
 
 class Table(Sequence[Row]):
-    """Rows, appended one by one. With `keys`, all other values are dropped."""
+    """Rows, appended one by one. With `keys`, values of other keys are dropped."""
 
     def __init__(self, keys: Collection[str] = ()):
         self._columns = {key: _Column() for key in keys}

@@ -85,7 +85,7 @@ class RunData:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise OrreryError if a file cannot be read, or with `what` if a row has another form."""
+    """Raise OrreryError if a file cannot be read, or (naming `what`) if a row is malformed."""
     try:
         yield
     except OSError as error:
@@ -247,16 +247,16 @@ def overlap_s(left: list[Interval], right: list[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of time in the RL stage's newest attempt, between first and last batch."""
+    """Shares of the RL stage's newest attempt, from the first work to the last training."""
 
     window_s: float
-    trainer_busy: float  # share in forward, backward or optimizer
-    engine_busy: float  # share with a request in flight
-    overlapped: float  # share of the trainer's busy time with an engine generating
+    trainer_busy: float  # share with `trainer.0` in forward, backward or optimizer
+    engine_busy: float  # share with a request in flight at any engine
+    overlapped: float  # share of the trainer's busy time with a request in flight
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:
-    """Return the shares, or None if no time was spent on training."""
+    """Return the shares, or None if training took no time."""
     training: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for role, name, start_s, end_s, _ in spans:

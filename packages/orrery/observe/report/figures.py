@@ -2,7 +2,7 @@
 
 - Its docstring is the figure's caption on the page.
 - A line has at most POINTS points, a role at most POINTS spans. Counts and totals are of all rows.
-- `layout.meta` names omitted data for the caption.
+- `layout.meta` holds the caption's sentences about omitted data.
 """
 
 from collections import defaultdict
@@ -83,7 +83,7 @@ def _thinned(
 
 
 def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
-    """Add the sentence to the caption, with the largest number of several lines."""
+    """Add a sentence to the caption. If several lines add it, keep the largest number."""
     said = figure.layout.meta or {}
     figure.update_layout(meta={**said, sentence: max(number, said.get(sentence, 0))})
 
@@ -318,7 +318,7 @@ def timeline(run: RunData) -> go.Figure | None:
 
 
 def _newest_part(spans: Sequence[Span]) -> float | None:
-    """Return the time from which every role has at most POINTS spans, None for the start."""
+    """Return the time after which no role has more than POINTS spans. None: draw all spans."""
     newest: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         heap = newest[span.role]
