@@ -2,7 +2,7 @@
 
 - The manifests may differ only in fields under FREE and not under BOUND. These fields do not
   change the training.
-- The run's folder is created in one step, so it is never incomplete.
+- One rename publishes the run's folder, so it is never incomplete.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
 - The text shows a missing run folder, image or job as a word in <>.
-- A checked-in manifest that differs from its rendered spec raises OrreryError.
+- A target whose checked-in manifest differs from its rendered spec raises OrreryError.
 """
 
 import os

@@ -1,7 +1,7 @@
 """End a stage early: preemption, and `orrery stop`.
 
-- Slurm's SIGUSR1, or the end of the job's time, preempts the RL stage. The stage writes a
-  checkpoint and ends. If the checkpoint is new, the launcher asks Slurm to requeue the job.
+- SIGUSR1 preempts the RL stage, and so does the time `warning_s` before the job's end. The stage
+  writes a checkpoint and ends. If it is new, the launcher asks Slurm to requeue the job.
 - Other stages are not preempted: they are short, or have their own checkpoints.
 """
 

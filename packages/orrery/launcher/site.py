@@ -110,7 +110,7 @@ class Network(Record):
 
 
 class Roles(Record):
-    """Settings of all roles. `deadline_scale` multiplies all deadlines in the code."""
+    """Settings of all roles. `deadline_scale` multiplies deadlines (`timing.scaled`)."""
 
     deadline_scale: PositiveFloat = 1.0
 

@@ -32,7 +32,7 @@ CACHE_SHARE = {True: 0.25, False: 0.5}  # share of device memory. True: the trai
 
 @dataclass(frozen=True)
 class Machine:
-    """`num_devices` GPUs of one type, or as many cores on a machine without GPUs."""
+    """`num_devices` GPUs of one type, or CPU cores of a machine without GPUs."""
 
     accelerator: str
     name: str

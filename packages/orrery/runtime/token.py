@@ -89,7 +89,7 @@ def _from_file(path: str) -> str:
 
 
 def run_token() -> str:
-    """Return the token, or "". Raises RunFailed if a launcher started this process without one."""
+    """Return the token, or "". Raise RunFailed if a launcher started this process without one."""
     token = take()
     if not token and WAS_LAUNCHED:
         raise RunFailed(

@@ -91,7 +91,7 @@ class Task(Protocol):
     def judge(
         self, problem: Problem, messages: Sequence[Message]
     ) -> Judgement | Awaitable[Judgement]:
-        """Judge a finished chat."""
+        """Return the reward and metrics of a finished chat."""
 
 
 class SingleTurn:

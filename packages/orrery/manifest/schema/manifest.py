@@ -22,7 +22,7 @@ def _known(accelerator: str) -> str:
 
 
 class Hardware(Record):
-    """The shape of the machine. It changes the order of reductions.
+    """The machine's shape. It changes the order of reductions, hence results.
 
     `accelerator` is `cpu` or a key in `manifest/devices.py`. With `shared_devices`, trainer and
     engines run on the same GPUs of one node.

@@ -1,4 +1,4 @@
-"""The page of a run as one self-contained HTML file, and the run's last line."""
+"""The report of a run as one self-contained HTML file, and its summary line."""
 
 import json
 from pathlib import Path
