@@ -4,7 +4,7 @@
   Version numbers only rise.
 - On a direct wire the orchestrator leases a version before engines load it (`leases`).
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
-  same for the adapters of `trainer.lora` alone. Names are PEFT's, and B includes the scale.
+  same for the adapters of `trainer.lora` alone. Names are PEFT's. lora_B includes the scale.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
   gathering or writing. vLLM's senders send whole tensors or need Ray, so only its loading is used.
   `README.md` describes the protocol.
@@ -93,7 +93,7 @@ def make_weight_sender(
 def check_library(kind: str) -> None:
     """Raise OrreryError if an engine's package for this kind is not installed.
 
-    It is not loaded, because vLLM first sets NIXL's environment.
+    Do not import it, because vLLM must set NIXL's environment first.
     """
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(

@@ -8,7 +8,7 @@
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
   rank 0 orders the transfer, with its members and their process group's number.
 - A new group is formed only when the members change, or after a failure at any end.
-- Waits of a transfer end with it. CURRENT has its number, a failing rank writes
+- All waits of a transfer end when CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
 
@@ -34,7 +34,7 @@ from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
 ADDRESS = "wire.json"  # this file exists only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
-MEET_S = 120.0  # longest wait for the other ranks of a role
+MEET_S = 120.0  # longest wait for a value of another rank
 FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
 ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
 DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
@@ -204,8 +204,9 @@ class StoreConnection:
 def serve_store(
     folder: Path, host: str, kind: str, num_sources: int, bucket_bytes: int
 ) -> tuple[dist.Store, WireAddress]:
-    """Open the store on `host` and write its address. The store lives as long as the returned
-    object.
+    """Open the store on `host` and write its address into `folder`.
+
+    The store lives as long as the returned object.
     """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -259,12 +260,12 @@ def fail_transfer(folder: Path, transfer: int) -> None:
 
 
 def this_host() -> str:
-    """Return a text unique to this machine's memory."""
+    """Return the hostname and boot id, equal for processes that can share memory."""
     return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 class Coordinator:
-    """Start transfers one by one, in a thread of trainer rank 0. A new transfer ends the last."""
+    """Start transfers one by one, in a thread of trainer rank 0. A new one ends the last."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
@@ -345,7 +346,7 @@ class Coordinator:
         return TransferOrder(transfer.number, transfer.version, self._generation, members)
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order. Ranks that wait for an earlier order learn that it is over."""
+        """Publish the order, and remove the order before it from the store."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

@@ -1,9 +1,9 @@
 """Weights in FP8 on a wire: values in e4m3, and a float32 scale for each block of 128 × 128.
 
 - Matrix `x` travels as tensors `x` and `x` + SCALE, half the bytes of bfloat16.
-- An engine gets bfloat16 numbers (`decode`) that it quantizes to the sent values and scales. A
-  block's greatest number is a bfloat16 number, and 448 · scale rounds to it. The others move by at
-  most 2⁻⁹ of themselves, and half a step of e4m3 is 2⁻⁵.
+- An engine gets bfloat16 numbers (`decode`), and quantizes them to the sent values and scales. The
+  scale is the same, because 448 · scale rounds to the block's largest bfloat16 magnitude. The
+  values are the same: bfloat16 rounds by at most 2⁻⁹ of a value, half a step of e4m3 is 2⁻⁵.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,15 +23,15 @@ from orrery.wire.weight_wire.plan import (
     starts_of,
 )
 
-SCALE = "_scale_inv"  # of names, as in FP8 checkpoints
+SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines clamp a block's greatest number to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise a block's maximum to 1e-4
 CHUNK_ROWS = 1024  # decoded at once, in float32
 
 
 def in_blocks(box: Box) -> Box:
-    """Return the box of scales of a box [.., rows, columns].
+    """Return the scales' box for a box [.., rows, columns] of values.
 
     Raise ValueError if it does not begin and end between blocks.
     """
@@ -46,7 +46,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return bfloat16 numbers [N, K] of values [N, K] and scales [N/128, K/128]."""
-    # If rounded up, 448 · LEAST_SCALE would exceed the clamp of 1e-4.
+    # Lower the least scale, because 448 · LEAST_SCALE may round up to more than 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):
@@ -59,7 +59,7 @@ def decode(value: Tensor, scale: Tensor) -> Tensor:
 
 
 def decoded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in bfloat16 as soon as both of their parts have come, in any order.
+    """Yield other tensors at once, and FP8 tensors in bfloat16 once both parts have come.
 
     Raise OrreryError if a part is missing at the end.
     """
@@ -125,7 +125,7 @@ class SliceDecoder:
 
     @staticmethod
     def widened(values: Iterable[Slice]) -> list[Slice]:
-        """Return the places of the decoded slices in `decode`'s bucket."""
+        """Return the slices with their offsets in the bucket that `decode` returns."""
         found, offset = [], 0
         for each in values:
             found.append(each._replace(offset=offset))
@@ -133,7 +133,7 @@ class SliceDecoder:
         return found
 
     def decode(self, scales: list[Slice], values: list[Slice], bucket: Tensor) -> Tensor:
-        """Keep the scales in `bucket` (u8), and return a bucket of the decoded values."""
+        """Keep the scales of `bucket` (u8), and return a bucket of its decoded values."""
         for name, box, offset in scales:
             if name not in self._scales:
                 shape = self._tensors[name].shape
@@ -156,7 +156,7 @@ class SliceDecoder:
 
 
 def _decode_part(value: Tensor, scale: Tensor, starts: tuple[int, ...]) -> Tensor:
-    """Decode values that begin anywhere in the tensor. They may end inside of blocks."""
+    """Decode values from index `starts` of the tensor. Blocks may be cut at every side."""
     first_row, first_column = starts
     rows, columns = value.shape
     above, left = first_row % FP8_BLOCK, first_column % FP8_BLOCK

@@ -1,15 +1,15 @@
-"""Leases: the one control plane of a weight update on a direct wire. Needs no torch.
+"""Lease a version for its transfer: the control plane of a direct wire. Needs no torch.
 
 The trainer sends weights from its parameters, so a version exists only until the next optimizer
 step. A lease delays that step.
-- `LeaseRequest`: the complete lease that the orchestrator wants, i.e. a version (None: no lease)
-  and its transfer's engines (none: abandon it). A higher number replaces a lower number.
+- `LeaseRequest`: the lease that the orchestrator wants: a version (None: no lease), and the engines
+  of its transfer (empty: no transfer). A higher number replaces a lower number.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
 - Both go over the control socket at every change. Rank 0 repeats its report every REPEAT_S. If it
   answers an old request, the orchestrator sends the newest request again. So messages may be lost,
   late or repeated. A restarted orchestrator has a new session, which ends older sessions' leases.
-- Before a step, rank 0 refuses new leases, and waits until every lease is released or its version
-  is sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
+- Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
+  sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """Trainer rank 0's leases. The condition `changed` guards the leases and the weights."""
+    """Trainer rank 0's one lease and its transfer. The condition `changed` guards all fields."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -160,7 +160,7 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases, wait for the leased transfers, then close the version.
+        """Refuse new leases, wait until the lease is released or sent, then close the version.
 
         Calls `check` meanwhile. Raises WireFailed after `limit_s`.
         """

@@ -1,14 +1,14 @@
-"""Links: how bytes get from a source's bucket into a target's bucket, one message a round and pair.
+"""Move bytes from a source's bucket into a target's bucket, one message per round and pair.
 
-- `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs, sources first, then
-  targets). Between GPUs of one host the target reads the source's buckets by CUDA IPC instead.
+- `nccl`: messages of a separate process group (nccl on GPUs, gloo on CPUs). Its ranks are the
+  sources, then the targets. On one host, a target GPU reads the source's buckets by CUDA IPC.
 - `nixl`: the target reads the source's registered buckets, over NIXL and UCX, i.e. RDMA, shared
   memory or TCP (https://github.com/ai-dynamo/nixl).
 
-nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. It
-creates them in the pair's first message, and waits there for the peer without a deadline. First
-messages therefore run in a thread, abandoned after ROUND_S. A rank that waits for a dead peer gets
-an error: from gloo at once, from nccl at the deadline.
+nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. The
+pair's first message creates them, and waits for the peer without a deadline. That message therefore
+runs in a thread, abandoned after ROUND_S. A rank that waits for a dead peer gets an error: from
+gloo at once, from nccl after ROUND_S.
 """
 
 import os
@@ -35,7 +35,7 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # nccl's watchdog would end the process
+NEVER = timedelta(days=30)  # a shorter timeout lets nccl's watchdog end the process
 
 T = TypeVar("T")
 
@@ -51,7 +51,10 @@ class GroupLink:
     def __init__(
         self, store: dist.Store, generation: int, rank: int, names: list[str], device: torch.device
     ) -> None:
-        """Wait for all ranks. `names` are for error messages."""
+        """Join group `generation`. gloo waits for all its ranks.
+
+        `names`: each rank's name in error messages. Raises WireFailed if gloo cannot connect.
+        """
         self._names, self._device = names, device
         self._met: set[int] = set()
         store = dist.PrefixStore(f"group/{generation}", store)
@@ -161,8 +164,9 @@ def _first_line(error: Exception) -> str:
 #
 # The source announces a filled message in the wire's store. Once the target has acknowledged it,
 # the source may overwrite that part of its bucket. A pair's message numbers rise over all
-# transfers, so no message is mistaken for an older one. CUDA IPC uses NVLink if available. The
-# reader maps the memory on its own device, because it does not know other devices' numbers.
+# transfers of a group, so no message is mistaken for an older one. CUDA IPC uses NVLink if
+# available. The reader maps the memory on its own device, because it does not know the source's
+# device number.
 
 
 class MessageReady(msgspec.Struct):
@@ -175,13 +179,13 @@ class Reader(Protocol):
     """A target's access to one source's buckets."""
 
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
-        """Fill `into` (u8) from byte `offset` of bucket `side`, after `free`."""
+        """Fill `into` (u8) from byte `offset` of bucket `side`, after event `free`."""
 
     def close(self) -> None: ...
 
 
 class PullSender:
-    """A source's end. `offer` is the key of its published buckets."""
+    """A source's end. `offer` is the store key of its buckets, which `close` removes."""
 
     def __init__(
         self,
@@ -459,7 +463,7 @@ class NixlReader:
 
 
 class SenderLink:
-    """A source's end. It sends over the pull link to targets in `pulling`, else over the group.
+    """A source's end. Targets in `pulling` read its messages, others get them over the group.
 
     After `close` all waits at the other ends fail.
     """
@@ -487,7 +491,7 @@ class SenderLink:
 
 
 class ReceiverLink:
-    """A target's end. It receives over the pull link from `pulled` sources, else over the group."""
+    """A target's end. It reads from the sources in `pulled`, and gets the rest over the group."""
 
     def __init__(
         self, opened: ExitStack, pull: PullReceiver, pulled: set[int], group: GroupLink | None
@@ -576,7 +580,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group, or None if no pair of ranks needs it. All ranks agree."""
+    """Return the process group, or None on all ranks if no pair of ranks needs it."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

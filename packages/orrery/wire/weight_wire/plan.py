@@ -1,10 +1,10 @@
-"""The plan of a transfer: which trainer rank sends which slices to which engine rank, in buckets.
+"""Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
   needs boxes of it. A box has a `[start, stop)` for every dimension. A scalar's box is ().
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
   bytes so far sends.
-- A move lies inside its source's box, so no rank buffers more than its own or its receiver's data.
+- A move is a part of its source's box, so no rank buffers data that it neither holds nor needs.
 - In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers: a rank skips
   rounds in which it has no message.
 - Every rank computes the same schedule from the same tables.
@@ -94,7 +94,7 @@ Rounds = list[dict[tuple[int, int], SliceMessage]]  # per round: (source, target
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The rounds of a group. Targets are `members`, in order."""
+    """The rounds of a process group. Source i is `holdings[i]`, target i is `members[i]`."""
 
     tensors: Sequence[TensorInfo]
     holdings: Sequence[Holding]
@@ -321,7 +321,7 @@ def _are_adjacent(one: Copy, other: Copy) -> bool:
 
 
 def in_bucket(bucket: Tensor, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Return the view of `bucket` (u8) from byte `offset` on."""
+    """Return a view of `bucket` (u8) from byte `offset` on, with this shape and dtype."""
     shape = tuple(shape)
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[offset : offset + size].view(dtype).view(shape)
@@ -333,7 +333,7 @@ def fill(bucket: Tensor, copies: Iterable[Copy]) -> None:
 
 
 def allocate(num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Return two buckets (u8), each one allocation, as a CUDA IPC handle needs."""
+    """Return two buckets (u8), each a single allocation, as CUDA IPC requires."""
     with _fixed_segments(device):
         return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
@@ -376,7 +376,7 @@ class RankFingerprints:
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        """`held_before` has the boxes of lower ranks. This rank does not count them again."""
+        """`held_before`: each lower rank's boxes, which this rank does not count again."""
         position = {name: index for index, name in enumerate(names)}
         self._num_tensors, self._device = len(names), device
         parts, used = [_Bucketful()], 0
@@ -407,7 +407,7 @@ class RankFingerprints:
 
     @torch.no_grad()
     def of(self, bucket: Tensor) -> np.ndarray:
-        """Return u64 [tensors], in the order of `names`. Overwrites `bucket` (u8)."""
+        """Return the shares, u64 [tensors] in the order of `names`. Overwrites `bucket` (u8)."""
         total = torch.zeros(self._num_tensors, dtype=torch.int64, device=self._device)
         for copies, fingerprints, positions in self._parts:
             fill(bucket, copies)

@@ -1,4 +1,4 @@
-"""The two ends of a direct wire: trainer ranks send the slices that engine ranks need.
+"""Send slices from trainer ranks to the engine ranks that need them: the ends of a direct wire.
 
 - `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. It sends
   no slice. A thread sends slices while the weights stay unchanged. Before the optimizer's step,
@@ -6,8 +6,8 @@
 - `WeightReceiver.receive` yields a version's slices round by round, in a bucket. There are two, so
   round n must be used before round n + 2 is requested. Every slice is fingerprinted on arrival.
 - A failed transfer closes its process group, so no process waits for a failed rank. The lease holds
-  the version for a retry. Rank 0 raises the trainer's own failures at the next `publish` or
-  `settle`. A receiver raises TransferFailed if another process is at fault.
+  the version for a retry. If a thread of a trainer rank fails, the rank raises WireFailed at its
+  next `publish`, rank 0 also in `settle`. A receiver raises TransferFailed for a failed transfer.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Rank 0 opens the wire at `host`, in its existing `folder`."""
+        """Connect to the wire in the existing `folder`. Rank 0 first opens it at `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
@@ -105,7 +105,7 @@ class WeightSender:
         else:
             self.address = find_wire(folder)
         self._store = connect(self.address)
-        self.leases = LeaseTable()  # rank 0's
+        self.leases = LeaseTable()  # used at rank 0 only
         self._listener: LeaseListener | None = None
         if rank == 0:
             self._lease_store = connect(self.address)
@@ -267,7 +267,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Engines are paused meanwhile, so this stream precedes the trainer's queued work.
+                # Paused engines wait for this stream, so it precedes the trainer's queued work.
                 # `publish` has waited for the step's end, so the weights are complete.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
@@ -383,7 +383,7 @@ class Round:
     messages: dict[int, SliceMessage]
     slices: list[Slice]
     fingerprints: SliceFingerprints
-    piece: torch.Tensor  # i64 [slices]
+    piece: torch.Tensor  # i64 [slices], the rank's box that contains each slice
 
 
 @dataclass
@@ -391,11 +391,11 @@ class Pieces:
     """The distinct boxes of one engine's ranks. They tile every tensor."""
 
     tensor_of: np.ndarray  # i64 [pieces]
-    of_rank: dict[int, np.ndarray]  # i64, in the order of a rank's fingerprints
+    of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
-        """Raise OrreryError, naming a tensor, if the ranks do not hold it whole."""
+        """Return the pieces. Raises OrreryError, naming a tensor, if they do not tile it."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         found = pieces(list(tensors), shapes, [member.needs for member in members])
@@ -440,7 +440,7 @@ class WeightReceiver:
     def receive(
         self, transfer: int, parts: PartTimer
     ) -> Generator[tuple[Round, torch.Tensor], None, None]:
-        """Yield (slices, their bucket) until all slices have arrived. Raises TransferFailed."""
+        """Yield (round, its bucket) until all slices have arrived. Raises TransferFailed."""
         begin = time.perf_counter()
         self._store.forget(f"{self._attested}/{self.rank}")
         self._transfer, self._attested = transfer, f"attest/{transfer}/{self.engine}"
@@ -464,7 +464,7 @@ class WeightReceiver:
             raise
 
     def fail(self) -> None:
-        """Make `attest` fail at the engine's other ranks."""
+        """Drop the link, and make `attest` fail at the engine's other ranks."""
         self.drop()
         with contextlib.suppress(RuntimeError):
             self._store.put_raw(f"{self._attested}/{self.rank}", b"")
@@ -509,7 +509,7 @@ class WeightReceiver:
     def drop(self) -> None:
         if self._link is not None:
             self._link.close()
-        # Messages in flight would keep connections open, and peers would wait.
+        # Kept messages in flight would keep connections open, and peers would wait.
         self._generation, self._link, self._ahead = -1, None, []
 
     def _form(self, order: TransferOrder) -> None:
