@@ -68,7 +68,7 @@ class BulkSender:
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
-        """Return a ticket for `micro_batch`. Void the rank's oldest ticket above TICKETS_A_RANK."""
+        """Return a ticket for `micro_batch`. Keep the rank's last TICKETS_A_RANK tickets."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)

@@ -106,8 +106,8 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes`, relative to `folder`, name files that are not hashed again. Raises RunFailed if one is
-    missing or its size differs.
+    `notes`, relative to `folder`, name files that are not hashed again. Raises RunFailed if a note
+    or such a file is missing, or a size differs.
     """
     folder = Path(folder)
     (folder / MARKER).unlink(missing_ok=True)

@@ -63,8 +63,8 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into its JSON header and its data.
 
-    The safetensors library has no numpy type for bfloat16 and does not name a cut-off tensor.
-    Raises ValueError if the header is incomplete.
+    Raises ValueError if the header is incomplete. The safetensors library is not used, because it
+    has no numpy type for bfloat16 and does not name a cut-off tensor.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):

@@ -142,9 +142,7 @@ class ColumnLayout(msgspec.Struct, frozen=True):
     num_bytes: int
 
     def check(self) -> None:
-        """Raise ValueError unless the layout is one that `layout_of` can make. Others are
-        unsafe.
-        """
+        """Raise ValueError unless known columns, with offsets, fill the bytes without gaps."""
         start = 0
         for slot in self.slots:
             is_known = slot.dtype in DTYPES and slot.kind in ("offsets", "token", "sample")

@@ -59,7 +59,7 @@ def authenticate(socket: Any, is_sender: bool) -> None:
 
 
 def dealer(context: zmq.Context, url: str) -> zmq.Socket:
-    """Return a rank's socket. Its messages may be lost."""
+    """Return a trainer rank's socket to `url`. Messages may be lost."""
     socket = context.socket(zmq.DEALER)
     authenticate(socket, is_sender=False)
     socket.connect(url)
@@ -100,7 +100,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for every message of `kind`. It may be a coroutine function.
+        """Call `handle(peer, message)` for every message of `kind`. Await it if it is a coroutine.
 
         `handle` returns False for a message that violates the protocol.
         """
@@ -108,7 +108,7 @@ class ControlSocket:
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Start serving, unless it runs. Return its task. At its end the task calls `at_end`."""
+        """Return the serving task. Start it if needed. The task calls `at_end` when it ends."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")

@@ -237,7 +237,7 @@ class SliceFingerprints:
     def __init__(
         self, slices: Sequence[SliceSpec], device: "torch.device", fused: bool | None = None
     ) -> None:
-        """Select the kernel by `fused`, by default on a GPU with Triton."""
+        """`fused`: use the Triton kernel. By default it is used on a GPU with Triton."""
         self._slices, self._device = list(slices), device
         self._kernels: list[tuple[Any, torch.Tensor]] = []
         self._alone = list(range(len(self._slices)))

@@ -4,11 +4,12 @@ A slice consists of rows of `num_columns` consecutive elements, `row_stride` pos
 tensor's row-major order. Each program adds a few blocks to their slice's share, mod 2^64.
 
 If rows are whole groups, the buffer is read as 32-bit words, 16 bytes at a time, and a group's m is
-computed once. With W the element's width and u = b + 2^(W−1):
+computed once. With W the element's bits and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
 
-u · k is a 32-by-32-bit product with k's low half, and a 32-bit product with its high half.
+u · k mod 2^64 is a 64-bit product with k's low half, plus 2^32 times a 32-bit product with its
+high half.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def _mix(index, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr)
 
 @triton.jit
 def _position(run, columns, stride, origin):
-    """Return the positions of runs in the tensor, counted in runs. Stride 0 means one row."""
+    """Return positions in the tensor, in runs (elements or groups). Stride 0 means one row."""
     index = origin + run
     if stride:
         row = run // columns
@@ -70,7 +71,7 @@ def _groups(
 ):  # fmt: skip
     """Add shares of whole groups of BITS-wide elements.
 
-    `begin` is in words, a multiple of LOAD, other numbers in groups.
+    `begin` is in words, a multiple of LOAD. The other numbers are in groups.
     """
     PARTS: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = GROUP // PARTS

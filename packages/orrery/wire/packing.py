@@ -124,7 +124,7 @@ def _spread(
 ) -> np.ndarray | None:
     """Return each sample's bin, int64 [num_samples], or None if the search finds no solution.
 
-    Put each sample, costliest first, into the cheapest of a few bins with room.
+    Put each sample, longest first, into the cheapest bin with room.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     rooms = [max_tokens] * num_bins
@@ -151,9 +151,10 @@ def _spread(
 def _lock_step(
     bins: np.ndarray, costs: np.ndarray, num_bins: int, num_ranks: int
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Return a plan's cost (the sum of each micro-step's largest cost), and its bins in two orders.
+    """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The costliest micro-step comes first, so that memory peaks early.
+    The cost is the sum of each micro-step's largest cost. The costliest micro-step comes first, so
+    that memory peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -188,13 +189,13 @@ def _active_matrices(model: Model) -> int:
 
 
 def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
-    """Return each sample's sparse attention in tokens: FLOPs by those of a token's matrices.
+    """Return each sample's sparse-attention FLOPs, divided by a token's matrix FLOPs.
 
-    An indexer scores all of a token's history, forward only. The core reads top-k keys of it.
+    An indexer scores all earlier tokens, forward only. Attention reads at most top-k of them.
     """
     mla, n = model.latent, lengths.astype(np.float64)
     indexer = mla.indexer
-    assert indexer is not None  # others cost a square
+    assert indexer is not None  # without an indexer, see `quadratic_cost`
     num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     scores = num_indexers * indexer.num_heads * indexer.head_dim * n**2 / 2
     most = np.minimum(n, indexer.top_k)

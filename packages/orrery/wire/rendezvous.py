@@ -1,4 +1,4 @@
-"""Let the roles of a stage find one another's addresses, and call engines alike.
+"""Publish and find the addresses of a stage's roles. Share constants for calls of engines.
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
   for the file until a deadline, and report the wait in their health.
@@ -94,10 +94,10 @@ def await_endpoints(
     deadline_s: float,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Endpoint]:
-    """Return the endpoints of `role` with indices `0..count`, once all are published.
+    """Return the endpoints of `role` with indices 0 to `count` − 1, once all are published.
 
-    This blocks the thread, so use `asyncio.to_thread` in asyncio. It calls `meanwhile` at every
-    look. Raises RunFailed after `deadline_s`.
+    This blocks the thread, so use `asyncio.to_thread` in asyncio. It calls `meanwhile` while it
+    waits. Raises RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()

@@ -149,7 +149,7 @@ class RolloutSender:
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
         self._last_taken: int | None = (
-            None  # newest step given to `send`, perhaps still waiting there
+            None  # step of the last `send`, which may still wait
         )
         self._last_held: int | None = None
         self._wanted = -1
@@ -295,7 +295,7 @@ class RolloutReceiver:
         self._buffers = BufferPool()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: few asks wait, see `_send`
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit, so that a full queue never fails `_send`
         self._socket.setsockopt(zmq.LINGER, 500)
         try:
             authenticate(self._socket, is_sender=False)
