@@ -5,8 +5,8 @@
   in flight uses.
 - `share` rises at once. It falls slowly, as rollouts end, and only while all permits are taken and
   queues are short. Otherwise young rollouts, which use little cache, would raise the limit.
-- A preemption in an engine lowers the limit by at most BACKOFF. The next preemption counts only
-  after the rollouts in flight fit the new limit.
+- Preemptions in engines lower the limit by at most the fraction BACKOFF, or by 1. Later preemptions
+  count only after the rollouts in flight fit the new limit.
 """
 
 import math
@@ -130,7 +130,7 @@ async def poll_engines(
 ) -> dict[int, EngineMetrics]:
     """Return every engine's load by index, or {} if an engine does not answer in time.
 
-    Write rows when `pace` is due, or always if it is None.
+    Write metrics rows when `pace` is due, or always if it is None.
     """
     try:
         loads: dict[int, EngineMetrics] = await pool.metrics()

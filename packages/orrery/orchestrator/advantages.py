@@ -24,8 +24,8 @@ STD_FLOOR = 1e-6  # limits the rounding errors of nearly equal rewards
 def grpo(rewards: np.ndarray, algorithm: Grpo) -> np.ndarray:
     """Return A_i = R_i − mean(R) (GRPO: Shao et al. 2024, DeepSeekMath, eq. 3).
 
-    `normalize_std` divides by the population's standard deviation, as in the paper. It favours easy
-    and hard problems (Liu et al. 2025, "Dr. GRPO").
+    `normalize_std` divides by the population's standard deviation, as in the paper. The division
+    favours easy and hard problems (Liu et al. 2025, "Dr. GRPO").
     """
     if (rewards == rewards[0]).all():
         return np.zeros(len(rewards), dtype=np.float32)
@@ -74,7 +74,7 @@ def with_advantages(group: Group, algorithm: Algorithm) -> list[Rollout]:
         replace(rollout, advantage=float(advantage))
         for rollout, advantage in zip(
             group.survivors, gained, strict=False
-        )  # without failed members
+        )  # the last rewards are failed members'
     ]
 
 

@@ -1,8 +1,8 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
 - A document's columns are views. The wire alone copies them, when it sends a micro-batch.
-- Samples are rollouts as text, one per line, in `rollouts/samples.jsonl` and
-  `rollouts/evaluate.jsonl`. Messages are `shortened`, because every batch adds samples.
+- Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
+  `rollouts/samples.jsonl`. The latter's messages are `shortened`, because every batch adds to it.
 """
 
 from collections.abc import Iterable, Sequence

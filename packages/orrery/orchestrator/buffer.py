@@ -29,7 +29,7 @@ class RolloutBuffer:
         self.drop_zero = settings.drop_zero_advantage_groups
         # The most rollouts to sample for a batch.
         self.budget = math.ceil(settings.max_sampled_ratio * settings.rollouts_per_batch)
-        # The most rollouts by which generation may be ahead.
+        # Spare rollouts to keep: as many as generation may be ahead.
         self.most_spare = (settings.max_batches_ahead + 2) * settings.rollouts_per_batch
         self.queue: deque[list[Rollout]] = deque()
         self.spare: deque[list[Rollout]] = deque()  # groups whose advantages are zero
@@ -49,9 +49,9 @@ class RolloutBuffer:
         return lacking <= 0 or (self.num_sampled >= self.budget and _size(self.spare) >= lacking)
 
     def room(self, num_batches: int) -> int:
-        """Return how many more rollouts the next `num_batches` need than are queued.
+        """Return how many more rollouts to sample for the next `num_batches`.
 
-        It may exceed the budget after stale rollouts were dropped.
+        The budget limits them, but never below the rollouts that one batch still lacks.
         """
         lacking = num_batches * self.rollouts_per_batch - self.num_queued
         if not self.drop_zero:

@@ -24,7 +24,7 @@ from orrery.runtime.timing import scaled
 Purpose = Literal["train", "evaluation"]
 
 TIMEOUT = "timeout"
-PROOF_S = 30.0  # a generating engine changes its metrics within a second (scaled)
+PROOF_S = 30.0  # an engine without new tokens for so long is still, scaled
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,7 @@ class TimeoutClassifier:
         self._expired: dict[str, _Expired] = {}
 
     def observe(self, loads: Mapping[int, EngineMetrics]) -> None:
-        """Compare the engines' metrics with the first poll. `loads` is {} if an engine did not
-        answer.
-        """
+        """Compare token counts with the first poll. `loads` is {} if an engine is silent."""
         for case in self._expired.values():
             for index, load in loads.items():
                 case.tokens.setdefault(index, load.generation_tokens_total)

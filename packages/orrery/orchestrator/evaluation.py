@@ -1,4 +1,4 @@
-"""Evaluation: held-out problems on one pinned policy version, beside training.
+"""Evaluate held-out problems on one pinned policy version, beside training.
 
 - An evaluation is due at the first version, at or after each multiple of `interval_steps`, and
   after the last batch. An interrupted evaluation is due again.
@@ -87,7 +87,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Return the result after the last rollout. Raise RunFailed on another version."""
+        """Add a rollout. Return the result after the last. Raises RunFailed on another version."""
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1

@@ -5,9 +5,9 @@
     follow         load new versions into the engines, and start evaluations
     watch_engines  adapt the limit of rollouts in flight to the engines' load
 
-At a preemption `train` writes our half of a checkpoint and sends all trainer ranks an empty batch
-marked `wind_down`, so that they complete the checkpoint at the same step. After the last batch the
-trainer compares log-probs on the last evaluation's rollouts, made by one version.
+At a preemption `train` writes the orchestrator's half of a checkpoint. It sends all trainer ranks
+an empty batch marked `wind_down`, so that they complete the checkpoint at the same step. After the
+last batch the trainer compares its log-probs with the last evaluation's, made by one version.
 """
 
 import asyncio
@@ -69,9 +69,10 @@ async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoRe
 async def update_engines(
     ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
 ) -> bool:
-    """Load the newest version into all engines, unless an evaluation is active. Return success.
+    """Load the newest version into all engines. Return whether a version was loaded.
 
-    Stale rollouts leave their engines first, because a paused engine cannot handle aborts.
+    During an evaluation none is loaded. Stale rollouts leave their engines first, because a paused
+    engine cannot handle aborts.
     """
     if scheduler.evaluations.pinned is not None:
         return False
@@ -81,13 +82,13 @@ async def update_engines(
     version, digest = published.version, published.digest
     scheduler.updating = True
     was_known = version in scheduler.digests
-    # The version's first tokens may arrive before the update returns.
+    # Known early, because the version's first tokens may arrive before the update returns.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
     drained_s = time.time()
     manifest = ctx.manifest
-    # Without any engine, the update waits for an engine to return.
+    # If no engine is left, the update waits until one returns.
     return_s = RETURN_S if manifest.inference.max_restarts else 0.0
     with ctx.health.waiting(
         f"engines to take version {version} (inference)",
@@ -216,7 +217,7 @@ class Loop:
                 self.changed.notify_all()
             if self.scheduler.begin_evaluation(time.time()):
                 self.changed.notify_all()
-            await asyncio.sleep(POLL_S)  # rarer than changes, because each look reads files
+            await asyncio.sleep(POLL_S)  # not at each change, because a look reads files
 
     async def watch_engines(self) -> None:
         scheduler = self.scheduler

@@ -167,9 +167,7 @@ class _Tokens:
 
     @property
     def routes_from(self) -> int:
-        """Return the position of the first token without routes. The last sampled token was no
-        input.
-        """
+        """Return the first position without routes. The last sampled token was no input yet."""
         return max((part.start + part.num_rows for part in self.routes), default=0)
 
     def column(self, index: int) -> np.ndarray:
@@ -191,7 +189,7 @@ async def run_episode(
     seed: int | None = None,
     routes: RouteShape | None = None,
 ) -> Rollout:
-    """Run problem `problem_index` from its prompt to its judgement. Raise RolloutFailed.
+    """Run problem `problem_index` from its prompt to its judgement. Raises RolloutFailed.
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.

@@ -1,7 +1,8 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
-- Unfinished and queued rollouts fill at most the batches that may contain the engines' version, and
-  at most one batch beyond `max_batches_ahead`. So generation pauses for a slow trainer.
+- Unfinished and queued rollouts are at most as many as the batches need that may contain the
+  engines' version. At most one of these batches is beyond `max_batches_ahead`. So generation pauses
+  for a slow trainer.
 - No rollout starts during a weight update (`updating`).
 - `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.
 """
@@ -50,7 +51,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # (position in manifest.tasks.train, reward, whether the group's rewards differ) of all rollouts
+    # Of each rollout: (position in manifest.tasks.train, reward, whether its group has a signal).
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None

@@ -148,9 +148,7 @@ class RolloutSender:
         self.url = self.control.url
         self._held: dict[int, Batch] = {}
         self._missing: dict[int, set[int]] = {}
-        self._last_taken: int | None = (
-            None  # step of the last `send`, which may still wait
-        )
+        self._last_taken: int | None = None  # step of the last `send`, which may still wait
         self._last_held: int | None = None
         self._wanted = -1
         self._waiting: dict[int, tuple[bytes, BatchAsk]] = {}  # rank → (peer, newest open ask)

@@ -266,7 +266,7 @@ class EngineClient:
         return workers[0] if all(other == workers[0] for other in workers) else None
 
     async def update_parts(self) -> dict[str, float]:
-        """Return the last update's seconds by part, the maximum over workers. Empty for files."""
+        """Return the last update's seconds by part, maximum over workers. Empty for adapters."""
         longest: dict[str, float] = {}
         for worker in await self._ask_workers("update_parts"):
             for part, seconds in worker.items():
@@ -329,9 +329,7 @@ class EngineClient:
         return answer
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session. Control calls open new connections, because a kept connection may be
-        closing.
-        """
+        """Return the session. Control calls reuse no connection, which might be closing."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -425,7 +423,7 @@ class Canary:
 
     `bound` limits the mean |difference| of its log-probs to the trainer's (`Published.canary`). Its
     tokens are random, because log-probs of unlikely text change with any change of the weights. The
-    mean is bounded, because a token differs much if a mixture chooses another expert.
+    mean is bounded, because a single token differs much if a router chooses another expert.
     """
 
     token_ids: tuple[int, ...]
@@ -529,7 +527,7 @@ async def check_canary(
 def compare(
     version: int, published: Mapping[str, int], held: Mapping[str, TensorAttestation], engine: str
 ) -> None:
-    """Raise WeightsDiffer unless the engine holds the published tensors. Name a tensor."""
+    """Raise WeightsDiffer, naming a tensor, unless the engine holds the published tensors."""
     common = published.keys() & held.keys()
     different = {name for name in common if held[name].fingerprint != published[name]}
     for names, verb in (

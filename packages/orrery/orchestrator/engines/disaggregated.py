@@ -6,9 +6,10 @@
 - Every sampled token and its version are the decode engine's. The prompt's cache may be older,
   but not older than the cache salt.
 - All turns of a session (a rollout) go to the same engines, which cache earlier turns. A new
-  session gets the least loaded engines. A router would drop request ids and credentials.
-- A cancelled request still finishes its handover. A cut connection could leave blocks until their
-  lease expires.
+  session gets the least loaded engines. No router is used: it would drop request ids and
+  credentials.
+- A cancelled request still finishes its handover, because a cut connection could leave blocks until
+  their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.
 """
 
@@ -104,7 +105,7 @@ class DisaggregatedEngines:
         timeout_s: float = 600.0,
         **options: Any,
     ) -> Generation:
-        """See `EngineClient.generate`. `cached_tokens` is the prefill engine's."""
+        """Run `EngineClient.generate` on two engines. `cached_tokens` is the prefill engine's."""
         session = session or request_id
         if not self.is_serving:
             raise EngineGone(
@@ -187,7 +188,7 @@ class DisaggregatedEngines:
     def ended(self, index: int) -> None:
         """Tell the decode engines that this engine's process has ended.
 
-        Not earlier: a live Mooncake producer may still write into its reader's blocks. A NIXL
+        Call it only then: a live Mooncake producer may still write into its reader's blocks. A NIXL
         reader notices the broken connection itself.
         """
         if index not in self.producers:
@@ -270,7 +271,7 @@ class DisaggregatedEngines:
             return await consumer.client.generate(token_ids, kv_transfer=where, **options)
         except OrreryError:
             await self._look()
-            # With freed blocks a live reader would read another request's data.
+            # A live reader of freed blocks would read another request's data.
             if not self._is_up(consumer) and self._is_up(producer):
                 name = str(where.get("transfer_id") or where.get("remote_request_id"))
                 self._keep_no_longer(producer.client, name)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Longest update of an engine after another engine reported the transfer's end, scaled.
+# Longest update of an engine after another engine reported an interrupted transfer, scaled.
 ALONG_S = ROUND_S + 30.0
 
 
@@ -63,7 +63,7 @@ class Phase(StrEnum):
 
 @dataclass
 class EngineState:
-    """One engine. `incarnation` is −1 before it first listens. `version` is None while fenced."""
+    """One engine. `incarnation` is −1 before it first listens. `version` is None if it has none."""
 
     incarnation: int = -1
     phase: Phase = Phase.STARTING
@@ -171,7 +171,7 @@ class EnginePool:
         - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
-        - `leases`: of a direct wire.
+        - `leases`: the lease client of a direct wire.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -328,10 +328,10 @@ class EnginePool:
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines. Return the failures by engine. Set `is_version_gone`.
+        """Update these engines. Return the failures by engine.
 
         On a direct wire a lost engine interrupts the others. They retry under the same lease. If
-        the version is gone by then, they stay paused until the next version.
+        the version is gone by then, set `is_version_gone`. They stay paused until the next version.
         """
         failures: dict[int, BaseException] = {}
         waiting, num_blameless, begin_s = list(indices), 0, None
@@ -362,9 +362,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures. `begin` is when the lease's first transfer
-        started.
-        """
+        """Run one transfer. Return the failures by engine. `begin`: time of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:

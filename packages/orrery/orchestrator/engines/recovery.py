@@ -2,8 +2,8 @@
 
 - A lost engine is fenced: it gets no more requests, and the launcher is asked to kill it.
 - Its next incarnation is updated to the wanted version and attested before it gets requests.
-- An engine must serve again within RETURN_S. The clock stops while other engines serve and it can
-  only wait for the next version.
+- A lost engine must serve again within RETURN_S. Its clock stops while it can only wait for the
+  next version, if other engines serve.
 """
 
 import asyncio
@@ -133,9 +133,7 @@ class EngineRecovery:
             self._clocks.pop(index)[1].close()
 
     def set_deadlines(self) -> None:
-        """Run the clocks of lost engines, except of engines that can only wait for the next
-        version.
-        """
+        """Run the clocks of lost engines, except those that only wait for the next version."""
         pool = self.pool
         for index in self._away:
             is_stale = pool.registry[index].is_stale
