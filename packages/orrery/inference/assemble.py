@@ -111,7 +111,7 @@ def server_arguments(
     if (transfer := transfer_config(manifest, index)) is not None:
         arguments["--kv-transfer-config"] = json.dumps(transfer)
     if not is_cpu:
-        # Set above. vLLM only checks that this share of memory is free.
+        # `kv_cache_bytes` sets the cache. vLLM only checks that this share is free.
         arguments |= {"--gpu-memory-utilization": "0.05"}
     return [*(part for pair in arguments.items() for part in pair), *flags]
 
@@ -143,7 +143,7 @@ def graph_sizes(inference: Inference) -> list[int]:
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
-# vLLM's names of layers outside `model.fp8`. Rounding routers would change the choice of experts.
+# vLLM's names of the layers to leave in bfloat16 if `model.fp8` lacks the part.
 _NOT_FP8 = {
     "attention": r"re:.*\.self_attn\..*",
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
@@ -157,7 +157,8 @@ def _spread(manifest: Manifest) -> dict[str, str]:
     if inference.data_parallel > 1:
         arguments["--data-parallel-size"] = str(inference.data_parallel)
     if inference.quantization == "fp8":
-        # DeepGEMM and the trainer also use one scale per 128 × 128 block.
+        # DeepGEMM and the trainer also use one scale per 128 × 128 block. Rounded routers would
+        # choose other experts.
         others = [name for part, name in _NOT_FP8.items() if fp8 is not None and part not in fp8]
         arguments |= {
             "--quantization": "fp8_per_block",

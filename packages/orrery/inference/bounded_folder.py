@@ -1,5 +1,4 @@
-"""Limit a folder's bytes by removing the least recently used files, and keep routes in such a
-folder.
+"""Limit a folder's bytes: remove the least recently used files. Keep routes in such a folder.
 
 - Old files are removed before a write, so the limit is never exceeded. Readers must expect missing
   files.

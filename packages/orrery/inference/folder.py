@@ -4,8 +4,8 @@
   by standard input.
 - Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths. The server is that of
   an engine without a weight receiver.
-- On a CPU part of the free memory is for the cache, and vLLM computes in the folder's dtype, which
-  it would not choose for float32.
+- On a CPU the cache takes a part of the free memory. vLLM is told to compute in the folder's dtype,
+  because by default it would not compute in float32.
 - The context is as long as the cache allows.
 """
 

@@ -145,7 +145,7 @@ def offload(ctx: RoleContext) -> list[str]:
 
 
 def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
-    """Return the variables by which routes are kept as long as their blocks."""
+    """Return the variables that make vLLM keep routes as long as their blocks."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
         return {}  # `manifest.support` refuses routes with a Mooncake Store
@@ -162,7 +162,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
-    """Split a rank's bytes on disk, so that as many routes as caches fit."""
+    """Split a rank's bytes on disk into bytes for caches and for routes of as many blocks."""
     model, has_routes = manifest.model, manifest.transport.routed_experts
     cache, routes = disk_block_bytes(model, manifest.inference, has_routes)
     caches = disk_bytes * cache // (cache + routes)

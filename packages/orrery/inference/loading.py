@@ -78,7 +78,8 @@ class Needs:
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
     """Return the slices that `model` takes. The model is unchanged afterwards.
 
-    Raise ValueError that names a layer which gets only a part, or a loader that is not understood.
+    Raise ValueError, naming the layer or tensor, if a layer gets only a part of its elements, or if
+    its loader does more than copy slices.
     """
     with _without_storage(model) as owners:
         recorder = _Recorder(owners)
@@ -97,9 +98,9 @@ def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
 
 @contextmanager
 def _without_storage(model: Any) -> Iterator[dict[int, tuple[str, str]]]:
-    """Put parameters, as before processing, on the meta device.
+    """Put the unprocessed parameters on the meta device in the `with` body.
 
-    Yield (layer, parameter) by storage.
+    Yield {storage: (layer, parameter)}.
     """
     try:
         for layer in model.modules():
@@ -188,7 +189,7 @@ class _Recorder(TorchDispatchMode):
 def as_box(
     shape: tuple[int, ...], of: torch.Tensor, into: torch.Tensor, name: str
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the view `of` as a box of a dense tensor of `shape`, and the strides of `into`.
+    """Return the view `of` as a box of a dense tensor of `shape`, and `into`'s stride by dimension.
 
     Raise ValueError if it is no box.
     """
@@ -239,7 +240,7 @@ class Run(NamedTuple):
 
     @property
     def in_words(self) -> "Run":
-        """Return the copy in 8-byte words if it fits them. A GPU copies rows by element."""
+        """Return the copy in 8-byte words if possible, because GPUs copy rows by element."""
         size = WORD.itemsize // self.dtype.itemsize
         numbers = (
             self.begin // self.dtype.itemsize,
@@ -330,7 +331,7 @@ def _whole(series: list[Run]) -> Run:
 
 class Loading:
     def __init__(self, model: torch.nn.Module, needs: Needs) -> None:
-        """The model must be in `initialize_layerwise_reload`."""
+        """Call `initialize_layerwise_reload(model)` before this."""
         self._layers = dict(model.named_modules())
         self._needs = needs
         self._missing: dict[str, int] = defaultdict(int)  # elements, by layer

@@ -1,5 +1,4 @@
-"""Explain vLLM's memory errors in one sentence: the manifest field to change, and a value that
-fits.
+"""Explain vLLM's memory errors: name the manifest field to change, and a value that fits.
 
 The cache's budget is the device's capacity − other processes − weights − RESERVE. The reserve is
 for activations, CUDA graphs and CUDA itself.
@@ -96,8 +95,9 @@ def weight_bytes(weights: Path, inference: Inference) -> int:
 
 
 def _lower_cache(manifest: Manifest, fits: int, head: str) -> str:
-    """Return the sentence for at most `fits` bytes of cache, which must hold one longest
-    sequence.
+    """Return the sentence for at most `fits` bytes of cache.
+
+    If they hold no longest sequence, it also lowers `max_model_len_tokens`.
     """
     inference = manifest.inference
     least = longest_device_bytes(manifest.model, inference)

@@ -1,4 +1,4 @@
-"""Hold the parts that vLLM loads by name: an entry point and an extension of its worker.
+"""Define what vLLM loads by name: an entry point, and an extension of its worker.
 
 - `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
   weights and adapters (only a worker imports them) and applies the patches. It makes every vLLM

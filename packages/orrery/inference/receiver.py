@@ -83,7 +83,7 @@ class Consumed(NamedTuple):
 
 
 class RoundRuns(NamedTuple):
-    """One round's slices in FP8, its copies from decoded values, and its other copies."""
+    """One round's FP8 slices (scales, values), copies of decoded values, and other copies."""
 
     scales: list[Slice]
     values: list[Slice]
@@ -116,7 +116,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours and update_info.transfer:
-                # so that the other ranks need not wait
+                # End the other ranks' waits.
                 with contextlib.suppress(WireFailed, RuntimeError):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
@@ -163,7 +163,7 @@ class Receiver(Backend):
             self.model.load_weights(decoded(self._fingerprinted(update)))
             self._check_complete(update)
         else:
-            # Under a `torch.device` context dynamo recurses endlessly in vLLM's FP8 rounding.
+            # Set no `torch.device` context: dynamo would recurse endlessly in vLLM's FP8 rounding.
             with set_current_vllm_config(self.vllm_config):
                 self._take(update)
 
@@ -171,7 +171,7 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            # Half-loaded layers also get storage again.
+            # This also gives half-loaded layers their storage again.
             finalize_layerwise_reload(self.model, self.model_config)
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)

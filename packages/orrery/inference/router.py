@@ -33,7 +33,7 @@ from orrery.wire import rendezvous
 from orrery.wire.rendezvous import request_s
 
 ENGINES_DEADLINE_S = 600.0  # engines first compile or load
-CLIENT_FIRST_S = 60.0  # clients time out earlier, with a better error
+CLIENT_FIRST_S = 60.0  # clients time out so much earlier, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
 PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
@@ -94,7 +94,7 @@ async def _serve(ctx: RoleContext, token: str) -> None:
         url = await front.listen(ctx.host, ctx.port)
         ctx.health.doing("starting vllm-router")
         arguments = router_arguments(ctx.manifest, urls, LOOPBACK, port, metrics_port)
-        # The core ignores --log-level, and logs every request by default.
+        # The router's Rust core ignores --log-level, and by default logs every request.
         level = (log_level() or "warning").replace("warning", "warn")
         process = subprocess.Popen(
             [*PROGRAM, url + AUTHORIZED if token else "", *arguments],

@@ -108,7 +108,7 @@ class Left:
     start: str  # prefix of folders in `scratch`
     shared: str  # part of names in shared memory
     disk: Path | None  # cache blocks, removed only by an orderly end
-    pid: int  # pid of the server, because forks inherit its handlers
+    pid: int  # the server's. Its forks inherit its handlers, but must remove nothing
 
     @staticmethod
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
@@ -136,7 +136,7 @@ class Left:
 
 
 def _stop_early(left: Left, _signal: int, _frame: object) -> None:
-    """Handle SIGTERM before vLLM's own handler. No request is in flight."""
+    """Handle SIGTERM until vLLM installs its handler. No request is in flight yet."""
     _exit_now(left)
 
 

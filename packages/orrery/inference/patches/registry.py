@@ -1,8 +1,8 @@
-"""List and apply the patches of vLLM, each with its target, reason and processes.
+"""List and apply the patches of vLLM, each with its target, reason and test.
 
 - `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
   `orrery doctor` lists them. No patch changes vLLM's files.
-- vLLM reads its environment at import, so `import_vllm` imports it first.
+- vLLM reads its environment at import, so set the environment before `import_vllm`.
 - `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
 
@@ -16,8 +16,8 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
-ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set: GPU engines with experts
-# Blocks in the store of routes, as a multiple of the device's. Unset: no routes, no patch.
+ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set for GPU engines of models with experts
+# Size of the store of routes, as a multiple of the device's blocks. Unset: no patch of routes.
 KEPT = "ORRERY_ROUTES_KEPT"
 
 
@@ -224,9 +224,9 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def import_vllm(enforce_eager: bool) -> None:
-    """Import vLLM, without torch's compiler if `enforce_eager`.
+    """Raise OrreryError if vLLM is missing.
 
-    Raise OrreryError if it is missing.
+    If `enforce_eager`, import vLLM without torch's compiler.
     """
     if find_spec("vllm") is None:
         raise OrreryError(

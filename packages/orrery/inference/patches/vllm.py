@@ -95,7 +95,7 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Apply before vLLM inspects a model."""
+    """Inspect model classes in this process. Apply before vLLM inspects a model."""
     import vllm.model_executor.models.registry as registry
 
     def call(inspect: Callable[[], Any]) -> Any:
@@ -114,7 +114,7 @@ def _replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def draw_again_after_a_part() -> None:
-    """Keep a seeded request's draws under chunked prefill. Apply before the core is forked."""
+    """Keep a seeded generator's state over prompt chunks. Apply before the core is forked."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -149,7 +149,7 @@ def draw_again_after_a_part() -> None:
 
 
 def keep_adapters(manager: Any) -> None:
-    """Make `manager` keep its adapters after warm-up."""
+    """Make `manager` keep its adapters. Call after warm-up."""
     if not hasattr(manager, "remove_all_adapters"):
         raise RuntimeError(
             "vLLM's LoRAModelManager has no remove_all_adapters any more. "
@@ -254,7 +254,7 @@ def name_shared_memory(name: str) -> None:
 def unlink_host_tiers(name: str) -> None:
     """Unlink each host tier's shared memory, once all processes have opened it.
 
-    The kernel frees the memory with the last process. vLLM removes the empty file.
+    The kernel frees the memory with the last process. vLLM removes the empty file that replaces it.
     """
     for path in SHARED_MEMORY.glob(f"vllm_offload_{name}*"):
         with contextlib.suppress(FileNotFoundError):  # the engine may be ending

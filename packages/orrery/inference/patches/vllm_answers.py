@@ -1,12 +1,13 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
 - `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
-  delay requests that end together. The answer omits a token's own entry among its top log-probs.
+  delay requests that end together. Answers omit the top log-probs, which repeat the token's own.
   Requests for more log-probs still use vLLM's code.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
   versions are exact. Outputs with other fields pass unchanged and in order.
-- An aborted answer may lack its last tokens, because the API server writes it before the abort.
+- An aborted answer may lack its last tokens, because the API server writes it before the engine
+  core handles the abort.
 """
 
 import asyncio

@@ -45,7 +45,7 @@ def bootstrap_on_one_address() -> None:
 
 
 def pulls_that_end_with_their_engine() -> None:
-    """Apply in each possible Mooncake worker, before it is made."""
+    """End reads from an ended engine. Apply in each possible Mooncake worker before it is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
         MooncakeConnectorWorker,
     )
@@ -85,7 +85,7 @@ def _end_of(worker: Any, engine_id: str) -> asyncio.Event:
 
 
 def device_index_on_cpu() -> None:
-    """Apply on CPU in each possible Mooncake worker."""
+    """Make the device index 0 on CPU. Apply in each possible Mooncake worker."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -93,7 +93,7 @@ def device_index_on_cpu() -> None:
 
 
 def nixl_that_waits() -> None:
-    """Apply on CPU before vLLM loads NIXL."""
+    """Let NIXL's progress thread sleep on CPU. Apply before vLLM loads NIXL."""
     import torch
     from vllm.distributed import nixl_utils
 

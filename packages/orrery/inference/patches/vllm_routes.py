@@ -20,7 +20,7 @@ import numpy as np
 from orrery.inference.bounded_folder import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
-CHANGES = "routes that came and went"  # request ids contain no blanks
+CHANGES = "routes that came and went"  # a key beside request ids, which have no blanks
 
 _known: set[str] = set()  # the scheduler's set of blocks with routes in the worker's memory
 
@@ -199,7 +199,7 @@ class _Slots(OrderedDict[str, int]):
 
 
 def _known_routes(store: type) -> type:
-    """Return a subclass of vLLM's store of routes that never ends its engine."""
+    """Return a subclass of vLLM's store. Missing routes are unknown, and end no engine."""
 
     class KnownRoutes(store):
         orrery = True
