@@ -1,7 +1,7 @@
 """Make every decision of the loop, without engines, clocks or asyncio.
 
-- Unfinished and queued rollouts are at most as many as the batches need that may contain the
-  engines' version. At most one of these batches is beyond `max_batches_ahead`. So generation pauses
+- A new group starts only while unfinished and queued rollouts do not fill the next batches: those
+  that may contain the engines' version, up to one beyond `max_batches_ahead`. So generation pauses
   for a slow trainer.
 - No rollout starts during a weight update (`updating`).
 - `start`, `expired` and `batching.row` take monotonic times, other functions wall-clock times.

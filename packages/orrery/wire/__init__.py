@@ -1,1 +1,1 @@
-"""Everything that crosses a process: columns, wires, rendezvous, checkpoints."""
+"""Pass data between processes: columns, wires, rendezvous, checkpoints."""

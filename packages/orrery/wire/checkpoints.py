@@ -204,7 +204,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints of earlier attempts. Return the steps.
+    """Remove all incomplete checkpoints, left by earlier attempts. Return their steps.
 
     Call it before any process writes: in RL from the orchestrator, in SFT from the trainer.
     """

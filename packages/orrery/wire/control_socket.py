@@ -100,7 +100,7 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)` for every message of `kind`. Await it if it is a coroutine.
+        """Call `handle(peer, message)`, a function or coroutine function, for messages of `kind`.
 
         `handle` returns False for a message that violates the protocol.
         """

@@ -3,7 +3,7 @@
 Let b_i be the elements in row-major order, their raw bits read as signed integers:
 
     F = Σ_i (b_i + 1) · c_i  mod 2^64,   c_i = k(i mod 16) · m(⌊i / 16⌋)
-    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix: two rounds of splitmix64
+    m(q) = mix(q) | 1,   k(r) = mix(2^63 + r) | 1,   mix(i): output i of splitmix64 from seed 0
 
 - c_i depends only on the position in the whole tensor, so shares of disjoint slices add up to F.
 - One flipped bit always shows: it adds ±2^k · c_i, never 0 because c_i is odd.

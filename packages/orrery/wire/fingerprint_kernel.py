@@ -8,8 +8,7 @@ computed once. With W the element's bits and u = b + 2^(W−1):
 
     Σ_r (b_r + 1) · k(r) = Σ_r u_r · k(r) − (2^(W−1) − 1) · Σ_r k(r)
 
-u · k mod 2^64 is a 64-bit product with k's low half, plus 2^32 times a 32-bit product with its
-high half.
+u · k = u · low(k) + 2^32 · (u · high(k) mod 2^32)  mod 2^64, a 64-bit and a 32-bit product.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set for GPU engines of models with experts
-# Size of the store of routes, as a multiple of the device's blocks. Unset: no patch of routes.
+# Size of the store of routes, as a multiple of the device's blocks. Unset: vLLM's own store.
 KEPT = "ORRERY_ROUTES_KEPT"
 
 

@@ -1,1 +1,1 @@
-"""The engines of a stage, seen from the orchestrator."""
+"""Call, update and recover the engines of a stage."""

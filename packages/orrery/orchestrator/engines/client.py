@@ -4,8 +4,8 @@
 - Generation may go to a router. Control calls (pause, update, abort, fingerprints) go to each
   engine directly, because a router forwards them to one engine only.
 - `update_engine` pauses, loads, attests, resumes, then checks the canary. Requests in flight wait,
-  and continue with the new weights on their old KV cache. After a failure the engine stays paused,
-  so no token is sampled from unknown weights.
+  and continue with the new weights on their old KV cache. After a failure before the resume the
+  engine stays paused, so no token is sampled from unknown weights.
 """
 
 import asyncio

@@ -6,8 +6,7 @@
 - Every sampled token and its version are the decode engine's. The prompt's cache may be older,
   but not older than the cache salt.
 - All turns of a session (a rollout) go to the same engines, which cache earlier turns. A new
-  session gets the least loaded engines. No router is used: it would drop request ids and
-  credentials.
+  session gets the least loaded engines. A router is unfit: it drops request ids and credentials.
 - A cancelled request still finishes its handover, because a cut connection could leave blocks until
   their lease expires.
 - A request lost with an engine is not retried. `ended` and `keep_no_longer` free its blocks.

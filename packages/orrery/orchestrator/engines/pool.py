@@ -79,7 +79,7 @@ class EngineRegistry:
     """The state machine of every engine.
 
         starting ──listens──▶ stale ──took──▶ updated ──serves──▶ healthy
-           any phase ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
+           stale, updated or healthy ──failed──▶ fenced ──listens (a later incarnation)──▶ stale
            healthy or updated, another version wanted ──▶ stale
 
     - A healthy engine serves the wanted version, attested.
@@ -292,7 +292,8 @@ class EnginePool:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
         Return None if the trainer has stepped past `published`: a newer version will follow. Raises
-        a RunFailed that names the engine and any bad tensor. A failed engine stays paused.
+        a RunFailed that names the engine and any bad tensor. After a failed load an engine stays
+        paused.
         """
         async with self.updating:
             self.registry.want(published.version)

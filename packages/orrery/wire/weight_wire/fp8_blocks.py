@@ -26,7 +26,7 @@ from orrery.wire.weight_wire.plan import (
 SCALE = "_scale_inv"  # suffix of a scale's name, as in FP8 checkpoints
 DTYPE = torch.float8_e4m3fn
 WIDE = torch.bfloat16
-LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise a block's maximum to 1e-4
+LEAST_SCALE = 1e-4 / 448 * (1 + 1e-6)  # engines raise a smaller block maximum to 1e-4
 CHUNK_ROWS = 1024  # decoded at once, in float32
 
 
@@ -46,7 +46,7 @@ def in_blocks(box: Box) -> Box:
 
 def decode(value: Tensor, scale: Tensor) -> Tensor:
     """Return bfloat16 numbers [N, K] of values [N, K] and scales [N/128, K/128]."""
-    # Lower the least scale, because 448 · LEAST_SCALE may round up to more than 1e-4.
+    # Lower a least scale: 448 · LEAST_SCALE, rounded up to bfloat16, would exceed 1e-4.
     scale = torch.where(scale <= LEAST_SCALE, scale * (1 - 2**-8), scale)
     out = torch.empty(value.shape, dtype=WIDE, device=value.device)
     for first in range(0, value.shape[0], CHUNK_ROWS):

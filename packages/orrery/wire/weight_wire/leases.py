@@ -160,7 +160,7 @@ class LeaseTable:
             self.changed.notify_all()
 
     def settle(self, version: int, limit_s: float, check: Callable[[], object]) -> None:
-        """Refuse new leases, wait until the lease is released or sent, then close the version.
+        """Refuse new leases, wait until the lease is released or its version sent, then close it.
 
         Calls `check` meanwhile. Raises WireFailed after `limit_s`.
         """

@@ -35,7 +35,7 @@ from orrery.wire.weight_wire.plan import Location, TransferPlan
 
 FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
 POLL_S = 0.0002
-NEVER = timedelta(days=30)  # a shorter timeout lets nccl's watchdog end the process
+NEVER = timedelta(days=30)  # after a timeout nccl's watchdog would end the process
 
 T = TypeVar("T")
 
