@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    # Of each rollout: (position in manifest.tasks.train, reward, whether its group has a signal).
+    # For each rollout: (position in manifest.tasks.train, reward, whether its group has a signal).
     rewards: list[tuple[int, float, bool]] = field(default_factory=list)
     generated_tokens: int = 0
     since_s: float | None = None
