@@ -376,7 +376,7 @@ def test_declared_tools_stand_in_the_tokens_as_in_rl(tmp_path, tokenizer):
         ),
         (
             {"split": None},
-            r"data\.split: .*reversed_words has no None. Choose from train, validation",
+            r"data\.split: .*reversed_words is a folder of splits. Choose from train, validation",
         ),
         (
             {"path": str(WORDS / "train")},

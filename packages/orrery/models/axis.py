@@ -148,8 +148,8 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
     if rope.get("rope_type") == "llama3":
         scaling = {ours: rope[theirs] for theirs, ours in pretrained.LLAMA3_FIELDS.items()}
         scaling["kind"] = "llama3"
-    elif rope.get("rope_type") == "yarn":
-        scaling = {ours: rope.get(theirs) for theirs, ours in YARN_FIELDS.items()}
+    elif family in pretrained.YARN_FAMILIES and YARN_FIELDS.keys() <= rope.keys():
+        scaling = {ours: rope[theirs] for theirs, ours in YARN_FIELDS.items()}
         scaling["kind"] = "yarn"
     return {
         **fields,
