@@ -220,7 +220,6 @@ REFUSALS = {
         "",
         "9000 MB are free here; the environment needs about 11000 MB",
     ),
-    "unknown": ("exit 1", "99000000", "rocm", "HARDWARE=rocm: choose cpu or cuda"),
 }
 
 
@@ -233,6 +232,13 @@ def test_set_up_refuses_in_one_sentence_and_leaves_nothing(machine, case):
     code, said = setup(*([f"HARDWARE={hardware}"] if hardware else []))
     (refusal,) = [line for line in said.splitlines() if line.startswith("setup failed: ")]
     assert code != 0 and sentence in refusal and "uv took" not in said
+    assert not (checkout / ".venv").exists()
+
+
+def test_make_refuses_an_unknown_kind_of_hardware(machine):
+    checkout, _add, setup = machine
+    code, said = setup("HARDWARE=rocm")
+    assert code != 0 and "HARDWARE=rocm: choose cpu or cuda, or leave it out" in said
     assert not (checkout / ".venv").exists()
 
 

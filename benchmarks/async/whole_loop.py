@@ -56,8 +56,8 @@ def timed_sha256(manifest: Manifest) -> str:
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
     timed["schema_version"] = 1  # costs no time; recorded digests have this one
-    # Older records lack these fields. They ran with 'auto' and without a trainer in FP8, and count a
-    # shared device once a role.
+    # Older records lack these fields. They ran without a trainer in FP8 and with 'auto' attention.
+    # They count a shared device once a role.
     if timed["model.fp8"] is None:
         del timed["model.fp8"]
     if timed["trainer.attention"] == "auto":
