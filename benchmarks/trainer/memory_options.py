@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.trainer.bench import BenchRequest, Options, given_options, make_request
 from orrery.trainer.bench.__main__ import as_arguments
-from orrery.trainer.memory_plan import plan_memory
 from record import record
 
 HERE = Path(__file__).resolve().parent

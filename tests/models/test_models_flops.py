@@ -2,9 +2,9 @@
 
 import pytest
 
+from orrery.manifest.budget.flops import active_parameters, hardware_flops, model_flops
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace, load
-from orrery.models.flops import active_parameters, hardware_flops, model_flops
 
 
 def _manifest(name):

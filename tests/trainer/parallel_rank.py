@@ -21,7 +21,7 @@ from trainer_cases import make_learner, manifest, rank_device
 from orrery.models.layers import Experts
 from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
-from orrery.trainer.parallel import activation_offload, fsdp
+from orrery.trainer.parallel import activation_offload
 from orrery.trainer.parallel.expert_parallel import KINDS, make_exchange
 from orrery.trainer.parallel.world import World, destroy_world, init_world, make_world
 from orrery.wire.columns import Columns
@@ -121,7 +121,7 @@ def main() -> None:
         mine = [name for name, (_, trainer) in cases.items() if trainer.mesh.world_size == size]
         mine = mine[part :: num_ranks // size] if size <= num_ranks else []
         if mine:
-            is_needed = any(fsdp.is_needed(cases[name][1]) for name in mine)
+            is_needed = any(cases[name][1].needs_fsdp for name in mine)
             own = dist.PrefixStore(f"{size}.{part}", store) if is_needed else None
             world = init_world(cases[mine[0]][1].mesh, place, rank_device(rank), own)
             for name in mine:

@@ -15,10 +15,10 @@ import torch
 import trainer_cases
 from trainer_cases import manifest
 
+from orrery.manifest.budget.flops import model_flops
 from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError, RunFailed
 from orrery.manifest.identity import pretty_json
-from orrery.models.flops import model_flops
 from orrery.trainer import host_memory
 from orrery.trainer.bench import (
     ROWS,
@@ -594,8 +594,8 @@ def test_what_a_cpu_must_hold_follows_the_optimizer():
 
 def test_a_device_of_unknown_rates_has_no_expected_times():
     asked = make_request(find_manifest("qwen3_0_6b_16k"), Options(devices=1))
-    assert expected(asked, [asked.document_tokens], "NVIDIA H200")["step"] > 0.1
-    assert expected(asked, [asked.document_tokens], "NVIDIA A100-SXM4-80GB") is None
+    assert expected(asked, [asked.document_tokens], DEVICES["h200"])["step"] > 0.1
+    assert expected(asked, [asked.document_tokens], DEVICES["a100_80gb"]) is None
 
 
 REST = {"lr": 1e-6, "weight_decay": 0.0}
@@ -615,7 +615,7 @@ def expected_with(optimizer, devices=2, **options):
         devices=devices, layers=12, trainer=json.dumps({"optimizer": optimizer}), **options
     )
     return expected(
-        make_request(find_manifest("qwen3_30b_a3b_16k"), options), [16384], "NVIDIA H200"
+        make_request(find_manifest("qwen3_30b_a3b_16k"), options), [16384], DEVICES["h200"]
     )
 
 

@@ -15,7 +15,6 @@ from trainer_cases import (
 )
 
 from orrery.trainer.learner import count_totals
-from orrery.trainer.parallel import fsdp
 from orrery.trainer.parallel.world import destroy_world, init_world
 
 CASES = {
@@ -65,7 +64,7 @@ def test_copies_make_the_step_of_fsdp_on_one_rank(name, tmp_path, monkeypatch):
         lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend="aot_eager"),
     )
     whole, by_unit = spec(CASES[name], reshard=False), spec(CASES[name], reshard=True)
-    assert not fsdp.is_needed(whole.trainer) and fsdp.is_needed(by_unit.trainer)
+    assert not whole.trainer.needs_fsdp and by_unit.trainer.needs_fsdp
     start = write_start_weights(whole, tmp_path / "start")
     world = init_world(by_unit.trainer.mesh, 0, torch.device("cpu"), dist.HashStore())
     try:

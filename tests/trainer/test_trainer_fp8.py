@@ -5,9 +5,9 @@ import torch
 from trainer_cases import MOE, batch_columns, make_learner, manifest, share, write_start_weights
 
 from orrery.kernels.fp8.products import weight_parts
+from orrery.manifest.budget.trainer_memory import num_fp8_weights
 from orrery.models import build, fp8
 from orrery.trainer.learner import count_totals
-from orrery.trainer.memory_plan import num_fp8_weights
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 128, "num_kv_heads": 2, "head_dim": 64}
 FAMILIES = {

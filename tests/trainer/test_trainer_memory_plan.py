@@ -22,19 +22,20 @@ from trainer_cases import MEMORY, manifest
 
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
+from orrery.manifest.budget.options import choose_options, format_value, memory_options
+from orrery.manifest.budget.trainer_memory import Workload, activation_bytes, plan_memory
 from orrery.manifest.errors import OutOfMemory, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
 from orrery.models import layers, lora
 from orrery.models.causal_lm import TransformerBlock
+from orrery.models.counts import count_parameters
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
 from orrery.trainer import out_of_memory
 from orrery.trainer.__main__ import initialize
 from orrery.trainer.bench import Options, make_request
-from orrery.trainer.memory_options import choose_options, format_value, memory_options
-from orrery.trainer.memory_plan import Workload, activation_bytes, count_parameters, plan_memory
 from orrery.trainer.out_of_memory import (
     describe_device_error,
     explain_out_of_memory,

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orrery.manifest.budget import tiles as budget
+
 ChunkTokens = int | Literal["auto"]
 Backend = Literal["plain", "triton"]
 
-AUTO_SHARE = 16  # of the device's memory
 AUTO_CPU_TOKENS = 256
-ALIGNMENT = 128  # of blocks, for whole tiles of the products
 
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -87,8 +87,8 @@ def auto_chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """
     if device.type != "cuda":
         return AUTO_CPU_TOKENS
-    tokens = torch.cuda.get_device_properties(device).total_memory // (AUTO_SHARE * 6 * vocab_size)
-    return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    return budget.auto_chunk_tokens(device_bytes, vocab_size)
 
 
 def tiles(
@@ -100,16 +100,7 @@ def tiles(
         every_word = slice(0, vocab_size)
         return [(slice(i, min(i + chunk_tokens, num_tokens)), every_word) for i in starts]
     longest = chunk_tokens * vocab_size // max(1, num_tokens)
-    return [(slice(0, num_tokens), words) for words in blocks(vocab_size, longest)]
-
-
-def blocks(length: int, longest: int) -> list[slice]:
-    """Divide `length` into the fewest slices of at most `longest`, multiples of 128 if possible."""
-    longest = max(1, longest)
-    size = -(-length // max(1, -(-length // longest)))
-    aligned = -(-size // ALIGNMENT) * ALIGNMENT
-    size = aligned if aligned <= longest else size
-    return [slice(start, min(start + size, length)) for start in range(0, length, max(1, size))]
+    return [(slice(0, num_tokens), words) for words in budget.blocks(vocab_size, longest)]
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -31,7 +31,7 @@ class LmHead(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(Tensor(vocab_size, hidden_size))
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(
         self,

@@ -198,7 +198,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.groups = groups
-        self.weight = nn.Parameter(Tensor(num_experts, hidden_size))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         bias = torch.zeros(num_experts, dtype=torch.float32) if kind == "sigmoid" else None
         self.register_buffer("expert_bias", bias)
         self.num_experts_per_token = num_experts_per_token
@@ -259,8 +259,10 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.gate_up_proj = nn.Parameter(Tensor(num_experts, 2 * intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(Tensor(num_experts, hidden_size, intermediate_size))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        )
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_lora: Adapter | None = None
         self.down_lora: Adapter | None = None
 

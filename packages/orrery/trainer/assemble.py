@@ -20,7 +20,7 @@ from orrery.trainer.heartbeat import heartbeat, io_stall_s, mark_part, step_stal
 from orrery.trainer.learner import Learner
 from orrery.trainer.loop import RlLoop, start_weights
 from orrery.trainer.mismatch import MismatchGuard
-from orrery.trainer.parallel import build_network, build_policy, fsdp
+from orrery.trainer.parallel import build_network, build_policy
 from orrery.trainer.parallel.world import (
     COLLECTIVE_DEADLINE_S,
     World,
@@ -58,7 +58,7 @@ def assemble_world(ctx: RoleContext) -> Iterator[World]:
     if device.type == "cuda":  # the launcher's node may have other GPUs
         refuse_other_device(ctx.manifest, torch.cuda.get_device_name(device))
     torch.manual_seed(ctx.manifest.seed + ctx.index)
-    store = open_rendezvous(ctx, trainer.mesh.world_size) if fsdp.is_needed(trainer) else None
+    store = open_rendezvous(ctx, trainer.mesh.world_size) if trainer.needs_fsdp else None
     with heartbeat(ctx, device):
         with ctx.health.waiting("the other ranks", deadline_s=scaled(COLLECTIVE_DEADLINE_S)):
             world = init_world(trainer.mesh, ctx.index, device, store)

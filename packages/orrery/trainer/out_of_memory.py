@@ -14,13 +14,15 @@ from contextlib import contextmanager
 
 import torch
 
+from orrery.manifest.budget.options import ChosenOptions, choose_options
+from orrery.manifest.budget.trainer_memory import Workload, plan_memory
 from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.schema import Manifest, Model, Trainer
+from orrery.manifest.schema.model import DTYPE_BYTES
+from orrery.models.counts import count_parameters
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
-from orrery.trainer.memory_options import ChosenOptions, choose_options
-from orrery.trainer.memory_plan import Workload, count_parameters, dtype_bytes, plan_memory
 from orrery.wire.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # share of the device's memory, for fragmentation
@@ -158,7 +160,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
     is_direct = manifest.transport.weights in DIRECT_KINDS
     merged_width = 0
     if stage == "rl" and trainer.lora is not None and is_direct:
-        merged_width = dtype_bytes(manifest.inference.dtype)
+        merged_width = DTYPE_BYTES[manifest.inference.dtype]
     micro_batches = -(-per_rank // max(1, tokens // longest))
     return trainer, Workload(tokens, longest, micro_batches, merged_width)
 

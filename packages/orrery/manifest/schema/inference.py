@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from orrery.manifest.schema.model import (
+    DTYPE_BYTES,
     Count,
     DType,
     Model,
@@ -135,8 +136,8 @@ def _block_bytes(model: Model, inference: Inference) -> int:
     else:  # the latent vector, its rotary part and the indexer's key
         numbers = mla.kv_lora_rank + mla.rope_head_dim
         numbers += mla.indexer.head_dim if mla.indexer is not None else 0
-    element_bytes = {"float32": 4, "bfloat16": 2}[inference.dtype]
-    return inference.kv_block_tokens * model.num_layers * numbers * element_bytes
+    numbers *= inference.kv_block_tokens * model.num_layers
+    return numbers * DTYPE_BYTES[inference.dtype]
 
 
 def longest_blocks(inference: Inference) -> int:

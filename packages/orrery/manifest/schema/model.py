@@ -25,6 +25,7 @@ Bound = PositiveFloat | None
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # factor of a moving average
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DType = Literal["float32", "bfloat16"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Record(BaseModel):

@@ -9,6 +9,7 @@ from orrery.manifest.schema.model import (
     Count,
     Decay,
     DType,
+    Model,
     NonNegativeInt,
     PositiveInt,
     Probability,
@@ -39,6 +40,10 @@ class Mesh(Record):
     @property
     def num_data_ranks(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def has_exchange(self) -> bool:
+        return self.cp * self.ep > 1
 
     def data_rank(self, rank: int) -> int:
         """Return the index of the rank's cp group. A group's ranks share documents."""
@@ -263,6 +268,20 @@ class Trainer(Record):
     checkpoint: Checkpoint
 
     @property
+    def needs_fsdp(self) -> bool:
+        """Return whether weights are wrapped and a process group is needed."""
+        by_unit = self.param_dtype != self.compute_dtype and self.fsdp.reshard_after_forward
+        return self.mesh.world_size > 1 or by_unit or self.fsdp.cpu_offload
+
+    @property
+    def has_compute_copies(self) -> bool:
+        return not self.needs_fsdp and self.param_dtype != self.compute_dtype
+
+    def is_one_graph(self, model: Model) -> bool:
+        """Return whether a block is one graph of our own code, whose saved tensors are known."""
+        return self.compile and not self.mesh.has_exchange and model.family != "hugging_face"
+
+    @property
     def kept(self) -> tuple[str, ...]:
         return tuple(
             name
@@ -277,4 +296,4 @@ class Trainer(Record):
         With `cp` or `ep` above 1 the parts of a block around an exchange are compiled. Products in
         compiled parts have no names to keep them by.
         """
-        return ("projections",) if self.compile and self.mesh.cp * self.mesh.ep > 1 else ()
+        return ("projections",) if self.compile and self.mesh.has_exchange else ()

@@ -9,10 +9,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from orrery.manifest.budget.trainer_memory import Workload
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12
@@ -30,9 +31,6 @@ from orrery.manifest.schema import (
 from orrery.wire.columns import Columns
 from orrery.wire.packing import is_padded
 from orrery.wire.routed_experts import route_shape
-
-if TYPE_CHECKING:
-    from orrery.trainer.memory_plan import Workload
 
 # Default options of each run.
 SFT = {"loss": "sft"}
@@ -90,9 +88,7 @@ class BenchRequest:
         return self.trainer.memory.max_tokens_per_micro_batch
 
     @property
-    def load(self) -> "Workload":
-        from orrery.trainer.memory_plan import Workload
-
+    def load(self) -> Workload:
         num_tokens, count = self.tokens_per_micro_batch, self.options.micro_batches
         return Workload(num_tokens, self.document_tokens, count)
 

@@ -186,7 +186,8 @@ def check_devices(request: BenchRequest) -> None:
 
 def float32_bytes(request: BenchRequest) -> int:
     """Return the bytes of weights, gradients and optimizer state, summed over ranks."""
-    from orrery.trainer.memory_plan import count_parameters, num_states
+    from orrery.manifest.budget.trainer_memory import num_states
+    from orrery.models.counts import count_parameters
 
     counted = count_parameters(request.model, request.trainer.lora)
     values = sum(2 * unit.trained + unit.frozen for unit in counted.units)

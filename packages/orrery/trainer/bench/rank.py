@@ -31,7 +31,7 @@ from orrery.runtime.parent_watch import die_with_parent
 from orrery.trainer.bench import BenchRequest, micro_batches
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.out_of_memory import describe_error, device_bytes, is_out_of_memory
-from orrery.trainer.parallel import build_policy, fsdp
+from orrery.trainer.parallel import build_policy
 from orrery.trainer.parallel.world import World, destroy_world, device_for, init_world
 
 STEP = "orrery.step"
@@ -107,7 +107,7 @@ def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
     store, size = None, request.num_devices
-    if fsdp.is_needed(request.trainer):
+    if request.trainer.needs_fsdp:
         port = int(os.environ["ORRERY_BENCH_PORT"])
         store = dist.TCPStore("127.0.0.1", port, size, False, wait_for_workers=False)
     world = init_world(request.trainer.mesh, rank, device, store)

@@ -17,15 +17,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from orrery.manifest.devices import DEVICES, Device, Measured, accelerator_of
-from orrery.models import build
-from orrery.models.flops import hardware_flops, is_counted, model_flops
+from orrery.manifest.budget.flops import hardware_flops, is_counted, model_flops
+from orrery.manifest.budget.trainer_memory import plan_memory
+from orrery.manifest.budget.trainer_time import least_step_s
+from orrery.manifest.devices import DEVICES, Device, accelerator_of
+from orrery.models.counts import count_parameters
 from orrery.observe.provenance import commit, versions
 from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench import BenchRequest
 from orrery.trainer.bench.rank import KINDS
-from orrery.trainer.memory_plan import count_parameters, dtype_bytes, plan_memory
-from orrery.trainer.optim.muon import FUSED, is_block_matrix
 
 PACKAGES = (
     "torch",
@@ -76,8 +76,9 @@ def result(
     first = answers[0]
     device = _device(first["device"])
     # With variable lengths, the profiled step has other documents.
-    predicted = expected(request, first["steps"][-1]["lengths"], first["device"])
-    planned = plan_memory(model, trainer, request.load, first["device_bytes"])
+    predicted = expected(request, first["steps"][-1]["lengths"], device)
+    counted = count_parameters(model, trainer.lora)
+    planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)
 
     def most(key: str, section: str = "memory") -> int:
         return max(answer[section][key] for answer in answers)
@@ -224,135 +225,11 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
     return table
 
 
-def expected(request: BenchRequest, lengths: Sequence[int], device: str) -> dict[str, float] | None:
-    """Return the least seconds of a step, for each kind of work and in total.
-
-    Assume that elementwise work is fused and that computation hides communication. `lengths` are
-    a cp group's document lengths. Return None without the device's rates or the model's operations.
-    """
-    known = _device(device)
-    rates = known.measured if known else None
-    if rates is None or not is_counted(request.model):
+def expected(
+    request: BenchRequest, lengths: Sequence[int], device: Device | None
+) -> dict[str, float] | None:
+    """Return the least seconds of a step, or None for an unknown device or network."""
+    if device is None or device.measured is None or not is_counted(request.model):
         return None
-    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    work = hardware_flops(model, trainer, lengths)
-    tokens = sum(lengths) / mesh.cp
-    head_bytes = tokens * model.vocab_size * 22
-    elementwise_bytes = tokens * model.num_layers * _elementwise_bytes(request)
-    seconds = {
-        "dense products": work.projections / mesh.cp / rates.dense_flops,
-        "grouped products": work.experts / mesh.cp / rates.grouped_flops,
-        "attention": work.attention / mesh.cp / rates.attention_flops,
-        "lm head": work.lm_head / mesh.cp / rates.dense_flops + head_bytes / rates.memory_bytes,
-        "elementwise": elementwise_bytes / rates.memory_bytes,
-    }
-    computation = sum(seconds.values())
-    units = count_parameters(model, None).units
-    experts = float(sum(unit.trained_experts for unit in units))
-    rest = sum(unit.trained for unit in units) - experts
-    shards = mesh.dp_shard * mesh.cp
-    trained = (experts + rest) / shards if trainer.lora is None else 0.0
-    computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
-    if trained:
-        computing_s, offloaded_s, exchange_s = _optimizer_s(request, trained, shards, rates)
-    seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Exposed copies of offloaded states hide Muon's all-to-alls.
-    exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
-    communication = _communication_bytes(request, tokens, experts, rest) / rates.link_bytes
-    return {
-        **seconds,
-        "communication in all": communication + exchange_s,
-        "communication": max(0.0, communication - computation) + exposed_s,
-        "step": max(computation, communication) + seconds["optimizer"] + exposed_s,
-    }
-
-
-def _communication_bytes(
-    request: BenchRequest, tokens: float, experts: float, rest: float
-) -> float:
-    """Return the bytes that one device exchanges in a step, without Muon's all-to-alls."""
-    model, trainer, mesh = request.model, request.trainer, request.trainer.mesh
-    shards = mesh.dp_shard * mesh.cp
-    from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
-    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * request.options.micro_batches
-    total = gathers * dtype_bytes(trainer.compute_dtype) * from_others
-    if trainer.lora is None:
-        by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-        reductions = request.options.micro_batches if by_micro_batch else 1
-        total += reductions * dtype_bytes(trainer.reduce_dtype) * from_others
-    if mesh.ep > 1 and model.moe is not None:
-        # Includes the recomputation.
-        rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
-        passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
-        total += passes * rows * model.hidden_size * 2 * model.num_layers
-    if mesh.cp > 1:
-        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        total += 3 * tokens * width * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
-    return total
-
-
-def _optimizer_s(
-    request: BenchRequest, trained: float, shards: int, rates: Measured
-) -> tuple[float, float, float]:
-    """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
-
-    `trained`: float32 values on this device. Bytes per value, including the gradient's norm and
-    scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay), Muon 48 (60 with
-    Nesterov). For an m×n matrix with m ≤ n, an iteration of Muon takes 4·m²·n + 2·m³ operations.
-    """
-    optimizer = request.trainer.optimizer
-    products_s = exchanged_bytes = 0.0
-    if optimizer.kind == "muon":
-        values, split, operations = _block_matrices(request)
-        exchanged_bytes = 2 * 2 * split / shards * (shards - 1) / shards
-        in_blocks = values / shards
-        rest = max(trained - in_blocks, 0.0)
-        products_s = optimizer.num_newton_schulz_steps * operations / shards / rates.dense_flops
-        num_bytes = in_blocks * (60 if optimizer.nesterov else 48) + rest * 40
-        num_states = in_blocks + 2 * rest
-    elif optimizer.kind == "adamw":
-        num_bytes, num_states = trained * 40, 2 * trained
-    elif optimizer.kind == "sgd":
-        num_bytes = trained * (32 if optimizer.momentum else 24)
-        num_states = trained if optimizer.momentum else 0.0
-    else:
-        num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
-    offloaded_s = 0.0
-    if request.trainer.memory.optimizer_offload:
-        offloaded_s = 4 * num_states / rates.host_link_bytes
-    computing_s = num_bytes / rates.memory_bytes + products_s
-    return computing_s, offloaded_s, exchanged_bytes / rates.link_bytes
-
-
-def _block_matrices(request: BenchRequest) -> tuple[int, int, float]:
-    """Return Muon's (values, values in sharded matrices, operations per iteration)."""
-    values, split, operations = 0, 0, 0.0
-    for name, weight in build(request.model, torch.float32, "meta").named_parameters():
-        if is_block_matrix(name, weight):
-            rows, columns = weight.shape[-2] // (2 if FUSED.search(name) else 1), weight.shape[-1]
-            m, n = sorted((rows, columns))
-            values += weight.numel()
-            # a stack is divided between whole matrices
-            split += weight.numel() if weight.ndim == 2 else 0
-            operations += weight.numel() / (m * n) * (4 * m**2 * n + 2 * m**3)
-    return values, split, operations
-
-
-def _elementwise_bytes(request: BenchRequest) -> float:
-    """Return the bytes that elementwise operations move per token and layer, in bfloat16.
-
-    Each number moves once forward, twice backward, and once more if recomputed.
-    """
-    model = request.model
-    hidden = model.hidden_size
-    numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
-    # Head norms and rotary embedding, fused.
-    numbers += 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    if (moe := model.moe) is not None:
-        numbers += 2 * moe.num_experts_per_token * hidden
-        numbers += (moe.num_experts_per_token + 1) * hidden
-        numbers += 3 * moe.num_experts_per_token * moe.expert_intermediate_size  # SwiGLU
-    else:
-        numbers += 3 * model.intermediate_size
-    passes = 3 if request.trainer.memory.activation_checkpointing.kind == "none" else 4
-    return 2.0 * numbers * passes
+    model, trainer, load = request.model, request.trainer, request.load
+    return least_step_s(model, trainer, load.micro_batches, lengths, device.measured)

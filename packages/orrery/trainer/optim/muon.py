@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from orrery.manifest.budget.trainer_memory import BATCH_VALUES
 from orrery.manifest.schema import Muon
 from orrery.trainer.optim import elementwise
 from orrery.trainer.optim.gradient import sharding_axes
@@ -36,7 +37,6 @@ NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The odd quintic polynomial that moves singular values to one fastest.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-BATCH_VALUES = 1 << 27  # values orthogonalized at a time, to bound memory
 
 
 class MuonRule(UpdateRule):

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orrery.manifest.budget.trainer_memory import NUM_SLOTS, OFFLOADED_BYTES, WHOLE_BYTES
 from orrery.manifest.errors import RunFailed
 from orrery.models.placement import Box, local_box, local_tensor
 from orrery.trainer.host_memory import host_block
 from orrery.trainer.optim.gradient import sharding_axes
 
-# Sizes of buckets, in bytes of local state. If a rule has no state, in bytes of weights.
-OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
-RESIDENT_BYTES = 1 << 30  # bounds temporary memory
-WHOLE_BYTES = 256 << 20  # same buckets, hence same bits, with and without offload
+RESIDENT_BYTES = 1 << 30  # size of resident state's buckets, bounds temporary memory
 ALIGNMENT = 128  # in values, for vectorised kernels
-NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def build_policy(model: Model, trainer: Trainer, world: World) -> Policy:
         prefer(trainer.attention)
     except ValueError as error:
         raise OrreryError(f"trainer.attention {trainer.attention!r}: {error}") from None
-    network = build_network(model, trainer, "meta" if fsdp.is_needed(trainer) else world.device)
+    network = build_network(model, trainer, "meta" if trainer.needs_fsdp else world.device)
     memory = trainer.memory
     policy = Policy(network, memory.lm_head_chunk_tokens, memory.lm_head_keeps_logits)
     parallelize(policy, world, trainer)
@@ -60,5 +60,5 @@ def parallelize(policy: Policy, world: World, trainer: Trainer) -> None:
     activation_offload.apply(policy, world, trainer)
     fsdp.apply(policy, world, trainer)
     # Only copies have versions that show changes. Other weights are quantized in each pass.
-    if fsdp.has_copies(trainer):
+    if trainer.has_compute_copies:
         policy.network.register_forward_pre_hook(fp8.WeightCache(policy.network).refresh)

@@ -37,7 +37,7 @@ from orrery.kernels import (  # noqa: F401  (registers the operators named below
 )
 from orrery.kernels.fp8 import products  # noqa: F401
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Mesh, Model, Trainer
+from orrery.manifest.schema import Model, Trainer
 from orrery.trainer.policy import Policy
 
 SCALED_DOT_PRODUCT = (
@@ -51,21 +51,12 @@ MAX_GRAPHS = 64
 
 
 def apply(policy: Policy, trainer: Trainer) -> None:
-    if is_without_exchange(trainer.mesh):
-        _checkpoint(policy, trainer)
+    if trainer.mesh.has_exchange:
         _compile(policy, trainer)
+        _checkpoint(policy, trainer)
     else:
-        _compile(policy, trainer)
         _checkpoint(policy, trainer)
-
-
-def is_without_exchange(mesh: Mesh) -> bool:
-    return mesh.cp == mesh.ep == 1
-
-
-def is_one_graph(trainer: Trainer, model: Model) -> bool:
-    """Return whether a block is one graph of our own code, so that its saved tensors are known."""
-    return trainer.compile and is_without_exchange(trainer.mesh) and model.family != "hugging_face"
+        _compile(policy, trainer)
 
 
 def _compile(policy: Policy, trainer: Trainer) -> None:
@@ -75,7 +66,7 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
 
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
-        block.forward = torch.compile(block.forward, fullgraph=is_without_exchange(trainer.mesh))
+        block.forward = torch.compile(block.forward, fullgraph=not trainer.mesh.has_exchange)
 
 
 @contextmanager
@@ -104,7 +95,7 @@ def _checkpoint(policy: Policy, trainer: Trainer) -> None:
     if trainer.memory.activation_checkpointing.kind == "none":
         return
     options = checkpoint_options(trainer, policy.network.config)
-    has_graphs_inside = trainer.compile and not is_without_exchange(trainer.mesh)
+    has_graphs_inside = trainer.compile and trainer.mesh.has_exchange
     for block in policy.network.layers:
         run = block.forward
         if has_graphs_inside:
@@ -122,8 +113,8 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
     kept = frozenset(operation for name in trainer.kept for operation in _operations(name))
     if model.mla is not None:  # small, and a recomputation could choose other keys
         kept |= {torch.ops.orrery.select_keys.default}
-    if trainer.compile and is_without_exchange(trainer.mesh):
-        if kept or is_one_graph(trainer, model):
+    if trainer.compile and not trainer.mesh.has_exchange:
+        if kept or trainer.is_one_graph(model):
             return {"context_fn": partial(create_selective_checkpoint_contexts, keeping(kept))}
         return {}
     # The checkpointed code is eager, with graphs or FSDP hooks inside.

@@ -3,7 +3,7 @@
 - The model names the units, and the root takes the rest. With expert parallel a layer's experts are
   another unit, sharded over the ranks with the same experts.
 - Gradients are summed over ranks, because the loss already divides by global counts.
-- A single rank may stay unwrapped (`is_needed`), with `ComputeCopies` for mixed precision.
+- A single rank may stay unwrapped (`Trainer.needs_fsdp`), with `ComputeCopies` for mixed precision.
 """
 
 import itertools
@@ -25,20 +25,10 @@ from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
 
 
-def is_needed(trainer: Trainer) -> bool:
-    """Return whether weights are wrapped and a process group is needed."""
-    by_unit = trainer.param_dtype != trainer.compute_dtype and trainer.fsdp.reshard_after_forward
-    return trainer.mesh.world_size > 1 or by_unit or trainer.fsdp.cpu_offload
-
-
-def has_copies(trainer: Trainer) -> bool:
-    return not is_needed(trainer) and trainer.param_dtype != trainer.compute_dtype
-
-
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
-    if has_copies(trainer):
+    if trainer.has_compute_copies:
         policy.copies = ComputeCopies(policy, getattr(torch, trainer.compute_dtype))
-    if not is_needed(trainer):
+    if not trainer.needs_fsdp:
         return
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.compute_dtype),

@@ -12,16 +12,15 @@ E experts · K experts a token · I expert intermediate
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from orrery.kernels.token_logprob import ALIGNMENT, AUTO_SHARE, blocks
-from orrery.manifest.schema import Lora, Model, Optimizer, Trainer
-from orrery.models import build, expert_modules, fsdp_units, lora
-from orrery.trainer.optim.muon import BATCH_VALUES
-from orrery.trainer.optim.optimizer import NUM_SLOTS, OFFLOADED_BYTES, WHOLE_BYTES
-from orrery.trainer.parallel import fsdp
-from orrery.trainer.parallel.blocks import is_one_graph
+from orrery.manifest.budget.parameters import (
+    ParameterCounts,
+    UnitParameters,
+    count_parameters,
+    is_sparse,
+)
+from orrery.manifest.budget.tiles import auto_chunk_tokens, blocks
+from orrery.manifest.schema import Model, Optimizer, Trainer
+from orrery.manifest.schema.model import DTYPE_BYTES
 
 CATEGORIES = (
     "weights",
@@ -34,6 +33,11 @@ CATEGORIES = (
     "LM head",
 )
 BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
+# The optimizer's buckets, in bytes of local state. If a rule has no state, in bytes of weights.
+OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
+WHOLE_BYTES = 256 << 20  # same buckets, hence same bits, with and without offload
+NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
+BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
 
 Bytes = dict[str, int]
@@ -71,12 +75,12 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     block that is not one graph also keeps the named results that no backward pass reads.
     """
     results = _results(model, trainer, layer)
-    entry = dtype_bytes(trainer.compute_dtype) * model.hidden_size
+    entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
     every = entry + sum(results.named.values()) + results.rest
     attention, feed_forward = _temporaries(model, trainer, layer)
     if trainer.memory.activation_checkpointing.kind == "none":
         return ActivationBytes(every, max(attention, feed_forward))
-    is_graph = is_one_graph(trainer, model)
+    is_graph = trainer.is_one_graph(model)
     kept = entry + sum(results.named[name] for name in trainer.kept)
     if not is_graph:
         kept += sum(results.unread[name] for name in trainer.kept)
@@ -86,14 +90,6 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     # Attention's inputs are recomputed after the feed-forward's backward pass.
     late = results.for_attention
     return ActivationBytes(kept, max(late + attention, again - late + feed_forward))
-
-
-def dtype_bytes(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
-
-
-def is_sparse(model: Model, layer: int) -> bool:
-    return model.moe is not None and layer >= model.moe.num_dense_layers
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
@@ -109,7 +105,7 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     An adapter adds a copy of its projection's result and a narrow result. A frozen product without
     an adapter does not keep its input.
     """
-    c, hidden = dtype_bytes(trainer.compute_dtype), model.hidden_size
+    c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     adapted = () if trainer.lora is None else trainer.lora.targets
     rank = 0 if trainer.lora is None else trainer.lora.rank
@@ -183,7 +179,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     mixture     also c·K·D gradients of rows (thrice under ep) · c·K·I between products (thrice
                 unless one graph) · c·K·D to recompute the down projection with adapters
     """
-    c = dtype_bytes(trainer.compute_dtype)
+    c = DTYPE_BYTES[trainer.compute_dtype]
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = c * (3 * h + 2 * g) + 4 * h
     if (mla := model.mla) is not None:
@@ -198,85 +194,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
         rows += 1
-    between = 1 if is_one_graph(trainer, model) else 3
+    between = 1 if trainer.is_one_graph(model) else 3
     per_slot = rows * model.hidden_size + between * moe.expert_intermediate_size
     return attention, feed_forward + c * moe.num_experts_per_token * per_slot
-
-
-@dataclass(frozen=True)
-class UnitParameters:
-    """Parameter counts of an FSDP unit. `adapted` counts frozen parameters with adapters."""
-
-    trained: int = 0
-    frozen: int = 0
-    trained_experts: int = 0
-    frozen_experts: int = 0
-    adapted: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.trained + self.frozen
-
-    def gathered(self, ep: int) -> int:
-        """Return the parameters that one rank gathers, without other ep ranks' experts."""
-        experts = self.trained_experts + self.frozen_experts
-        return self.total - experts + experts // ep
-
-    def gathered_trained(self, ep: int) -> int:
-        return self.trained - self.trained_experts + self.trained_experts // ep
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Counts of FSDP units in forward order. `root` has the rest, such as a tied embedding.
-
-    `largest_in_a_layer` counts the largest trained weight, such as a stack of experts.
-    """
-
-    before: UnitParameters
-    layers: tuple[UnitParameters, ...]
-    after: UnitParameters
-    root: UnitParameters
-    largest_in_a_layer: int
-
-    @property
-    def units(self) -> tuple[UnitParameters, ...]:
-        return self.before, *self.layers, self.after, self.root
-
-
-def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Count parameters of the manifest's network without allocating them.
-
-    Raise OrreryError if it cannot be built, for example without the package transformers.
-    """
-    network = build(model, torch.float32, "meta")
-    if adapters is not None:
-        lora.adapt(network, adapters, torch.float32)
-    experts = {id(weight) for module in expert_modules(network) for weight in module.parameters()}
-    adapted = {id(network.get_parameter(name)) for name, _ in lora.adapters(network)}
-    counted: set[int] = set()
-
-    def count(modules: list[nn.Module]) -> UnitParameters:
-        found = {"trained": 0, "frozen": 0, "trained_experts": 0, "frozen_experts": 0, "adapted": 0}
-        for weight in (weight for module in modules for weight in module.parameters()):
-            if id(weight) in counted:
-                continue
-            counted.add(id(weight))
-            kind = "trained" if weight.requires_grad else "frozen"
-            found[kind] += weight.numel()
-            found[f"{kind}_experts"] += weight.numel() if id(weight) in experts else 0
-            found["adapted"] += weight.numel() if id(weight) in adapted else 0
-        return UnitParameters(**found)
-
-    layers = list(network.layers)
-    groups = fsdp_units(network)
-    first = next(index for index, unit in enumerate(groups) if unit[0] is layers[0])
-    before = count([module for unit in groups[:first] for module in unit])
-    middle = tuple(count(groups[first + index]) for index in range(len(layers)))
-    after = count([module for unit in groups[first + len(layers) :] for module in unit])
-    in_layers = (weight for layer in layers for weight in layer.parameters())
-    largest = max((weight.numel() for weight in in_layers if weight.requires_grad), default=0)
-    return ParameterCounts(before, middle, after, count([network]), largest)
 
 
 # Moments of a step --------------------------------------------------------------------------------
@@ -366,14 +286,14 @@ class _StepPlan:
         self.model, self.trainer, self.load = model, trainer, load
         self.device_bytes, self.counted = device_bytes, counted
         mesh = trainer.mesh
-        self.is_sharded = fsdp.is_needed(trainer)
+        self.is_sharded = trainer.needs_fsdp
         self.on_host = self.is_sharded and trainer.fsdp.cpu_offload
         self.ep, self.shards = mesh.ep, mesh.dp_shard * mesh.cp
-        self.p = dtype_bytes(trainer.param_dtype)
-        self.c = dtype_bytes(trainer.compute_dtype)
-        self.r = dtype_bytes(trainer.reduce_dtype)
+        self.p = DTYPE_BYTES[trainer.param_dtype]
+        self.c = DTYPE_BYTES[trainer.compute_dtype]
+        self.r = DTYPE_BYTES[trainer.reduce_dtype]
         self.copies = 0
-        if fsdp.has_copies(trainer):
+        if trainer.has_compute_copies:
             self.copies = self.c * sum(unit.trained for unit in counted.units)
             self.copies += 2 * num_fp8_weights(model)  # values, and those of the transpose
         self.tokens = -(-load.tokens // mesh.cp)
@@ -540,8 +460,7 @@ class _StepPlan:
         bytes, and a tile 2 bytes per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
-        fitting = self.device_bytes // (AUTO_SHARE * 6 * vocab)
-        chunk = max(ALIGNMENT, fitting // ALIGNMENT * ALIGNMENT)
+        chunk = auto_chunk_tokens(self.device_bytes, vocab)
         if memory.lm_head_chunk_tokens != "auto":
             chunk = memory.lm_head_chunk_tokens
         tiles = blocks(vocab, chunk * vocab // max(1, self.tokens))

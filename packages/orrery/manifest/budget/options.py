@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from orrery.manifest.budget.parameters import ParameterCounts, is_sparse
+from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
-from orrery.trainer.memory_plan import MemoryPlan, ParameterCounts, Workload, is_sparse, plan_memory
 
 CHUNKS = (4096, 1024, 256)
 KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
