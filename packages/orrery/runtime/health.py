@@ -38,7 +38,7 @@ HANG_S = 90.0  # scaled. NFS may show a new heartbeat a minute late
 class Wait:
     """One open wait. `what` names the thing and its role, as in "batch 4 from orchestrator".
 
-    A rank is late after `behind_s` in which its role made no progress (`RankStallDetector`).
+    A rank is late after `behind_s` without progress of its role (`RankStallDetector`).
     """
 
     what: str
@@ -49,7 +49,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Counts of one rank: heartbeats, started and completed collectives, and progress `marks`."""
+    """One rank's counts: heartbeats, started and completed collectives, progress `marks`."""
 
     beats: int
     begun: int
@@ -237,7 +237,7 @@ class HealthFile:
 
 @cache
 def _boot() -> str:
-    """Return this host's boot id. Processes with the same id share a monotonic clock."""
+    """Return this host's boot id. Equal ids share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -304,8 +304,8 @@ def read_health(run_dir: Path, stage: str, attempt: int | None = None) -> dict[s
 async def beating_loop(health: HealthFile) -> AsyncIterator[None]:
     """Count beats of the event loop every BEAT_S while the body runs.
 
-    The launcher ends a process that does not beat for HANG_S. Run blocking work in a thread,
-    inside a wait with a deadline.
+    The launcher ends a process that does not beat for HANG_S. Run blocking work in a thread, inside
+    a wait with a deadline.
     """
     beating = asyncio.create_task(_beat(health), name="heartbeat")
     try:

@@ -126,7 +126,7 @@ STAMPS: dict[str, type | UnionType] = {
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Parse a row. Return None if the line, or its stage, attempt or step, is invalid."""
+    """Parse a row. Return None if the line, stage, attempt or step is invalid."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -151,7 +151,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 class Attempts:
     """Decide which rows count, by the first step of each attempt.
 
-    Rows with equal stage, event and name form a series. Each series is decided by itself.
+    Rows with equal stage, event and name form a series, decided by itself.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ def read(path: Path | str) -> list[Row]:
 class MetricsTail:
     """Read the rows appended to `metrics/*.jsonl` (not spans) since the last call.
 
-    An incomplete last line is read once it is complete, or skipped if another row follows.
+    An incomplete last line is read once complete, or skipped if another row follows.
     """
 
     def __init__(self, run_dir: Path, from_end: bool = False):
@@ -210,7 +210,7 @@ class MetricsTail:
     def new_rows(self) -> Iterator[tuple[str, Row]]:
         """Yield `(process, row)` in each file's order.
 
-        If a file cannot be read, raise OSError after the other files' rows.
+        If a file is unreadable, raise OSError after the other files' rows.
         """
         trouble: OSError | None = None
         for path in self._paths():

@@ -1,6 +1,6 @@
 """The address on which a role listens, and free ports.
 
-- ORRERY_INTERFACE names the network interface. The default is loopback, for stages on one machine.
+- ORRERY_INTERFACE names the network interface, by default loopback, for stages on one machine.
 - A role never listens on all interfaces.
 """
 

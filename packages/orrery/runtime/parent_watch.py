@@ -1,7 +1,7 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
-  and kills its process group.
+- A role polls its parent (`ParentWatch`), whose end makes it run its callbacks and kill its process
+  group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """
@@ -47,13 +47,13 @@ def adopt_orphans() -> None:
 def hide_memory() -> None:
     """Hide memory, environment and open files from other processes of this user.
 
-    This extends to forks, but not past exec.
+    Forks inherit this, exec does not.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, also after exec. Root then has an ordinary user's rights."""
+    """Drop all capabilities, also after exec, so that root has a user's rights."""
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(CAPABILITIES):  # fails harmlessly for users
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)

@@ -65,7 +65,7 @@ class RoleContext:
         port: int,
         incarnation: int = 0,
     ):
-        """`incarnation` is the number of this process's restarts within the attempt."""
+        """`incarnation` counts this process's restarts within the attempt."""
         self.role, self.run_dir, self.stage = role, run_dir, stage
         self.index, self.attempt, self.incarnation, self.port = index, attempt, incarnation, port
         self.log = logging.getLogger(self.name)
@@ -103,8 +103,8 @@ class RoleContext:
     ) -> None:
         """Wait until `answers()`. `process` is another project's server, a child process.
 
-        Messages say that the server did not `what`, such as "listen". Raise RunFailed if it ends,
-        or after scaled PROGRAM_S.
+        Errors say that the server did not `what`, such as "listen". Raise RunFailed if it ends, or
+        after scaled PROGRAM_S.
         """
         limit_s = scaled(PROGRAM_S)
         end = time.monotonic() + limit_s
@@ -208,7 +208,7 @@ def call_on_signal(answer: Callable[[], object]) -> None:
     """Also run `answer` at every SIGUSR1. Call this in the main thread.
 
     A thread runs `answer`, because the main thread may be stuck. It waits for the byte that Python
-    writes to the signal wake-up descriptor, set here.
+    writes to the signal wake-up descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -2,8 +2,8 @@
 
 - This module names the files. `<process>` is a name such as `trainer.0`.
 - `layout` holds LAYOUT. A folder of another layout is refused, never migrated.
-- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so two launchers never have
-  the same attempt.
+- An attempt begins with an exclusive, synced mkdir of `attempts/<k>/`, so no two launchers share an
+  attempt.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
 - A run resumes from the newest complete step.
@@ -38,12 +38,12 @@ def stage_dir(run_dir: Path, stage: str) -> Path:
 
 
 def done_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker of a finished stage, written last."""
+    """The marker of a finished stage, written last."""
     return stage_dir(run_dir, stage) / "DONE"
 
 
 def inputs_path(run_dir: Path, stage: str) -> Path:
-    """Return the file with a stage's verified inputs: {path: sha256}."""
+    """A stage's verified inputs: {path: sha256}."""
     return stage_dir(run_dir, stage) / "inputs.json"
 
 
@@ -60,17 +60,17 @@ def health_dir(run_dir: Path, stage: str) -> Path:
 
 
 def fence_dir(run_dir: Path, stage: str) -> Path:
-    """Return the folder of fences, files `<process>.<attempt>.<incarnation>`."""
+    """Fences, files `<process>.<attempt>.<incarnation>`."""
     return stage_dir(run_dir, stage) / "fenced"
 
 
 def request_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker that asks a stage to write a checkpoint and end."""
+    """The marker that asks a stage to write a checkpoint and end."""
     return stage_dir(run_dir, stage) / "wind_down"
 
 
 def no_requeue_path(run_dir: Path, stage: str) -> Path:
-    """Return the marker that keeps a preempted job out of the queue."""
+    """The marker that keeps a preempted job out of the queue."""
     return stage_dir(run_dir, stage) / "stay"
 
 
@@ -83,7 +83,7 @@ def log_path(run_dir: Path, process: str) -> Path:
 
 
 def flight_recorder_dir(run_dir: Path) -> Path:
-    """Return the folder of torch's flight recorders, files `rank_<n>`."""
+    """torch's flight recorders, files `rank_<n>`."""
     return logs_dir(run_dir) / "flight_recorder"
 
 
@@ -96,7 +96,7 @@ def metrics_path(run_dir: Path, process: str) -> Path:
 
 
 def weights_path(run_dir: Path, name: str) -> Path:
-    """Return a folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
+    """A folder of weights. `name`: a stage, `step_<n>` (an export) or WIRE (versions)."""
     return Path(run_dir) / WEIGHTS / name
 
 
@@ -113,7 +113,7 @@ def report_page(run_dir: Path) -> Path:
 
 
 def code_dir(run_dir: Path) -> Path:
-    """Return the folder with snapshots of the code, named by digest."""
+    """Snapshots of the code, named by digest."""
     return Path(run_dir) / "code"
 
 

@@ -15,7 +15,7 @@ SHARE_OF_AGE = 1e-3
 
 
 def scaled(seconds: float) -> float:
-    """Return `seconds` · ORRERY_DEADLINE_SCALE. A constant marked "scaled" passes through here.
+    """Return `seconds` · ORRERY_DEADLINE_SCALE. Constants marked "scaled" pass through here.
 
     Raise OrreryError if the scale is not a positive number.
     """

@@ -1,11 +1,11 @@
 """Pass the secret of one attempt from the launcher to each role, and authenticate callers by it.
 
-- The token is the first line of a role's standard input (`srun` copies it to each task). The
-  launcher writes it into no variable, command line or file.
+- The token is the first line of a role's standard input (`srun` copies it to each task), never a
+  variable, argument or file.
 - A role reads it once, before it starts another process. Children then inherit an empty input.
 - ORRERY_TOKEN_FILE is `-` for standard input, or the path of a file of mode 0600, such as a mounted
   secret of Kubernetes.
-- A process with the token hides its memory from other processes of its user.
+- A process with the token hides its memory from its user's other processes.
 - The token never goes over HTTP. Requests carry a derived credential, for generation or for
   administration. A router that sees the first cannot administer an engine.
 """
@@ -119,5 +119,5 @@ def authorization(token: str | None, purpose: Purpose) -> dict[str, str]:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return 32 bytes for `purpose` that only processes with the token can compute."""
+    """Return 32 bytes for `purpose`, computable only with the token."""
     return hmac.digest(run_token().encode(), purpose.encode(), "sha256")

@@ -2,8 +2,8 @@
 
 - Rows are `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`, every
   PERIOD_S or less often in long runs. 100 % is one core.
-- This module reads /proc. To list children, psutil would read all processes of the host.
-- Only roles under a launcher record usage. The launcher's own usage excludes its roles.
+- To list children, psutil would read all processes of the host, so this module reads /proc.
+- Only roles under a launcher record usage. The launcher's own excludes its roles.
 """
 
 import logging

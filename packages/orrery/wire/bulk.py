@@ -2,12 +2,10 @@
 
 - The sender issues a `Ticket` with two random secrets over the wire's authenticated socket.
 - The receiver connects and sends the first secret and an offset. The sender answers with the second
-  secret and the bytes from the offset on. Each end refuses a peer without the expected secret.
-- A peer without a ticket can make the sender read `_KNOCK.size` bytes, for at most KNOCK_S, on one
-  of MAX_UNKNOWN connections.
+  secret and the bytes from the offset on. Each end refuses a peer without the secret.
+- A peer without a ticket occupies one of MAX_UNKNOWN connections for at most KNOCK_S.
 - A rank has at most TICKETS_A_RANK valid tickets, none for acknowledged batches.
-- The bytes are neither encrypted nor signed. Like gradients and weights, they need a private
-  network.
+- The bytes are neither encrypted nor signed, so they need a private network.
 """
 
 import asyncio
@@ -27,7 +25,7 @@ from orrery.wire.columns import ColumnLayout, MicroBatch, chunks, segments
 CHUNK_BYTES = 1 << 20
 SECRET_BYTES = 32
 TICKETS_A_RANK = 2  # for the current micro-batch and the next
-MAX_UNKNOWN = 64  # one more connection closes the oldest connection
+MAX_UNKNOWN = 64  # one more closes the oldest
 KNOCK_S = 5.0
 ACCEPT_AGAIN_S = 0.2
 _KNOCK = struct.Struct(f"<{SECRET_BYTES}sQ")
@@ -68,7 +66,7 @@ class BulkSender:
         self._accepting: asyncio.Task[None] | None = None
 
     def issue(self, rank: int, step: int, micro_batch: MicroBatch, layout: ColumnLayout) -> Ticket:
-        """Return a ticket for `micro_batch`. Keep the rank's last TICKETS_A_RANK tickets."""
+        """Return a new ticket. Keep the rank's last TICKETS_A_RANK tickets."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="rollout wire, bulk")
         knock, answer = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
@@ -172,8 +170,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: float) -> int:
     """Fill `into` from `offset` on. Return the offset up to which bytes arrived.
 
-    It is below the end if the connection fails, sends no bytes for `silence_s`, or the ticket is
-    unknown.
+    Ends early if the connection fails, is silent for `silence_s`, or the ticket is unknown.
     """
     try:
         with socket.create_connection((host, ticket.port), timeout=silence_s) as connection:
@@ -204,8 +201,8 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 class BufferPool:
     """Reuse receive buffers, because fresh memory pages cost as much as the copy into them.
 
-    Every view of a buffer (numpy's, torch's through `from_numpy`) holds a reference to it. A buffer
-    that only the pool references is free. The pool keeps at most `keep` buffers.
+    Every view of a buffer holds a reference to it. A buffer that only the pool references is free.
+    The pool keeps at most `keep` buffers.
     """
 
     def __init__(self, keep: int = 2) -> None:
@@ -213,7 +210,7 @@ class BufferPool:
         self._keep = keep
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Return uint8 [num_bytes] with undefined contents."""
+        """Return uint8 [num_bytes], uninitialized."""
         for index in range(len(self._buffers)):
             is_free = sys.getrefcount(self._buffers[index]) == _UNSHARED
             if is_free and len(self._buffers[index]) >= num_bytes:

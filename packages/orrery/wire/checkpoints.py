@@ -1,12 +1,12 @@
 """Write and find checkpoints: folders that are valid only once they are complete.
 
-- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json` (the
-  sha256 of every file), and last, after a sync of all, the marker `COMPLETE`. No attempt touches a
-  newer attempt's folders.
-- Ranks hash their own big files in parallel, into notes (`note_digests`) that `complete` reads.
+- The roles of attempt k write `checkpoints/step_<n>.attempt_<k>/<role>/…`, then `files.json`
+  (sha256 of every file), and after a sync of all the marker `COMPLETE`. No attempt touches a newer
+  attempt's folders.
+- Ranks hash their own big files in parallel, into notes that `complete` reads.
 - SFT checkpoints, in `checkpoints/sft/…`, are removed when the RL stage begins.
-- After the marker only `later.attempt_<k>/` may be added, with its own marker. Attempt k writes it
-  if it is preempted before the next checkpoint.
+- After the marker, attempt k may add only `later.attempt_<k>/`, with its own marker, when it is
+  preempted before the next checkpoint.
 - To discard a folder, remove its marker, rename it, then remove its files.
 """
 
@@ -58,7 +58,7 @@ def later_dir(checkpoint: Path, attempt: int) -> Path:
 def is_due(step: int, manifest: Manifest, stage: str = "rl") -> bool:
     """Return whether the stage leaves a checkpoint after `step`.
 
-    RL leaves a checkpoint after its last step. SFT exports its last weights instead.
+    RL also does after its last step. SFT exports its last weights instead.
     """
     at_interval = step % manifest.trainer.checkpoint.interval_steps == 0
     if stage == "sft":
@@ -77,7 +77,7 @@ def latest(run_dir: Path, stage: str = "rl") -> Checkpoint | None:
 
 
 def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
-    """Return the newest complete checkpoint of `step`. Raises OrreryError if none exists."""
+    """Return the newest complete checkpoint of `step`. Raises OrreryError without one."""
     ones = [one for one in whole_checkpoints(run_dir, stage) if one.step == step]
     if not ones:
         raise OrreryError(
@@ -95,7 +95,7 @@ def note_digests(note: Path, files: Iterable[Path]) -> None:
 def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
     """Write `note` from the (bytes, sha256) of every file, by name.
 
-    Call this last, because a reader of the note may rename the folder. `complete` syncs the note.
+    Call this last, because a reader of the note may rename the folder. `complete` syncs it.
     """
     temporary = note.with_name(f".{note.name}.tmp")
     noted = {name: _Noted(*one) for name, one in written.items()}
@@ -106,7 +106,7 @@ def write_note(note: Path, written: Mapping[str, tuple[int, str]]) -> None:
 def complete(folder: Path, notes: Sequence[str] = ()) -> None:
     """Write the sha256 of every file in `folder`, then the marker.
 
-    `notes`, relative to `folder`, name files that are not hashed again. Raises RunFailed if a note
+    Files named in `notes`, relative to `folder`, are not hashed again. Raises RunFailed if a note
     or such a file is missing, or a size differs.
     """
     folder = Path(folder)
@@ -163,7 +163,7 @@ def verify(
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
     """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
 
-    Checkpoints of attempts after `attempt` stay. The next call retries failed removals.
+    Later attempts' checkpoints stay. The next call retries failed removals.
     """
     if keep < 1:
         raise OrreryError(
@@ -204,7 +204,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove all incomplete checkpoints, left by earlier attempts. Return their steps.
+    """Remove incomplete checkpoints of earlier attempts. Return their steps.
 
     Call it before any process writes: in RL from the orchestrator, in SFT from the trainer.
     """
@@ -237,7 +237,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _noted(folder: Path, note: str) -> dict[str, str]:
-    """Return {name in `folder`: sha256} of a note. Check the files' sizes."""
+    """Return {name in `folder`: sha256} of a note, after checking the files' sizes."""
     path = folder / note
     if not nfs.appears(path):
         raise RunFailed(

@@ -2,7 +2,7 @@
 
 - A file holds tensors `offsets`, `token/<name>` and `sample/<name>`, and JSON metadata.
 - Parts of a micro-batch are written directly. The library's writer would copy every tensor.
-- `rollouts/step_<n>.safetensors` in the run directory holds the batch of step n.
+- `rollouts/step_<n>.safetensors` holds the batch of step n.
 """
 
 import json
@@ -63,8 +63,8 @@ def write(
 def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Split a safetensors file (u8) into its JSON header and its data.
 
-    Raises ValueError if the header is incomplete. The safetensors library is not used, because it
-    has no numpy type for bfloat16 and does not name a cut-off tensor.
+    Raises ValueError if the header is incomplete. The safetensors library has no numpy type for
+    bfloat16 and does not name a cut-off tensor.
     """
     header_bytes = int.from_bytes(file[:8].tobytes(), "little")
     if header_bytes > min(_MAX_HEADER_BYTES, len(file) - 8):
@@ -78,7 +78,7 @@ def split_header(file: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
 def read(path: Path) -> tuple[Columns, dict[str, Any]]:
     """Return (columns, info), mapped and read-only. Raises OrreryError if missing or damaged.
 
-    Columns stay valid if this machine removes the file, but not if another removes it over NFS.
+    Columns stay valid if this machine removes the file, but not if another does over NFS.
     """
     try:
         file = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
@@ -113,7 +113,7 @@ def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
 
 
 def prune_batches(run_dir: Path, step: int, keep: int) -> None:
-    """Keep the batches of the last `keep` steps up to `step`, and remove older batches."""
+    """Remove the batches more than `keep` steps before `step`."""
     for old in batch_steps(run_dir):
         if old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Training data as columns: one numpy array per column over all tokens, plus the samples' offsets.
 
-- A sample is one document (a rollout or an SFT example) with tokens `offsets[i]:offsets[i + 1]`.
+- A sample is one document (rollout or SFT example) with tokens `offsets[i]:offsets[i + 1]`.
 - Token columns have shape `[num_tokens, ...]`, sample columns `[num_samples, ...]`.
 - Entry t describes token t: `logprob[t]` is log p(token t | earlier tokens), and the loss counts it
   if `trained[t]`. A sample's first token is never trained.
@@ -39,7 +39,7 @@ SAMPLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of `num_samples` documents. Arrays are read-only and may be views of a buffer."""
+    """The columns of `num_samples` documents, read-only, perhaps views of a buffer."""
 
     offsets: np.ndarray  # int64 [num_samples + 1], offsets[0] == 0
     token: dict[str, np.ndarray] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable["Columns"]) -> "Columns":
-        """Return all samples of `parts`, in order. Raises ValueError if their columns differ."""
+        """Return all samples, in order. Raises ValueError if the parts' columns differ."""
         parts = list(parts)
         if not parts:
             return cls(np.zeros(1, dtype=np.int64))
@@ -163,7 +163,7 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout of the parts' concatenation. Raises ValueError if their columns differ."""
+    """Return the layout of the parts' concatenation. Raises ValueError if columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -199,7 +199,7 @@ def _check_alike(kind: str, one: dict[str, np.ndarray], other: dict[str, np.ndar
 
 
 def segments(micro_batch: MicroBatch, layout: ColumnLayout) -> Iterator[memoryview]:
-    """Yield the bytes in order as views of the parts. Arrays with gaps are copied."""
+    """Yield the bytes in order as views of the parts. Copies arrays with gaps."""
     parts = parts_of(micro_batch)
     for slot in layout.slots:
         if slot.kind == "offsets":

@@ -67,10 +67,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, for one event loop. `num_foreign` counts refused peers and messages.
-
-    `port` 0 takes a free port.
-    """
+    """The orchestrator's end, for one event loop. `num_foreign` counts refused peers and messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0
@@ -100,15 +97,15 @@ class ControlSocket:
         self._posts: set[asyncio.Task[None]] = set()
 
     def route(self, kind: type[msgspec.Struct], handle: Callable[[bytes, Any], Any]) -> None:
-        """Call `handle(peer, message)`, a function or coroutine function, for messages of `kind`.
+        """Call `handle(peer, message)`, perhaps a coroutine function, for messages of `kind`.
 
-        `handle` returns False for a message that violates the protocol.
+        It returns False for a message that violates the protocol.
         """
         self._handlers[kind] = handle
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Return the serving task. Start it if needed. The task calls `at_end` when it ends."""
+        """Return the serving task, started if needed. It calls `at_end` when it ends."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")

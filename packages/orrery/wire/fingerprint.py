@@ -51,8 +51,8 @@ def tensor_fingerprint(
 ) -> int:
     """Return F of `tensor`, in [0, 2^64), for dtypes of 1, 2, 4 or 8 bytes on any device.
 
-    With `full_shape` and `starts`, `tensor` is a slice of a larger tensor, and the result is its
-    share of the larger tensor's F. Raises ValueError if the slice does not lie inside.
+    With `full_shape` and `starts`, return the share of this slice in the larger tensor's F. Raises
+    ValueError if the slice does not lie inside.
     """
     shape = tuple(tensor.shape)
     full_shape = shape if full_shape is None else tuple(full_shape)
@@ -66,7 +66,7 @@ def tensor_fingerprint(
 
 
 def array_fingerprint(bits: np.ndarray) -> int:
-    """Return F of a whole tensor from its elements' `bits`, read as integers. Needs no torch."""
+    """Return F of a whole tensor from its elements' bits as integers. Needs no torch."""
     total, flat = 0, bits.reshape(-1)
     for start in range(0, flat.size, CHUNK_ELEMENTS):
         part = flat[start : start + CHUNK_ELEMENTS]
@@ -79,7 +79,7 @@ def array_fingerprint(bits: np.ndarray) -> int:
 
 
 def digest(fingerprints: dict[str, int]) -> str:
-    """Return one hash of all fingerprints and their names, as 16 hex digits. Order is ignored."""
+    """Return one hash of all fingerprints and their names, 16 hex digits. Ignores order."""
     text = "".join(f"{name}\0{fingerprints[name]:016x}\n" for name in sorted(fingerprints))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -87,7 +87,7 @@ def digest(fingerprints: dict[str, int]) -> str:
 def slice_share(
     tensor: "torch.Tensor", full_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> "torch.Tensor":
-    """Return a slice's share, an i64 scalar on its device. No checks and no device sync."""
+    """Return a slice's share, an i64 scalar on its device, without checks or device sync."""
     import torch
 
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -142,7 +142,7 @@ def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
 
 
 def _groups(bits: "torch.Tensor", index: "torch.Tensor") -> "torch.Tensor":
-    """Return the share of the whole groups with numbers `index`. Overwrites `index`."""
+    """Return the share of the whole groups numbered `index`. Overwrites `index`."""
     import torch
 
     terms = bits.to(torch.int64, copy=True).add_(1).view(-1, GROUP).mul_(_factors(bits.device))
@@ -163,7 +163,7 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return i64 [elements / run]: positions of the slice's runs in the full tensor, in runs."""
+    """Return the positions of the slice's runs in the full tensor, i64 [elements / run], in runs."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -197,7 +197,7 @@ def _signed(unsigned: int) -> int:
 
 
 class SliceSpec(NamedTuple):
-    """A slice of a tensor: the box of `shape` that begins at index `starts` of `full_shape`.
+    """The box of `shape` that begins at index `starts` of a tensor of `full_shape`.
 
     A buffer holds its elements, of `itemsize` bytes, dense and row-major from byte `offset` on.
     """
@@ -212,7 +212,7 @@ class SliceSpec(NamedTuple):
     def rows(self) -> tuple[int, int, int] | None:
         """Return the slice as equal rows: (elements per row, distance of rows, first position).
 
-        A row is consecutive in the full tensor. None if rows have no constant distance.
+        A row is consecutive in the full tensor. None if the distance varies.
         """
         strides = [math.prod(self.full_shape[dim + 1 :]) for dim in range(len(self.full_shape))]
         origin = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))

@@ -1,8 +1,8 @@
 """Read files that another node writes, although NFS shows them late.
 
 - A node caches for up to a minute whether a name exists. Listing the folder bypasses the cache.
-- `read` and `identity` are for polling, and treat a file that is being replaced as missing.
-  `appears` waits for an announced file.
+- `read` and `identity` poll, and treat a file being replaced as missing. `appears` waits for an
+  announced file.
 - Writers sync all files of a marker before they rename the marker into place.
 """
 
@@ -22,12 +22,12 @@ POLL_S = 0.1
 
 
 def read(path: Path) -> bytes | None:
-    """Return the file's content, or None if it is missing or was replaced during the read."""
+    """Return the content, or None if the file is missing or was replaced during the read."""
     return _if_there(path.read_bytes)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file is replaced, or None if it is missing."""
+    """Return a value that changes when the file is replaced, or None without file."""
     status = _if_there(path.stat)
     return None if status is None else (status.st_ino, status.st_mtime_ns)
 

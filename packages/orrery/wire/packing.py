@@ -1,6 +1,5 @@
 """Divide samples into micro-batches, by rank and micro-step.
 
-- The result is a list of sample indices for each `[rank][micro_step]`, each sample exactly once.
 - No micro-batch exceeds `max_tokens`, padding included. All ranks have equally many micro-steps.
 - Without padding, best-fit decreasing fills the bins. It needs at most 11/9 of the least number of
   bins, plus one, rounded up to whole micro-steps.
@@ -45,8 +44,8 @@ def pack(
     """Return sample indices (int64, ascending) as `[rank][micro_step]`, none for a dummy step.
 
     - `lengths`: int64 [num_samples], tokens.
-    - `quadratic`: a sample of n tokens costs n + quadratic · n². See `quadratic_cost`.
-    - `attention`: costs that replace quadratic · n², float64 [num_samples]. See `attention_cost`.
+    - `quadratic`: a sample of n tokens costs n + quadratic · n².
+    - `attention`: costs that replace quadratic · n², float64 [num_samples].
     - `padded`: the model pads samples to the longest. The padded rows must fit `max_tokens`.
 
     Raises OrreryError for a sample longer than a micro-batch.
@@ -122,7 +121,7 @@ def _best_fit_decreasing(lengths: np.ndarray, order: np.ndarray, max_tokens: int
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, order: np.ndarray, max_tokens: int, num_bins: int
 ) -> np.ndarray | None:
-    """Return each sample's bin, int64 [num_samples], or None if the search finds no solution.
+    """Return each sample's bin, int64 [num_samples], or None if the search fails.
 
     Put each sample, longest first, into the cheapest bin with room.
     """
@@ -153,8 +152,8 @@ def _lock_step(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a plan's cost, its bins from costliest to cheapest, and each sample's bin.
 
-    The cost is the sum of each micro-step's largest cost. The costliest micro-step comes first, so
-    that memory peaks early.
+    The cost is the sum of each micro-step's largest cost. The costliest comes first, so that memory
+    peaks early.
     """
     loads = np.bincount(bins, weights=costs, minlength=num_bins)
     in_order = np.argsort(-loads, kind="stable")
@@ -208,7 +207,7 @@ def attention_cost(model: Model, lengths: np.ndarray) -> np.ndarray:
 class LazyMicroBatches(Sequence[MicroBatch]):
     """A sequence of `length` micro-batches, made on each access to save memory.
 
-    `make(index)` must return the same micro-batch every time.
+    `make` must be deterministic.
     """
 
     def __init__(self, length: int, make: Callable[[int], MicroBatch]) -> None:
@@ -232,9 +231,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(documents: Sequence[Columns], plan: Plan) -> list[LazyMicroBatches]:
-    """Return the micro-batches of a plan, `[rank][micro_step]`, as lists of uncopied documents.
+    """Return the plan's micro-batches, `[rank][micro_step]`, as lists of uncopied documents.
 
-    `documents[i]` is sample i of the plan. A dummy step has the same columns, of length 0.
+    `documents[i]` is sample i. A dummy step has the same columns, of length 0.
     """
     empty = [documents[0].select([])] if len(documents) else []
 

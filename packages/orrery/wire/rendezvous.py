@@ -1,7 +1,7 @@
 """Publish and find the addresses of a stage's roles. Share constants for calls of engines.
 
 - A listening role publishes its address as a file in `stages/<stage>/endpoints/`. Other roles wait
-  for the file until a deadline, and report the wait in their health.
+  for it until a deadline, and report the wait in their health.
 - Files of earlier attempts are ignored. A restarted process has a new incarnation number.
 """
 
@@ -31,7 +31,7 @@ _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of one listening process. `info` holds further JSON values of the process."""
+    """The address of one listening process, with further JSON values in `info`."""
 
     role: str
     index: int
@@ -96,8 +96,7 @@ def await_endpoints(
 ) -> list[Endpoint]:
     """Return the endpoints of `role` with indices 0 to `count` − 1, once all are published.
 
-    This blocks the thread, so use `asyncio.to_thread` in asyncio. It calls `meanwhile` while it
-    waits. Raises RunFailed after `deadline_s`.
+    Blocks the thread, calling `meanwhile`. Raises RunFailed after `deadline_s`.
     """
     with ctx.health.waiting(f"{count} endpoint(s) of {role}", deadline_s=deadline_s):
         start = time.monotonic()
@@ -137,7 +136,7 @@ def request_s(manifest: "Manifest") -> float:
 
 
 def canary_tokens(manifest: "Manifest") -> tuple[int, ...]:
-    """Return the canary's token ids, equal in all processes. A short context gets fewer ids."""
+    """Return the canary's token ids, equal in all processes, fewer for a short context."""
     length = min(NUM_CANARY_TOKENS, manifest.inference.max_model_len_tokens - 1)
     chosen = random.Random(manifest.seed)
     return tuple(chosen.randrange(manifest.model.vocab_size) for _ in range(length))

@@ -1,9 +1,9 @@
 """The rollout wire: batches from the orchestrator to the trainer's ranks, over the control socket.
 
-- A receiver sends `BatchAsk(step, rank, micro_step)`. The sender answers as soon as it has that
-  batch. So a rank can join at any time, no batch is dropped, and a restarted rank asks again.
+- A receiver sends `BatchAsk(step, rank, micro_step)`, answered as soon as the batch exists. So a
+  rank can join at any time, and a restarted rank asks again.
 - The answer to `micro_step` −1 is the batch's head, otherwise a layout and a ticket to fetch the
-  bytes (`bulk`). Micro-batches are sent one by one, so neither end copies a whole batch.
+  bytes (`bulk`). No end copies a whole batch.
 - `send` waits while any rank has not acknowledged `keep` earlier batches. A receiver that asks for
   an acknowledged batch, or skips a batch, is refused.
 - A receiver repeats an ask until it is answered, so a lost connection is restored. If bytes stop
@@ -35,8 +35,8 @@ from orrery.wire.control_socket import (
 
 ASK_AGAIN_S = 2.0
 FETCH_AGAIN_S = 0.1
-SILENCE_S = 10.0  # after so long without bytes the receiver reconnects for the rest
-NUM_HANDSHAKES = 5  # the receiver gives up after so many failures in a row
+SILENCE_S = 10.0  # without bytes, the receiver then reconnects for the rest
+NUM_HANDSHAKES = 5  # failures in a row before the receiver gives up
 _HEAD = -1
 
 
@@ -44,10 +44,10 @@ _HEAD = -1
 class Batch:
     """One optimizer step's data.
 
-    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. The sequence of a rank may
-      be lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
+    - `micro_batches` is `[rank][micro_step]`, equally long on all ranks. A rank's sequence may be
+      lazy or shared by ranks, and the wire may read an index twice. Arrays must not change until
       the batch is acknowledged.
-    - `totals` (the loss's token counts) and `info` hold JSON values. Every rank receives both.
+    - `totals` (the loss's token counts) and `info` hold JSON values for every rank.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """One rank's share of a batch. Iterate once: micro-batches are fetched on demand."""
+    """One rank's share of a batch. Iterate once, as micro-batches are fetched on demand."""
 
     step: int
     rank: int
@@ -90,7 +90,7 @@ class BatchAsk(msgspec.Struct, tag="ask"):
     step: int
     micro_step: int
     number: int
-    received: int  # the last completely received step, −1 before any
+    received: int  # −1 before any
 
 
 class Acknowledgement(msgspec.Struct, tag="done"):
@@ -160,7 +160,7 @@ class RolloutSender:
         return self.control.num_foreign + self._bulk.num_foreign
 
     async def send(self, batch: Batch) -> None:
-        """Send the batch in the background. Wait while `keep` batches are unacknowledged."""
+        """Send in the background. Wait while `keep` batches are unacknowledged."""
         batch.check(self.num_ranks, self._last_taken)
         self._last_taken = batch.step
         await self._until(lambda: len(self._held) < self._keep)
@@ -311,7 +311,7 @@ class RolloutReceiver:
     def receive(self, step: int, deadline_s: float) -> ReceivedBatch:
         """Return this rank's share of batch `step`.
 
-        Raises RunFailed if no data arrives for `deadline_s`, now or between two micro-batches.
+        Raises RunFailed if no data arrives for `deadline_s`, now or between micro-batches.
         """
         head = self._await(self._ask(step, _HEAD), BatchHead, deadline_s)
         count = head.num_micro_batches
@@ -431,7 +431,7 @@ class RolloutReceiver:
     def _next(self, ask: BatchAsk, until: float) -> zmq.Frame | None:
         """Return the next message, or None at time `until`.
 
-        Raises RunFailed if the peer does not have the run's token.
+        Raises RunFailed if the peer lacks the run's token.
         """
         while True:
             ready = dict(self._poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)))

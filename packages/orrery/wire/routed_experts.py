@@ -6,7 +6,7 @@
 - A token without a route in a layer has the dtype's largest value in all slots: the last token, and
   all tokens of an engine that reports no routes. The trainer's router chooses for these tokens, and
   counts them. With 256 experts and top_k 1 it also replaces expert 255.
-- Either all documents of a batch have the column, or none. `without_routes` takes no memory.
+- All documents of a batch have the column, or none. `without_routes` takes no memory.
 """
 
 import io
@@ -42,7 +42,7 @@ class RouteShape(NamedTuple):
 
 
 class CheckedRoutes(NamedTuple):
-    """Routes that fit the model. Slots without a route hold a number that is no expert's id."""
+    """Routes that fit the model. Slots without a route hold no expert's id."""
 
     # uint8 or int16 [tokens, layers with experts, top_k], a view if possible.
     ids: np.ndarray
@@ -51,7 +51,7 @@ class CheckedRoutes(NamedTuple):
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """Return the shape of the model's routes, or None if the model has no experts."""
+    """Return the shape of the model's routes, or None without experts."""
     moe = model.moe
     if moe is None:
         return None
@@ -60,7 +60,7 @@ def route_shape(model: Model) -> RouteShape | None:
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """Return the column of tokens without routes: a read-only view of one number."""
+    """Return the column of tokens without routes, a read-only view of one number."""
     value = np.array(shape.no_route, dtype=shape.dtype)
     return np.broadcast_to(value, (num_tokens, shape.num_layers, shape.top_k))
 
@@ -68,7 +68,7 @@ def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
 def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRoutes:
     """Return the column in the form that the network takes. `what` names it in errors.
 
-    Raises RunFailed if the dtype, layers, top_k or an id do not fit the model.
+    Raises RunFailed if dtype, layers, top_k or an id do not fit the model.
     """
     layers = {shape.num_layers, shape.num_layers + shape.num_dense_layers}
     fits = routes.dtype == shape.dtype and routes.ndim == 3 and routes.shape[1] in layers
@@ -147,9 +147,9 @@ class Routes:
 
 
 def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
-    """Return the body without the content of `routed_experts`, and the routes in it.
+    """Return the body without the content of `routed_experts`, and its routes from token `start`.
 
-    The routes begin at token `start`. Raises ValueError if the field is not such a .npy file.
+    Raises ValueError if the field is not such a .npy file.
     """
     import pybase64
 
@@ -173,10 +173,9 @@ def split(body: bytes, start: int) -> tuple[bytes, Routes | None]:
 
 
 def column(num_tokens: int, parts: Sequence[Routes], shape: RouteShape) -> np.ndarray:
-    """Return the column of a whole conversation, [num_tokens, layers, top_k], from its parts.
+    """Return the column of a whole conversation, [num_tokens, layers, top_k].
 
-    A later part overwrites an earlier part. Raises ValueError if a part does not fit the model or
-    exceeds the conversation.
+    A later part overwrites an earlier part. Raises ValueError if a part does not fit.
     """
     for part in parts:
         _, num_layers, top_k = part.shape

@@ -6,8 +6,9 @@
 - Kind `files`: rank 0 gathers and writes whole tensors, and engines read them. Kind `adapters`: the
   same for the adapters of `trainer.lora` alone. Names are PEFT's. lora_B includes the scale.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
-  gathering or writing. vLLM's senders send whole tensors or need Ray, so only its loading is used.
-  `README.md` describes the protocol.
+  gathering or writing. vLLM's senders send whole tensors or need Ray.
+
+`README.md` describes the protocol.
 """
 
 from importlib.util import find_spec
@@ -91,9 +92,9 @@ def make_weight_sender(
 
 
 def check_library(kind: str) -> None:
-    """Raise OrreryError if an engine's package for this kind is not installed.
+    """Raise OrreryError if an engine's package for this kind is missing.
 
-    Do not import it, because vLLM must set NIXL's environment first.
+    Does not import it, because vLLM must set NIXL's environment first.
     """
     if kind == "nixl" and find_spec("nixl") is None:
         raise OrreryError(

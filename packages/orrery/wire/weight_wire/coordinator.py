@@ -2,12 +2,11 @@
 
 - Trainer rank 0 serves one TCPStore. `wire.json` in the wire's folder, open to its owner alone, has
   the address and a secret that is never sent.
-- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content
-  under the secret. Readers check it before decoding. Another program can read values and stop the
-  run, but not forge a value.
+- A TCPStore has no authentication, so each value carries an HMAC-SHA256 of its key and content,
+  checked before decoding. Another program can read values and stop the run, but not forge a value.
 - Each engine rank arrives with the number of the orchestrator's transfer. When all have arrived,
-  rank 0 orders the transfer, with its members and their process group's number.
-- A new group is formed only when the members change, or after a failure at any end.
+  rank 0 orders the transfer, with its members and their group's number.
+- A new group forms only when the members change, or after a failure at any end.
 - All waits of a transfer end when CURRENT has another number, or a failing rank has written
   `failed/<transfer>`.
 """
@@ -32,13 +31,13 @@ from orrery.wire import nfs
 from orrery.wire.weight_wire.leases import LeaseTable, Transfer, WireFailed
 from orrery.wire.weight_wire.plan import Holding, Member, TensorInfo
 
-ADDRESS = "wire.json"  # this file exists only in a direct wire's folder
+ADDRESS = "wire.json"  # exists only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
 MEET_S = 120.0  # longest wait for a value of another rank
 FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
-ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
-DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
-LOOK_S = 0.5  # period at which a wait checks whether its transfer is over
+ARRIVAL_S = 120.0  # between a transfer's first and last engine rank
+DONE_S = 300.0  # for the other trainer ranks to finish sending
+LOOK_S = 0.5  # between checks whether the transfer is over
 POLL_S = 0.02
 MAC_BYTES = 32
 
@@ -104,7 +103,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """End all waits in the `with` body when the transfer is over."""
+        """End all waits in the body when the transfer is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield
@@ -310,7 +309,7 @@ class Coordinator:
                 return self._answer(self._order(transfer, ordered))
 
     def gather(self, order: TransferOrder, own: TransferResult, num_ranks: int) -> TransferResult:
-        """Return the first error and the longest seconds over all trainer ranks."""
+        """Return the first error and the longest seconds over all ranks."""
         every = [own]
         for rank in range(1, num_ranks):
             key = f"done/{order.transfer}/{rank}"
@@ -346,7 +345,7 @@ class Coordinator:
         return TransferOrder(transfer.number, transfer.version, self._generation, members)
 
     def _answer(self, order: TransferOrder) -> TransferOrder:
-        """Publish the order, and remove the order before it from the store."""
+        """Publish the order and remove the previous one from the store."""
         self._store.put(f"go/{order.transfer}", order)
         self._store.forget(f"go/{self._answered}")
         self._answered = order.transfer

@@ -1,8 +1,8 @@
 """Send weights as safetensors files: the trainer writes them, every engine maps them.
 
-- The folder is in shared memory, or in the run's folder for a stage on several nodes. Only its
-  owner may enter it. Another user's folder is refused.
-- `version_<n>/00000.safetensors …`: the tensors. The writer holds one shard of bounded size.
+- The folder, entered by its owner alone, is in shared memory, or in the run's folder for a stage on
+  several nodes.
+- `version_<n>/00000.safetensors …`: the tensors, written in shards of bounded size.
   `publish_folder` links existing files instead.
 - `version_<n>.json`: the marker, written after all files are on disk. Readers look only for it.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
@@ -47,7 +47,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Make `folder`, for its owner alone. Raises OrreryError if it is a link or another user's."""
+    """Make `folder`, for its owner alone. Raises OrreryError for a link or another user's folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
@@ -93,9 +93,9 @@ class WeightPublisher:
         )
 
     def publish_folder(self, version: int, folder: Path) -> Published:
-        """Publish the safetensors files of `folder` without a copy. Readers must see it too.
+        """Publish the safetensors files of `folder`, readable by all readers, without a copy.
 
-        Needs no torch. Raises OrreryError if the folder has no safetensors files.
+        Needs no torch. Raises OrreryError without such files.
         """
         return self._publish(version, lambda aside: _link_shards(aside, folder))
 
@@ -228,7 +228,7 @@ class WeightWatch:
 
 
 def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield (name, tensor) of every tensor at `Published.path`, in any order."""
+    """Yield (name, tensor) of all tensors at `Published.path`, in any order."""
     from safetensors import safe_open
 
     folder = Path(path)

@@ -2,12 +2,12 @@
 
 The trainer sends weights from its parameters, so a version exists only until the next optimizer
 step. A lease delays that step.
-- `LeaseRequest`: the lease that the orchestrator wants: a version (None: no lease), and the engines
-  of its transfer (empty: no transfer). A higher number replaces a lower number.
+- `LeaseRequest`: the orchestrator's wanted version (None: no lease) and the engines of its transfer
+  (empty: no transfer). A higher number replaces a lower number.
 - `LeaseReport`: trainer rank 0's answer to the newest request, a transfer or a refusal.
-- Both go over the control socket at every change. Rank 0 repeats its report every REPEAT_S. If it
-  answers an old request, the orchestrator sends the newest request again. So messages may be lost,
-  late or repeated. A restarted orchestrator has a new session, which ends older sessions' leases.
+- Both are sent at every change. Rank 0 repeats its report every REPEAT_S. If it answers an old
+  request, the orchestrator repeats the newest. So messages may be lost, late or repeated. A
+  restarted orchestrator has a new session, which ends older sessions' leases.
 - Before a step, rank 0 refuses new leases, and waits until the lease is released or its version is
   sent. If an engine is lost, the transfer fails, and the lease holds the version for a retry.
 """
@@ -30,14 +30,14 @@ from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, deale
 # vLLM passes on only the text of a worker's error, so these words mark the kind of failure.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # longest wait for one round of messages, scaled
-LEASE_S = 120.0  # longest wait for the trainer's answer, scaled
+ROUND_S = 60.0  # for one round of messages, scaled
+LEASE_S = 120.0  # for the trainer's answer, scaled
 REPEAT_S = 1.0
 STOP_S = 0.2
 
 
 class WireFailed(RunFailed):
-    """A failed transfer of weights. The message names the transfer, the peer or the tensor."""
+    """A failed transfer of weights. The message names the transfer, peer or tensor."""
 
 
 class TransferFailed(WireFailed):
@@ -51,9 +51,9 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     """A readable policy version.
 
     - `fingerprints`: by Hugging Face tensor name. `digest` is their hash.
-    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if the
-      publisher is not a trainer.
-    - `transfer`: on a direct wire, the transfer that brings it to the engines. 0: none.
+    - `canary`: the trainer's log-probs of the canary's tokens after the first. Empty if another
+      role published.
+    - `transfer`: the direct wire's transfer to the engines. 0: none.
     """
 
     version: int
@@ -184,7 +184,7 @@ class LeaseListener:
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
-        """`report` is the first report to send. `apply` returns the report after a request."""
+        """`report` is sent first. `apply` returns the report after a request."""
         self._url, self._apply, self._report = url, apply, report
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -227,7 +227,7 @@ class LeaseClient:
     """The orchestrator's end, in one event loop. It has one lease at a time."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
-        """`send` passes a request to the trainer. The request may be lost."""
+        """`send` passes a request to the trainer, and may lose it."""
         self._send = send
         self._request = LeaseRequest(secrets.token_hex(8), 0)
         self._report = LeaseReport()
@@ -253,11 +253,11 @@ class LeaseClient:
     async def start_transfer(
         self, published: Published, engines: Sequence[str]
     ) -> Published | None:
-        """Lease the version, unless it is leased, and start a transfer of it to `engines`.
+        """Lease the version, unless leased, and start its transfer to `engines`.
 
-        This ends the previous transfer. Return the version to load, or None if the trainer has
-        stepped. Call `release` afterwards, also after a failure. Raises WireFailed if the trainer
-        does not answer.
+        Ends the previous transfer. Return the version to load, or None if the trainer has stepped.
+        Call `release` afterwards, also after a failure. Raises WireFailed if the trainer does not
+        answer.
         """
         request = self._want(published.version, tuple(engines))
         try:
@@ -285,7 +285,7 @@ class LeaseClient:
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:
-        """Record a report. If it answers an old request, send the newest request again."""
+        """Record a report. If it answers an old request, send the newest again."""
         request = self._request
         if (report.session, report.number) != (request.session, request.number):
             self._send(request)

@@ -6,9 +6,9 @@
   memory or TCP (https://github.com/ai-dynamo/nixl).
 
 nccl gives each pair of ranks a communicator and a stream, so messages to several peers overlap. The
-pair's first message creates them, and waits for the peer without a deadline. That message therefore
-runs in a thread, abandoned after ROUND_S. A rank that waits for a dead peer gets an error: from
-gloo at once, from nccl after ROUND_S.
+pair's first message creates them, and waits for the peer without a deadline. It runs in a thread,
+abandoned after ROUND_S. A rank that waits for a dead peer gets an error: from gloo at once, from
+nccl after ROUND_S.
 """
 
 import os
@@ -33,7 +33,7 @@ from orrery.wire.weight_wire.coordinator import StoreConnection
 from orrery.wire.weight_wire.leases import ROUND_S, WireFailed
 from orrery.wire.weight_wire.plan import Location, TransferPlan
 
-FORM_S = 30.0  # longest wait for a group's ranks to connect, scaled
+FORM_S = 30.0  # for a group's ranks to connect, scaled
 POLL_S = 0.0002
 NEVER = timedelta(days=30)  # after a timeout nccl's watchdog would end the process
 
@@ -53,7 +53,7 @@ class GroupLink:
     ) -> None:
         """Join group `generation`. gloo waits for all its ranks.
 
-        `names`: each rank's name in error messages. Raises WireFailed if gloo cannot connect.
+        `names`: each rank's name in errors. Raises WireFailed if gloo cannot connect.
         """
         self._names, self._device = names, device
         self._met: set[int] = set()
@@ -135,7 +135,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Run `call()` in a thread and return its result. Raises RuntimeError after `limit_s`."""
+    """Return `call()`, run in a thread. Raises RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -500,7 +500,7 @@ class ReceiverLink:
         self.close = opened.close
 
     def receive(self, number: int, source: int, into: Tensor) -> Wait:
-        """Receive into `into` (u8), once the device has finished its earlier work on `into`."""
+        """Receive into `into` (u8), once the device has finished its earlier work on it."""
         if source in self._pulled:
             return self._pull.receive(source, into)
         assert self._group is not None
@@ -518,7 +518,7 @@ def make_sender_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> SenderLink:
-    """Return the link of source `rank`. On failure, close the parts that are already open."""
+    """Return the link of source `rank`. On failure, close the opened parts."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {t for t, member in enumerate(plan.members) if is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near
@@ -580,7 +580,7 @@ def _group(
     plan: TransferPlan,
     device: torch.device,
 ) -> GroupLink | None:
-    """Return the process group, or None on all ranks if no pair of ranks needs it."""
+    """Return the process group, or None on all ranks if no pair needs it."""
     pairs = ((one.place, other.place) for one in plan.holdings for other in plan.members)
     if kind == "nixl" or all(is_shared(*pair) for pair in pairs):
         return None

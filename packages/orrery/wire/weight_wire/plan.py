@@ -1,15 +1,14 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box has a `[start, stop)` for every dimension. A scalar's box is ().
+  needs boxes of it. A box has a `[start, stop)` for every dimension.
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
   bytes so far sends.
-- A move is a part of its source's box, so no rank buffers data that it neither holds nor needs.
-- In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers: a rank skips
-  rounds in which it has no message.
+- A move is a part of its source's box, so no rank buffers foreign data.
+- In a round a rank sends and receives at most `bucket_bytes`. Rounds are not barriers.
 - Every rank computes the same schedule from the same tables.
-- A slice is dense in its bucket, and a copy into a bucket converts the dtype. A rank fills one of
-  its two buckets while sending the other.
+- A slice is dense in its bucket. Copies into a bucket convert the dtype. A rank fills one of its
+  two buckets while sending the other.
 """
 
 import math
@@ -29,7 +28,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # alignment of slices in a message, so that any dtype can view them
+ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
 PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 
@@ -156,7 +155,7 @@ def starts_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of one tensor, or None if empty."""
+    """Return the boxes' intersection, or None if empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -321,7 +320,7 @@ def _are_adjacent(one: Copy, other: Copy) -> bool:
 
 
 def in_bucket(bucket: Tensor, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Return a view of `bucket` (u8) from byte `offset` on, with this shape and dtype."""
+    """Return a view of `bucket` (u8) from byte `offset` on."""
     shape = tuple(shape)
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[offset : offset + size].view(dtype).view(shape)
@@ -364,8 +363,8 @@ class _Bucketful:
 class RankFingerprints:
     """A trainer rank's shares of the tensors' fingerprints, in the sent dtype.
 
-    The shares of all ranks add up to the tensors' fingerprints. Slices are copied into a bucket as
-    for sending, and hashed there. Only the first rank with a box counts it.
+    All ranks' shares add up to the fingerprints. Slices are copied into a bucket as for sending,
+    and hashed there. Only the first rank with a box counts it.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """Send slices from trainer ranks to the engine ranks that need them: the ends of a direct wire.
 
-- `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. It sends
-  no slice. A thread sends slices while the weights stay unchanged. Before the optimizer's step,
-  `settle` withdraws the version and waits for its leases (`leases.py`).
-- `WeightReceiver.receive` yields a version's slices round by round, in a bucket. There are two, so
-  round n must be used before round n + 2 is requested. Every slice is fingerprinted on arrival.
+- `WeightSender.publish` fingerprints this rank's part, and rank 0 announces the version. A thread
+  sends slices while the weights stay unchanged. Before the optimizer's step, `settle` withdraws the
+  version and waits for its leases (`leases.py`).
+- `WeightReceiver.receive` yields a version's slices round by round, in one of two buckets. So round
+  n must be used before round n + 2 is requested. Every slice is fingerprinted on arrival.
 - A failed transfer closes its process group, so no process waits for a failed rank. The lease holds
   the version for a retry. If a thread of a trainer rank fails, the rank raises WireFailed at its
-  next `publish`, rank 0 also in `settle`. A receiver raises TransferFailed for a failed transfer.
+  next `publish`, rank 0 also in `settle`. A receiver raises TransferFailed.
 """
 
 import contextlib
@@ -143,8 +143,8 @@ class WeightSender:
 
         - `held` returns every tensor of the checkpoint, with an empty box if this rank has no part
           of it. It is called again only if the storage of a weight in `standing` has changed.
-        - `report` is called after every transfer with the version, the error or "", and the seconds
-          of each part.
+        - `report` is called after every transfer with the version, the error or "", and each part's
+          seconds.
         """
         self.check()
         if self._version is not None and version <= self._version:
@@ -473,7 +473,7 @@ class WeightReceiver:
         """Return the fingerprints of the engine's whole tensors, by name.
 
         Raises TransferFailed if another rank has not received everything, and WireFailed, naming
-        the tensor, if two ranks received different bits.
+        the tensor, if two ranks' bits differ.
         """
         shares = self._shares.cpu().numpy().tobytes()
         self._store.put_raw(f"{self._attested}/{self.rank}", shares)
