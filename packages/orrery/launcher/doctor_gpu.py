@@ -1,6 +1,6 @@
 """Check the NVIDIA GPUs of this machine, as torch sees them.
 
-`PROBE` runs in a separate process, so that the doctor allocates no device memory.
+`PROBE` runs in its own process, so that the doctor allocates no device memory.
 """
 
 import json
@@ -14,7 +14,7 @@ from orrery.launcher.process import installed_hardware
 NEEDS_DRIVER = "580.65.06"  # CUDA 13.0's minimum on Linux
 NEEDS_CAPABILITY = (8, 0)  # bfloat16
 PROBE_S = 120
-FREE = 0.9  # share of memory that must be free. A CUDA context and a desktop need less than 0.1.
+FREE = 0.9  # share that must be free. A CUDA context and a desktop need less than 0.1.
 PROBE = """
 import itertools, json, torch
 found = {"error": "", "devices": [], "no_peer": []}

@@ -1,7 +1,4 @@
-"""Turn the answers of Slurm and of the probe's job (`doctor_probe.py`) into findings.
-
-The functions `judge_…` are pure.
-"""
+"""Turn the answers of Slurm and of the probe's job (`doctor_probe.py`) into findings."""
 
 import json
 import re
@@ -14,10 +11,10 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # longest wait for the probe's job to start
-WAIT_S = 20  # longest wait for another node's file
-SLOW_S = 2.0  # a rename that becomes visible later delays every rendezvous
-SKEW_S = 1.0  # a larger difference between clocks disorders logs and the report
+START_S = 60  # for the probe's job to start
+WAIT_S = 20  # for another node's file
+SLOW_S = 2.0  # later visibility of a rename delays every rendezvous
+SKEW_S = 1.0  # a larger difference disorders logs and the report
 RUNS_GIB, SCRATCH_GIB = 20, 2  # for checkpoints and images, and for temporary files
 GONE = ("down", "drain", "fail", "maint", "unknown", "power", "reboot")
 
@@ -26,7 +23,7 @@ Probe = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked fact. `remedy` is "" if it is well. No run works if a required fact is not."""
+    """One checked fact. `remedy` is "" if it is well. No run works without a required fact."""
 
     what: str
     found: str
@@ -36,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Node:
-    """A node in sinfo. `gpus` counts GPUs by type. An untyped GPU has the type ""."""
+    """A node in sinfo. `gpus` counts GPUs by type, "" without one."""
 
     name: str
     state: str

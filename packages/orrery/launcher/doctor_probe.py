@@ -2,7 +2,7 @@
 
 - It needs only `python3` (3.6 or newer).
 - Tasks find each other by files in a shared folder, compare clocks over TCP, and measure the delay
-  until they see renamed files. Rank 0 locks a file while all others try to lock it.
+  until they see renamed files.
 - Every check has a time limit. A task out of time prints its results so far.
 """
 
@@ -147,8 +147,8 @@ def free(path):
 def meet(found, options, rank, size):
     """Compare this node with all others, and write the results into `found`.
 
-    `unseen` lists ranks whose file did not appear. `take_turns` sets `lock`. By other rank:
-    `tcp` (None or the error), `skew_s` of clocks, and `rename_s` (None: never seen).
+    `unseen` lists ranks whose file did not appear. `take_turns` sets `lock`. By other rank: `tcp`
+    (None or the error), `skew_s` of clocks, and `rename_s` (None: never seen).
     """
     folder, wait_s = options["folder"], options["wait_s"]
     found.update(unseen=[], tcp={}, skew_s={}, rename_s={}, lock=None)
@@ -169,7 +169,7 @@ def meet(found, options, rank, size):
             text = None if one in where else read(os.path.join(folder, f"rank.{one}"))
             if text:
                 where[one] = json.loads(text)
-            # Look for the file before it exists, as roles do. NFS then caches its absence.
+            # Look before the file exists, as roles do. NFS then caches its absence.
             os.path.exists(os.path.join(folder, f"flag.{one}"))
         time.sleep(POLL_S)
     found["unseen"] = [one for one in others if one not in where]
@@ -193,7 +193,7 @@ def meet(found, options, rank, size):
 
 
 def take_turns(found, folder, rank, wait_s):
-    """Set `found["lock"]` to the result of `try_lock`. Rank 0 tries first, and keeps the lock.
+    """Set `found["lock"]` to the result of `try_lock`. Rank 0 tries first and keeps the lock.
 
     Return the open lock in rank 0, else None.
     """

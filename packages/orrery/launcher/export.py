@@ -1,6 +1,6 @@
 """Export a run's checkpoint as a Hugging Face folder.
 
-With Slurm a small job exports, because a login node has no torch and little memory.
+With Slurm a small job does it, because a login node has no torch and little memory.
 """
 
 import os
@@ -61,7 +61,7 @@ def _in_image(
 
 
 def _check_arrived(code: int, to: Path | None) -> int:
-    # List the parent, because a network file system may cache that a name is missing.
+    # List the parent: a network file system may cache that a name is missing.
     if code == 0 and to is not None and to.name not in _names(to.resolve().parent):
         raise OrreryError(
             f"--to {to}: the job wrote it on its node, but this node does not see it. "

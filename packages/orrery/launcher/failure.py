@@ -1,6 +1,6 @@
 """Find the process that failed first, and write the stage's last message.
 
-If its error names another process that also fails, the message blames the other process.
+If its error names another failing process, the message blames that process.
 """
 
 import re
@@ -17,17 +17,17 @@ from orrery.runtime.health import FAILED, listed
 from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # longest wait for the failure of a process that an error names
-SETTLE_S = 0.3  # wait for further failures after the first
-EVIDENCE_S = 2.0  # wait until processes have written their stacks
-RECORDED_S = 10.0  # longest wait for a rank's flight recorder
-SLURM_SAYS_S = 2.0  # wait for Slurm to report whether it ends the job
+BLAME_S = 5.0  # for the failure of a process that an error names
+SETTLE_S = 0.3  # for further failures after the first
+EVIDENCE_S = 2.0  # until processes have written their stacks
+RECORDED_S = 10.0  # for a rank's flight recorder
+SLURM_SAYS_S = 2.0  # for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
     """Return the processes in `names` that `error` mentions.
 
-    The words `engine 0` mean `inference.0`, and `router` means `router.0`.
+    `engine 0` means `inference.0`, and `router` means `router.0`.
     """
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
@@ -167,7 +167,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
     """Return the outcome if Slurm is ending the job, else None.
 
-    A role may get Slurm's signal before the launcher does.
+    A role may get Slurm's signal before the launcher.
     """
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:

@@ -1,10 +1,9 @@
-"""Fetch a model or a dataset by name: `orrery fetch`.
+"""Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`. It is
   examined before its weights are downloaded, and again with them.
 - A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
-  its split, because `tasks/rows.py` reads the split from the name.
-- Code is never fetched.
+  its split, which `tasks/rows.py` reads.
 """
 
 import json
@@ -57,7 +56,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
         with hub.finished_folder(source, target) as folder:
             hub.download(source, settings, folder)
             tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(folder))
-            _examine(folder, path, source, tokenizer)  # before the long download of the weights
+            _examine(folder, path, source, tokenizer)  # before the long download
             hub.download(source, weights, folder)
             found = _examine(folder, path, source, tokenizer)
     else:

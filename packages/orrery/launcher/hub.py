@@ -1,8 +1,9 @@
 """Download files of a Hugging Face repository at one commit, and verify each.
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
-  `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads.
-- It checks sizes only. This module checks digests (sha256 of large files, git's sha1 of others).
+  `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads. It checks sizes
+  only.
+- This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
 
@@ -57,8 +58,8 @@ class HubRepository:
 def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
     """Resolve OWNER/NAME[@REVISION] to a commit and list its files.
 
-    Offline, the cache must hold all files that match `patterns`. Raise OrreryError if there is no
-    such repository or revision.
+    Offline, the cache must hold all files that match `patterns`. Raise OrreryError if the hub has
+    no such commit.
     """
     repository, _, asked = word.partition("@")
     if repository.count("/") != 1 or (asked == "" and "@" in word):
@@ -91,7 +92,7 @@ def find(kind: Kind, word: str, patterns: Sequence[str]) -> HubRepository:
 
 
 def _cached(folder: Path) -> dict[str, HubFile]:
-    """Return the files of a snapshot in the cache. The cache names files by their digests."""
+    """Return the files of a snapshot in the cache, which names files by their digests."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
         path.relative_to(folder).as_posix(): HubFile(path.stat().st_size, path.resolve().name)
@@ -270,7 +271,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` holds this source. Raise OrreryError if it holds anything else."""
+    """Return whether `target` holds this source. Raise OrreryError for other content."""
     if not target.exists():
         return False
     sums = target / SUMS

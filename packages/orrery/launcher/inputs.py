@@ -1,6 +1,6 @@
 """Compare the files of earlier stages with the receipt before a stage starts.
 
-- This detects accidents (a power cut, a bad disk, an edit), not attacks by the folder's owner.
+- This detects accidents (a power cut, a bad disk, an edit), not attacks by the owner.
 - Weights above `receipt.WHOLE_BYTES` are compared by file sizes and index only.
 """
 
@@ -36,7 +36,7 @@ def verify(
     """Verify the files that `stage` reads, and write their digests to `inputs.json`.
 
     Return the earlier stages without a receipt. Raise OrreryError for the first file that differs,
-    with `remedy(stage that wrote it)`. The check ends early when `stop()` is true.
+    with `remedy(stage that wrote it)`. End early once `stop()` is true.
     """
     expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
     told, unknown = recorded(run_dir), []

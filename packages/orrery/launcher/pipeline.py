@@ -1,7 +1,6 @@
 """Plan a run's stages on this site: as text, as files, and as the Snakefile's pipeline.
 
-- The text shows a missing run folder, image or job as a word in <>.
-- A target whose checked-in manifest differs from its rendered spec raises OrreryError.
+The text shows a missing run folder, image or job as a word in <>.
 """
 
 import os
@@ -190,7 +189,7 @@ class Pipeline:
     """The checked-in runs.
 
     - `folders`: run folders by target (a run's name, or the stem of a spec file).
-    - `manifests`: manifest by run folder.
+    - `manifests`: by run folder.
     - `broken`: an error sentence for each spec file that does not render.
     - `stale`: error sentence by target whose manifest is missing or differs from its spec.
     """
@@ -264,7 +263,7 @@ def _rendered(workspace: Workspace) -> tuple[list[Rendered], list[str]]:
 
 
 def targets_of(argv: Sequence[str]) -> list[str]:
-    """Return Snakemake's targets from `argv`. `workflow` has none while a Snakefile is parsed."""
+    """Return Snakemake's targets from `argv`, as `workflow` has none during parsing."""
     from snakemake.cli import get_argument_parser
 
     if "snakemake" not in argv[0]:

@@ -1,8 +1,8 @@
 """End a stage early: preemption, and `orrery stop`.
 
-- SIGUSR1 preempts the RL stage, and so does the time `warning_s` before the job's end. The stage
-  writes a checkpoint and ends. If it is new, the launcher asks Slurm to requeue the job.
-- Other stages are not preempted: they are short, or have their own checkpoints.
+SIGUSR1, or `warning_s` before the job's end, preempts the RL stage. It writes a checkpoint and
+ends. If this is new, the launcher asks Slurm to requeue the job. Other stages are short, or have
+their own checkpoints.
 """
 
 import os
@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
+WIND_DOWN_S = 600.0  # for the checkpoint, without Slurm
 MARGIN_S = 60.0  # kept free at the end of a Slurm job, to end the stage
 STOP_S = 30.0
 
@@ -127,7 +127,7 @@ def stop_run(
 ) -> str:
     """End the run and return its last message. Raise OrreryError if it is not running.
 
-    With `checkpoint`, return at once after asking the stage to write a checkpoint and end.
+    With `checkpoint`, only ask the stage to write a checkpoint and end.
     """
     name = run_dir.name
     holder = lock_holder(run_dir)

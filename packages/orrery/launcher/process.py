@@ -2,8 +2,8 @@
 
 - It has its own session, so Ctrl-C does not reach it, and its process group can be killed.
 - SIGTERM goes to the process alone, because an engine ends its own workers in order.
-- Trainers and engines are pinned to cores. If a stage has both, each kind gets half of the cores.
-  Each process of a kind gets equally many neighbouring cores.
+- Trainers and engines are pinned to neighbouring cores, equally many each. If a stage has both,
+  each kind gets half of the cores.
 """
 
 import os
@@ -62,7 +62,7 @@ class Process:
                 os.sched_setaffinity(self.pid, cores)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal, or None while running."""
+        """Return the exit code, minus the number of the fatal signal, or None while running."""
         return self._popen.poll()
 
     @property
@@ -92,7 +92,7 @@ class Process:
 
 
 def reap(group: int) -> bool:
-    """Reap ended processes of a group. Return whether running processes are left."""
+    """Reap ended processes of a group. Return whether others run."""
     try:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -175,7 +175,7 @@ def _share(pool: Sequence[int], position: int, num_members: int) -> Sequence[int
 
 
 def installed_hardware() -> str | None:
-    """Return the HARDWARE of `make setup`, cpu or cuda, or None if it is unknown."""
+    """Return the HARDWARE of `make setup`, cpu or cuda, or None if unknown."""
     marker = Path(sys.prefix) / "hardware"
     return marker.read_text().strip() if marker.is_file() else None
 
@@ -219,7 +219,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a local process.
 
-    If `cores` is None, the process uses one thread. If `devices` is None, it sees no GPU.
+    `cores` None: one thread. `devices` None: no GPU.
     """
     no_proxy = ",".join(filter(None, [base.get("NO_PROXY") or base.get("no_proxy"), LOOPBACK]))
     return {

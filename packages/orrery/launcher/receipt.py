@@ -1,6 +1,6 @@
 """`receipt.json`: the nodes, code, software, outputs and metrics of every stage.
 
-- Code, software and images are examined while the stage runs, so that the stage ends quickly.
+- Code, software and images are examined while the stage runs, so that it ends quickly.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
 - A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
@@ -126,7 +126,7 @@ def record(
 
 
 class ImageReader:
-    """A thread that examines the images that are not yet in the run's receipt."""
+    """A thread that examines the images not yet in the run's receipt."""
 
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
@@ -191,7 +191,7 @@ def code_changes(before: CodeState, after: CodeState) -> str:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt's entry by stage, or {} if the receipt is missing or unreadable."""
+    """Return the receipt's entry by stage, or {} without a readable receipt."""
     try:
         return read_receipt(run_dir / RECEIPT)["stages"] if (run_dir / RECEIPT).exists() else {}
     except OrreryError:
@@ -231,7 +231,7 @@ def _so_far(run_dir: Path) -> dict[str, Any]:
 
 
 def code_state(run_dir: Path, root: Path) -> CodeState:
-    """Return the state of `root`. Store the diff of a changed checkout in the run's folder."""
+    """Return the state of `root`. Store a changed checkout's diff in the run's folder."""
     unknown = "neither commit nor diff is known"
     if shutil.which("git") is None:
         return CodeState(None, None, note=f"no git on this machine: {unknown}")
@@ -278,7 +278,7 @@ def _dirt(run_dir: Path, root: Path) -> tuple[bytes, list[str]]:
     kept = [f":(literal){name}" for name in untracked if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
-        # copy2 keeps the index's time. Git compares it with files' times to find recent edits.
+        # copy2 keeps the index's time, by which git finds recent edits.
         shutil.copy2(root / _git(root, "rev-parse", "--git-path", "index").decode().strip(), index)
         if kept:
             add = ("add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul")

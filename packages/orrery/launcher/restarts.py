@@ -2,7 +2,7 @@
 
 - An engine is not restarted after a user's mistake (exit code 2), or if two incarnations in a row
   ended before they served.
-- The old incarnation's endpoint, health file and processes are removed before the next one starts.
+- The old incarnation's endpoint, health file and processes are removed first.
 """
 
 import signal
@@ -19,7 +19,7 @@ from orrery.runtime.health import FAILED, Health
 from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import health_dir
 
-ROLE = "inference"  # only engines are restarted. The other roles wait
+ROLE = "inference"  # the other roles wait
 WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 

@@ -33,7 +33,7 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest and the path of its run's folder. The folder may not exist yet."""
+    """A manifest and the path of its run's folder, which may not exist yet."""
 
     manifest: Manifest
     path: Path
@@ -106,7 +106,7 @@ def members(word: str, workspace: Workspace | None = None) -> list[Run]:
 def _held(path: Path) -> Manifest | None:
     """Return the manifest in the run folder `path`, or None.
 
-    Raise OrreryError if it was edited, or the folder's layout is of another release.
+    Raise OrreryError if it was edited, or the layout is another release's.
     """
     file = path / MANIFEST
     if not file.exists():

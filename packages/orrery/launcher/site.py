@@ -1,6 +1,6 @@
 """The site file: the settings of a cluster. They do not change a run's id.
 
-ORRERY_SITE names this TOML file. The default is `site.toml` in the checkout.
+ORRERY_SITE names this TOML file, by default `site.toml` in the checkout.
 """
 
 import os
@@ -104,7 +104,7 @@ class Containers(Record):
 
 
 class Network(Record):
-    """The network interface of stages with several nodes. A stage with one node uses loopback."""
+    """The network interface of stages with several nodes. Others use loopback."""
 
     interface: Word
 
@@ -189,7 +189,7 @@ def check_network(site: Site, num_nodes: int, what: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    # Report a misspelt key before the missing key that it causes.
+    # A misspelt key causes a missing key, so report it first.
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -33,8 +33,8 @@ from orrery.runtime.parent_watch import START
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import WIRE, endpoints_dir, log_path, weights_path
 
-KILLED_S = 10.0  # longest wait for the kernel to end a killed process
-# Exit codes after SIGTERM. When one rank of a step has failed, Slurm sends it to the others.
+KILLED_S = 10.0  # for the kernel to end a killed process
+# After SIGTERM. When one rank of a step has failed, Slurm sends it to the others.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
@@ -43,7 +43,6 @@ class Job:
     """A stage to run.
 
     - `num_devices` is None on CPUs.
-    - `resume` is the command that resumes the run.
     - `allocation` is None if the processes are local.
     - `max_restarts` limits restarts of engines within a day.
     """
@@ -64,7 +63,7 @@ class Job:
 class Outcome:
     """How a stage ended.
 
-    `requeue`: "ask" if the launcher must ask Slurm to requeue the job, "wait" if Slurm requeues it.
+    `requeue`: "ask" if the launcher must ask Slurm to requeue the job, "wait" if Slurm does.
     """
 
     state: State
@@ -178,7 +177,7 @@ class RunningStage:
 def end_all(stage: RunningStage, grace_s: float) -> str:
     """Send SIGTERM to all processes, and SIGKILL after `grace_s` or a second Ctrl-C.
 
-    Return a message with the processes that survive SIGKILL, or "".
+    Return a message with the survivors of SIGKILL, or "".
     """
     interrupted = len(stage.interrupts.received)
     for process in stage.processes:
@@ -207,7 +206,7 @@ def still_there(stuck: Sequence[Process | SlurmTask], within_s: float) -> str:
 def end_strays(processes: Iterable[Process | SlurmTask], start: str, incarnation: str = "") -> None:
     """Kill descendants of roles, or of one incarnation, that left their process group.
 
-    These orphans are children of the launcher, with the attempt's `start` in the environment.
+    These orphans are the launcher's children, with the attempt's `start` in the environment.
     """
     marks = {START: start, **({PROCESS: incarnation} if incarnation else {})}
     known = {process.pid for process in processes}

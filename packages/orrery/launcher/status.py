@@ -1,7 +1,7 @@
 """The state of a run in its folder: `status.json` and the run's lock.
 
-- A run's launcher holds an flock on the lock file. The kernel releases it when the launcher ends.
-- If `status.json` says `running` and no process holds the lock, the launcher was killed.
+A run's launcher holds an flock, released by the kernel when it ends. If `status.json` says
+`running` and no process holds the lock, the launcher was killed.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """Pass metric rows to the sinks, and show the stage's progress on stderr.
 
-A sink that fails is reported once and no longer used. A failed read is reported once, and the next
-read returns the missed rows.
+A failing sink is reported once and no longer used. A failed read is reported once, and the next
+returns the missed rows.
 """
 
 import sys
@@ -133,7 +133,7 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
     """Return one line per role (`trainer: 95 training, 1 waiting`).
 
-    Name failed processes, and the process that has waited longest.
+    Name failed processes, and the longest wait.
     """
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():

@@ -6,7 +6,6 @@
 - deadlock: processes wait only for one another, without a change for DEADLOCK_S.
 - abandoned: all waits of a process name ended roles, without a change for DEADLOCK_S.
 
-`RankStallDetector` finds the ranks for which the others of their role wait in a collective.
 A wait's text names the awaited roles. A wait that names none is for something outside the stage.
 """
 
@@ -102,7 +101,7 @@ def _abandoned(
 ) -> Stall | None:
     """Return the stall of the processes whose every wait names only done processes.
 
-    It must last `deadlock_s`, because messages may arrive after their sender has ended.
+    It must last `deadlock_s`, as messages may arrive after their sender's end.
     """
     quiet = {name for name, health in processes.items() if now_s - health.time_s > deadlock_s}
     done = {name: health for name, health in processes.items() if health.doing == DONE}
@@ -323,8 +322,8 @@ class HealthView:
     - A time is when the reader first saw the change. A deadline keeps its distance from the start
       of its wait or activity. The clock stops while the host is suspended.
     - A longer gap than AWAY_S between two looks, as on a hanging file system, counts as AWAY_S.
-    - `changed_s` orders changes. The order is exact on one host. Another host's clock is shifted by
-      the smallest delay after which one of its changes was seen.
+    - `changed_s` orders changes, exactly on one host. Another host's clock is shifted by the
+      smallest delay seen.
     """
 
     def __init__(self) -> None:
@@ -334,7 +333,7 @@ class HealthView:
         self.now_s = 0.0
 
     def look(self, said: Mapping[str, Health], clock_s: float) -> dict[str, Health]:
-        """Advance `now_s` to the monotonic `clock_s`. Return `said` with the reader's times."""
+        """Advance to the monotonic `clock_s`. Return `said` with the reader's times."""
         self.now_s += 0.0 if self._looked_s is None else min(clock_s - self._looked_s, AWAY_S)
         self._looked_s = clock_s
         for name, one in said.items():

@@ -1,9 +1,9 @@
 """Metric rows as scalars in TensorBoard, and in Weights & Biases if the site sets WANDB_PROJECT.
 
 - In: rows from `MetricsTail`. TensorBoard files: `metrics/tensorboard/<stage>/<process>`.
-- Names: `<event>/<value>`. Nested dicts add a level (`dropped/stale`). Rows without an event are
-  named by role. A row's subjects follow the event: `evaluation/<task>/reward_mean` (with two
-  policies `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
+- Names: `<event>/<value>`, of nested dicts `dropped/stale`. Rows without an event are named by
+  role. A row's subjects follow the event: `evaluation/<task>/reward_mean` (with two policies
+  `evaluation/<task>/<policy>/…`), `engine/<index>/kv_usage`.
 - TensorBoard's step is the row's `step`, else its `version`, else seconds since the first row.
 """
 

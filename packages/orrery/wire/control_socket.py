@@ -67,7 +67,7 @@ def dealer(context: zmq.Context, url: str) -> zmq.Socket:
 
 
 class ControlSocket:
-    """The orchestrator's end, for one event loop. `num_foreign` counts refused peers and messages."""
+    """The orchestrator's end, in one event loop. `num_foreign` counts refused peers, messages."""
 
     def __init__(self, host: str, port: int) -> None:
         self.num_foreign = 0

@@ -163,7 +163,7 @@ def _positions(
     run: int,
     device: "torch.device",
 ) -> "torch.Tensor":
-    """Return the positions of the slice's runs in the full tensor, i64 [elements / run], in runs."""
+    """Return the slice's runs' positions in the full tensor, i64 [elements / run], in runs."""
     import torch
 
     index = torch.zeros(1, dtype=torch.int64, device=device)

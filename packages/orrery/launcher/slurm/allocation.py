@@ -110,8 +110,8 @@ class Allocation:
     def silent_nodes(self, suspected: Sequence[str] = ()) -> list[str]:
         """Return the nodes on which two probes in turn did not start.
 
-        Return none if half or more of the nodes are silent. Probe all nodes only if one of
-        `suspected` does not answer, or none is suspected.
+        Return none if half or more are silent. Probe all nodes only if one of `suspected` does not
+        answer, or none is suspected.
         """
         if suspected and not self._without_answer(suspected):
             return []
@@ -141,8 +141,8 @@ class Allocation:
     def clean(self, caches: str, starts: str, shared: str) -> None:
         """Remove the job's files from every node, within CLEAN_S.
 
-        These are its scratch folder and files in shared memory with `shared` in their name. Without
-        containers also the engines' folders whose names begin with `caches` or `starts`.
+        These are its scratch folder, files in shared memory with `shared` in their name and,
+        without containers, engines' folders whose names begin with `caches` or `starts`.
         """
         script = (
             "tmp=${TMPDIR:-${TEMP:-${TMP:-/tmp}}}; "

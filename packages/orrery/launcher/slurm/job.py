@@ -2,8 +2,8 @@
 
 - Each node group is a component. Several components form a heterogeneous job. A component that uses
   only some devices (on CPUs: cores) of a node gets the same share of processors and memory.
-- Each engine is one step. In each node group, each other role is one step. A task computes its
-  index from its rank in the step. The first failed task ends the step (`--kill-on-bad-exit`).
+- Each engine is one step. In each node group, each other role is one step. The first failed task
+  ends the step (`--kill-on-bad-exit`).
 """
 
 import math
@@ -119,7 +119,7 @@ CTRL_C_S = 0.2  # between two SIGINTs. srun kills the step if both come within a
 class StepPlan:
     """One engine, or a role's processes in a node group, equally many on every node.
 
-    `devices`: the step's first device on a node, and the number of devices that a task sees.
+    `devices`: the step's first device on a node, and each task's number of devices.
     """
 
     component: int
@@ -142,9 +142,9 @@ class StepPlan:
 def step_plans(plan: StagePlan, parts: Sequence[Component], slurm: Slurm) -> list[StepPlan]:
     """Return the stage's steps, servers first.
 
-    Slurm would give overlapping steps the same devices. So each step gets all devices that the
-    job has on a node, and `task.sh` selects among them. An engine sees only its own devices. A
-    trainer rank sees all devices of the trainer on its node, for CUDA IPC.
+    Slurm would give overlapping steps the same devices. So each step gets all devices that the job
+    has on a node, and `task.sh` selects among them. An engine sees only its own devices. A trainer
+    rank sees all of the trainer's on its node, for CUDA IPC.
     """
     order = [process.role for process in plan.processes]
     computing = {
@@ -296,7 +296,7 @@ class SlurmTask:
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the fatal signal, or None while running."""
+        """Return the exit code, minus the number of the fatal signal, or None while running."""
         ended, code = self.step.endings(), self.step.poll()
         if self.step.is_killed:
             return None if code is None else -signal.SIGKILL

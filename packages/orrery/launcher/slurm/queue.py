@@ -1,6 +1,6 @@
 """Slurm's queue: a user's jobs and their states.
 
-- `squeue` gives states. `sacct` adds lost nodes, and states of jobs that `squeue` has forgotten.
+- `squeue` gives states. `sacct` adds lost nodes, and jobs that `squeue` has forgotten.
 - The id of a heterogeneous job is that of its first component.
 - A job's name contains a hash of the run folder's path, so two checkouts have different names.
 """
@@ -86,7 +86,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Run a command of Slurm and return its output. Ctrl-C does not reach the command."""
+    """Run a command of Slurm, out of reach of Ctrl-C, and return its output."""
     program = command[0]
     try:
         done = subprocess.run(

@@ -1,8 +1,8 @@
 """Keep rows and spans as columns in memory, and thin long lines.
 
 - Numbers of one type take eight bytes each. Equal texts are kept once.
-- A row is made on access: a dict with every key of the table, None for missing values.
-- A line with more than POINTS points is cut into equal pieces. Each is drawn as its mean (rates and
+- A row, made on access, is a dict with every key of the table, None for missing values.
+- A line with more than POINTS points is cut into equal pieces, each drawn as its mean (rates and
   shares), its extremes (single values) or its largest value.
 """
 
@@ -150,7 +150,7 @@ class Spans(Sequence[Span]):
 
 
 def means(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
-    """Return each piece's mean, at the piece's first point."""
+    """Return each piece's mean, at its first point."""
     pieces = [[i for i in piece if ys[i] is not None] for piece in _pieces(len(xs), means)]
     said = [piece for piece in pieces if piece]
     return [xs[piece[0]] for piece in said], [

@@ -1,6 +1,6 @@
 """Read the data of a report once from a run directory.
 
-- Sources are `metrics/`, `stages/`, `rollouts/`, `manifest.json`. A missing file is an empty list.
+- A missing file is an empty list.
 - For a step of several attempts the newest row counts. Spans are of the newest attempt.
 - Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
@@ -49,7 +49,7 @@ KINDS = {  # process and event → the table of `RunData`
 class RunData:
     run_dir: Path
     manifest: Manifest
-    stages: dict[str, Row]  # stage -> its DONE marker
+    stages: dict[str, Row]
     rl: Table  # trainer rows of the RL stage, by step
     sft: Table
     validation: Table  # losses on examples that SFT never trains

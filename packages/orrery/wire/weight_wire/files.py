@@ -47,7 +47,7 @@ def remove_weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> None:
 
 
 def own(folder: Path) -> None:
-    """Make `folder`, for its owner alone. Raises OrreryError for a link or another user's folder."""
+    """Make `folder`, for its owner alone. Raises OrreryError if it is a link or another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise OrreryError(
