@@ -205,7 +205,6 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
 
 
 def engine_variables(manifest: Manifest) -> dict[str, str]:
-    """Return the variables that vLLM and torch read at import."""
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, weight updates, /collective_rpc
         "VLLM_PLUGINS": PLUGIN,  # no other plugin

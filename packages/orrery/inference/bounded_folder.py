@@ -1,8 +1,8 @@
-"""Limit a folder's bytes: remove the least recently used files. Keep routes in such a folder.
+"""Limit a folder's bytes: remove the least recently used files.
 
 - Old files are removed before a write, so the limit is never exceeded. Readers must expect missing
   files.
-- File sizes are rounded up to pages. Folders do not count.
+- File sizes are rounded up to pages.
 - Each process counts its files alone, so a shared folder may reach the sum of all limits.
 """
 
@@ -46,7 +46,7 @@ class BoundedFolder:
         _remove(lost)
 
     def used(self, paths: Iterable[str]) -> None:
-        """Mark files as just used. Ignore unknown files."""
+        """Mark files as just used."""
         with self._lock:
             for path in paths:
                 if path in self._sizes:
@@ -119,7 +119,6 @@ class RoutesOnDisk:
                     aside.unlink()
 
     def read(self, keys: list[str], num_bytes: int) -> dict[str, bytes]:
-        """Return the routes on disk, of `num_bytes` each, by block."""
         paths = {key: _path(self._folder, key) for key in keys}
         self._files.used(map(str, paths.values()))
         found = {key: self._read(path) for key, path in paths.items()}

@@ -2,11 +2,9 @@
 
 - In: a run directory without a manifest, with a link `weights/serve` to the folder. The token comes
   by standard input.
-- Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths. The server is that of
-  an engine without a weight receiver.
+- Out: vLLM's HTTP interface as OpenAI defines it, without developers' paths.
 - On a CPU the cache takes a part of the free memory. vLLM is told to compute in the folder's dtype,
   because by default it would not compute in float32.
-- The context is as long as the cache allows.
 """
 
 import gc
@@ -25,7 +23,7 @@ from orrery.runtime.run_directory import weights_path
 from orrery.runtime.token import run_token
 
 MAX_CPU_CACHE_BYTES = 4 << 30
-CPU_SHARE = 4  # the cache takes 1 / CPU_SHARE of the free memory
+CPU_SHARE = 4
 MAX_ERROR_CHARACTERS = 300
 
 

@@ -1,8 +1,7 @@
 """Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease outlasts any request: after it a late reader of NIXL would get another request's cache. If a
-  cache cannot be read, the request fails.
+  lease outlasts any request: after it a late reader of NIXL would get another request's cache.
 - Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM
   recomputes a block that is unreadable, or lacks routes that must be returned.
 - A block's hash includes the policy version at a group's dispatch, so no rollout finds older
@@ -44,7 +43,6 @@ def lease_s(manifest: Manifest) -> int:
 
 
 def transfer_config(manifest: Manifest, index: int) -> dict[str, Any] | None:
-    """Return `--kv-transfer-config` of engine `index`, or None without prefill engines."""
     inference, transfer = manifest.inference, manifest.inference.kv_transfer
     if transfer.kind == "none":
         return None
@@ -94,7 +92,6 @@ def disk_folder(ctx: RoleContext) -> Path:
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
-    """Return `--kv-transfer-config`, or None without offloading."""
     offload = manifest.inference.kv_offload
     if offload.kind == "none":
         return None
@@ -124,7 +121,7 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def offload(ctx: RoleContext) -> list[str]:
-    """Prepare the disk folder, the store and the variables. Return arguments for `vllm serve`."""
+    """Prepare the disk folder, the store and the variables."""
     disk = disk_folder(ctx)
     config = offload_config(ctx.manifest, disk)
     if config is None:
@@ -185,7 +182,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port). Return its variable.
+    """Write the client file of the store at `master` (host:port).
 
     The file states the bytes of each device's worker.
     """

@@ -1,6 +1,5 @@
 """Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`.
 
-- The master knows which engine's memory holds each cache block. It starts empty in every attempt.
 - It publishes a rendezvous endpoint with `rpc` (host:port) once it accepts connections.
 - The master and this process end together.
 """

@@ -1,12 +1,10 @@
 """Find the slices that this engine rank needs, and copy them into vLLM's layers as they arrive.
 
 - `learn` runs the model's `load_weights` once on parameters without storage, and records its copies
-  as boxes. This works for every parallelism, fusion and model. (vLLM's `sharded_rdt` needs Ray, and
-  its `nccl_m2n` sends fused parameters whole.) An error names a loader that computes with its input
-  or picks single rows.
+  as boxes. (vLLM's `sharded_rdt` needs Ray, and its `nccl_m2n` sends fused parameters whole.) An
+  error names a loader that computes with its input or picks single rows.
 - `Loading` processes each complete layer with vLLM's layerwise reload, which repacks or quantizes
   it and keeps the addresses of CUDA graphs. Only one layer at a time exists twice.
-- Adjacent slices, and slices at equal distances (experts), are copied at once.
 """
 
 import math
@@ -76,7 +74,7 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` takes. The model is unchanged afterwards.
+    """Return the slices that `model` takes.
 
     Raise ValueError, naming the layer or tensor, if a layer gets only a part of its elements, or if
     its loader does more than copy slices.

@@ -1,7 +1,6 @@
 """Explain vLLM's memory errors: name the manifest field to change, and a value that fits.
 
-The cache's budget is the device's capacity − other processes − weights − RESERVE. The reserve is
-for activations, CUDA graphs and CUDA itself.
+The cache's budget is the device's capacity − other processes − weights − RESERVE.
 """
 
 import re
@@ -29,10 +28,7 @@ WHERE = "set it in the hardware axis or the run file"
 
 
 def explain(cause: str, manifest: Manifest, weights: Path) -> str | None:
-    """Return the sentence for vLLM's error `cause`, or None if it is not about memory.
-
-    `weights`: the folder that the engine loads.
-    """
+    """Return the sentence for vLLM's error `cause`, or None if it is not about memory."""
     inference = manifest.inference
     if found := CPU_CACHE.search(cause):
         free = int(float(found[1]) * GIB)
@@ -85,7 +81,6 @@ def _device(cause: str, manifest: Manifest, weights: Path) -> str:
 
 
 def weight_bytes(weights: Path, inference: Inference) -> int:
-    """Return the bytes of the weights on one device, in the engine's dtype."""
     total = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
     config = (weights / "config.json").read_text()
     found = re.search(r'"(?:torch_)?dtype": "(\w+)"', config)

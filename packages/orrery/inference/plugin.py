@@ -1,8 +1,7 @@
 """Define what vLLM loads by name: an entry point, and an extension of its worker.
 
 - `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
-  weights and adapters (only a worker imports them) and applies the patches. It makes every vLLM
-  process end with its parent.
+  weights and adapters (only a worker imports them) and applies the patches.
 - `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
   /collective_rpc calls its methods on every worker of an engine.
 """

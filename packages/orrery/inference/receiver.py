@@ -116,7 +116,6 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             is_ours = not isinstance(error, TransferFailed)
             log.warning("version %d is not taken: %s", update_info.version, error, exc_info=is_ours)
             if is_ours and update_info.transfer:
-                # End the other ranks' waits.
                 with contextlib.suppress(WireFailed, RuntimeError):
                     fail_transfer(Path(update_info.path), update_info.transfer)
 
@@ -171,7 +170,6 @@ class Receiver(Backend):
         begin = time.perf_counter()
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         with say_nothing_of_unloaded(self.model, is_tied):
-            # This also gives half-loaded layers their storage again.
             finalize_layerwise_reload(self.model, self.model_config)
         if is_tied and self.device.type == "cpu":
             repack_tied_heads(self.model)

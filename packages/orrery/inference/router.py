@@ -1,6 +1,6 @@
 """Run vllm-router for a stage's replicas, behind a front that checks callers.
 
-- In: the engines' published addresses. Out: the front's address, once all engines are known.
+- Out: the front's address, once all engines are known.
 - Only the front listens on `ctx.host`. The router and its Prometheus page listen on loopback.
 - The router neither retries nor breaks circuits, because the caller handles failed requests.
 - The router and this process end together.
@@ -42,7 +42,7 @@ PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return the command line of `vllm-router`. Raise OrreryError if the run has no router."""
+    """Return the command line of `vllm-router`."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")

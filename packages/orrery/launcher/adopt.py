@@ -42,7 +42,7 @@ LEFT = (MANIFEST, STATUS, LOCK, "report", f"{STAGES}/report", f"{WEIGHTS}/{WIRE}
 
 
 def adopt(run: Run, other: Run) -> str:
-    """Create the folder of `run` from the state of `other`. Return a sentence for the user.
+    """Create the folder of `run` from the state of `other`.
 
     One rename publishes the folder. Raise OrreryError if `run` has begun or cannot adopt `other`.
     """

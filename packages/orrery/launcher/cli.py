@@ -1,7 +1,4 @@
-"""The `orrery` command. Results go to stdout, the rest to stderr.
-
-Commands import the launcher lazily, to keep `orrery show` fast.
-"""
+"""The `orrery` command. Results go to stdout, the rest to stderr."""
 
 import sys
 from collections.abc import Callable, Iterable

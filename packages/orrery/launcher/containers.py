@@ -60,7 +60,7 @@ def parts(image: Image, hardware: Hardware) -> tuple[str, ...]:
     files = ["base.def", f"debian.{hardware}.lock", *TOOLS]
     if image == "base":
         return tuple(f"containers/{name}" for name in files)
-    files += [f"{image}.def", "debian.cuda.lock"]  # the base of GPU images includes the compiler
+    files += [f"{image}.def", "debian.cuda.lock"]
     files += ["python.sh", "contested.py", "sdists.in", "make_wheels.py"]
     lock = "orchestrator" if image == "orchestrator" else f"{image}.{hardware}"
     folder = dict.fromkeys(f"containers/{name}" for name in files)

@@ -62,7 +62,6 @@ class Answer:
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Parse `sinfo -N -o '%N|%T|%c|%m|%G'`."""
     found = {}
     for line in text.splitlines():
         name, state, cpus, memory, listed = line.split("|")

@@ -3,7 +3,7 @@
 - It needs only `python3` (3.6 or newer).
 - Tasks find each other by files in a shared folder, compare clocks over TCP, and measure the delay
   until they see renamed files.
-- Every check has a time limit. A task out of time prints its results so far.
+- Every check has a time limit.
 """
 
 import fcntl

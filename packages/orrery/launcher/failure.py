@@ -108,10 +108,7 @@ def sentence(stage: RunningStage, process: Process | SlurmTask) -> str:
 
 
 def keep_evidence(stage: RunningStage) -> str:
-    """Make all processes write their stacks, and trainer ranks torch's flight recorder.
-
-    Return a text with the paths of both.
-    """
+    """Make all processes write their stacks, and trainer ranks torch's flight recorder."""
     for process in stage.processes:
         if process.name in stage.health:  # a process with a health file handles the signal
             process.signal(signal.SIGUSR1)

@@ -1,7 +1,6 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
-- A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`. It is
-  examined before its weights are downloaded, and again with them.
+- A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
 - A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
   its split, which `tasks/rows.py` reads.
 """
@@ -44,7 +43,7 @@ LOST = (
 
 
 def fetch_model(word: str, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION] and write its axis. Return the lines to print."""
+    """Fetch OWNER/NAME[@REVISION] and write its axis."""
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
     target = workspace.root / path
@@ -56,7 +55,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
         with hub.finished_folder(source, target) as folder:
             hub.download(source, settings, folder)
             tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(folder))
-            _examine(folder, path, source, tokenizer)  # before the long download
+            _examine(folder, path, source, tokenizer)
             hub.download(source, weights, folder)
             found = _examine(folder, path, source, tokenizer)
     else:
@@ -140,7 +139,7 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
 
 
 def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION], or one of its configs. Return the lines to print."""
+    """Fetch OWNER/NAME[@REVISION], or one of its configs."""
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path

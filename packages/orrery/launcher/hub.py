@@ -101,7 +101,7 @@ def _cached(folder: Path) -> dict[str, HubFile]:
 
 
 def download(source: HubRepository, names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Download files into `folder`. Return the path of each by name.
+    """Download files into `folder`.
 
     Large files are links into the cache if it is on the same disk. Raise OrreryError if the hub
     refuses, the disk is too small, or a digest differs.
@@ -271,7 +271,6 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
-    """Return whether `target` holds this source. Raise OrreryError for other content."""
     if not target.exists():
         return False
     sums = target / SUMS

@@ -147,7 +147,7 @@ def _srun_line(
 def write_plan(
     run: Run, stages: Sequence[str], site: Site, workspace: Workspace, folder: Path
 ) -> list[Path]:
-    """Write the plan into the new folder `folder`, whole or not at all. Return its files."""
+    """Write the plan into the new folder `folder`, whole or not at all."""
     if folder.exists() or folder.is_symlink():
         raise OrreryError(f"{folder}: exists already. Remove it, or name a new folder")
     described = [

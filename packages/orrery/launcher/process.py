@@ -34,8 +34,6 @@ LOOPBACK = "127.0.0.1,localhost"
 
 
 class Process:
-    """A started `ProcessPlan` with the output `logs/<role>.<index>.log`."""
-
     def __init__(
         self, plan: ProcessPlan, run_dir: Path, stage: str, attempt: int, port: int,
         cores: frozenset[int] | None, env: Mapping[str, str], token: str, incarnation: int = 0,
@@ -193,7 +191,6 @@ def check_packages(needs_gpus: bool) -> None:
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Return the devices of every process. Raise ValueError for too few or repeated devices."""
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:

@@ -126,8 +126,6 @@ def record(
 
 
 class ImageReader:
-    """A thread that examines the images not yet in the run's receipt."""
-
     def __init__(self, run_dir: Path, images: Mapping[str, Path]):
         self._images = dict(images)
         self._found = _known(run_dir) if images else {}
@@ -218,7 +216,6 @@ def _run(run_dir: Path) -> dict[str, Any]:
 
 
 def _so_far(run_dir: Path) -> dict[str, Any]:
-    """Return the receipt, or {} if there is none. Rename an unreadable one."""
     path = run_dir / RECEIPT
     try:
         return read_receipt(path) if path.exists() else {}

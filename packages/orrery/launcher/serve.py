@@ -72,7 +72,6 @@ def serve(word: str, port: int, workspace: Workspace) -> int:
 
 
 def folder_of(word: str, workspace: Workspace) -> Path:
-    """Return `word` if it is a folder, else the newest weights of the run `word`."""
     path = Path(word)
     if path.is_dir() and not (path / MANIFEST).exists():
         return path.resolve()
@@ -89,7 +88,6 @@ def folder_of(word: str, workspace: Workspace) -> Path:
 
 
 def exported(run: Run) -> Path | None:
-    """Return the rl stage's weights, else the newest exported step, else None."""
     steps = [
         path
         for path in (run.path / WEIGHTS).glob("step_*")

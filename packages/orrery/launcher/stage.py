@@ -91,7 +91,7 @@ class RunningStage:
         self.job, self.interrupts, self.attempt = job, interrupts, attempt
         self.run_dir, self.name = job.run_dir, job.plan.name
         self.processes: Sequence[Process | SlurmTask] = []
-        self.health: dict[str, Health] = {}  # times are of the writers' wall clocks
+        self.health: dict[str, Health] = {}
         self.health_view = HealthView()
         self.fenced: dict[str, str] = {}  # process → why it must be killed
         self.engine_restarts: Counter[str] = Counter()

@@ -27,7 +27,7 @@ LOOKED_AT_S = 1.0  # retry for this time, because `lock_holder` takes the lock f
 
 @dataclass
 class RoleStatus:
-    """One process. `pid` is 0 under Slurm. `exit` is None while the process runs."""
+    """`pid` is 0 under Slurm. `exit` is None while the process runs."""
 
     name: str
     node: str

@@ -35,8 +35,6 @@ class Sink(Protocol):
 
 
 class Observer:
-    """A thread that passes metric rows to the sinks and to `Progress`."""
-
     def __init__(self, run_dir: Path, progress: Progress):
         self._progress, self._tail = progress, MetricsTail(run_dir, from_end=True)
         self._sinks: list[Sink] = []
@@ -131,10 +129,7 @@ def ended(health: Mapping[str, Health], states: Mapping[str, str]) -> list[str]:
 
 
 def summary(health: Mapping[str, Health], states: Mapping[str, str], now_s: float) -> list[str]:
-    """Return one line per role (`trainer: 95 training, 1 waiting`).
-
-    Name failed processes, and the longest wait.
-    """
+    """Return a line per role. Name failed processes and the longest wait."""
     by_role: dict[str, Counter[str]] = {}
     for name, state in states.items():
         one = health.get(name)

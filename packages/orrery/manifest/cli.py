@@ -320,5 +320,4 @@ def run_app(program: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """Run `python -m orrery.manifest`."""
     sys.exit(run_app(app))

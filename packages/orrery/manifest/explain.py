@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """A file and line. `axis` is its folder under `jsonnet/`, or None."""
+    """A file and line."""
 
     file: str
     line: int | None
@@ -68,7 +68,6 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
-    """Return the origin of each scalar at or below `field`. Raise OrreryError if it is unknown."""
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)

@@ -22,7 +22,6 @@ def load(path: str | Path) -> Manifest:
 
 
 def canonical_json(manifest: Manifest) -> bytes:
-    """Return the bytes whose sha256 is the run's id."""
     return json.dumps(
         manifest.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode("ascii")

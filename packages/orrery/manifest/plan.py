@@ -54,7 +54,7 @@ ONE_NODE = (NodeGroup("all", 0, 1),)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. `processes` lists servers first."""
+    """One stage."""
 
     name: StageName
     after: tuple[StageName, ...]
@@ -161,7 +161,6 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def check_supported(manifest: Manifest) -> None:
-    """Raise OrreryError if a stage of this run cannot start."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(

@@ -190,7 +190,6 @@ def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
 
 
 def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
-    """Return every run of `run_files` (default: all), sorted by name, in one evaluation."""
     run_files = workspace.run_files if run_files is None else run_files
     files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
     runs_of = Evaluator(workspace)(f"{{{files}}}")

@@ -219,7 +219,6 @@ class RankStallDetector:
         self._looked_s = 0.0
 
     def look(self, processes: Mapping[str, Health], now_s: float) -> Stall | None:
-        """Return the stall at `now_s`, if any, of the running `processes`."""
         known = self._seen if now_s - self._looked_s <= AWAY_S else {}
         living = _living(processes)
         self._seen = {name: _see(health, known.get(name), now_s) for name, health in living.items()}
@@ -347,7 +346,6 @@ class HealthView:
         return {name: seen.stamped for name, seen in self._seen.items()}
 
     def changed_s(self, name: str) -> float:
-        """Return the time of the last change on the reader's monotonic clock."""
         said = self._seen[name].said
         return said.clock_s + self._behind_s[said.boot]
 

@@ -128,7 +128,6 @@ def panel(
 
 
 def _numbers(progress: Progress) -> list[tuple[str, str]]:
-    """Return the names and values to draw. Held-out rewards of several tasks are one value."""
     rewards = {task: _short(reward) for task, reward in progress.held_out.items()}
     held_out = ", ".join(f"{task} {reward}" for task, reward in rewards.items())
     if len(rewards) == 1:

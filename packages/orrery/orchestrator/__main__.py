@@ -29,7 +29,7 @@ STAGES = {"rl": rl, "evaluate": evaluate.run}
 
 
 async def run(ctx: RoleContext) -> None:
-    """Run the stage. Its heartbeat shows the launcher that the event loop is alive."""
+    """Run the stage."""
     async with beating_loop(ctx.health):
         await STAGES[ctx.stage](ctx)
 

@@ -164,10 +164,7 @@ async def poll_engines(
 
 
 class EngineActivity:
-    """Write spans `generate` (attribute `engine`) while an engine has requests.
-
-    Long spans are split, for live views and killed runs.
-    """
+    """Write spans `generate` (attribute `engine`) while an engine has requests."""
 
     def __init__(self, add_span: Callable[..., None]):
         self._add_span = add_span

@@ -87,7 +87,6 @@ class Groups:
         return sum(len(group.survivors) for group in self._groups.values())
 
     def add(self, request: Request, outcome: Rollout | Failed) -> Group | None:
-        """Add a member. Return its group once complete."""
         group = self._groups.setdefault(request.group.key, Group(request.group))
         group.num_ended += 1
         if isinstance(outcome, Rollout):

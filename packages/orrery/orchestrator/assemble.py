@@ -32,7 +32,7 @@ SERVERS_START_S = 600.0  # longest imports and compilation of vLLM, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
-    """Wait until all engines and any router listen. Return their clients.
+    """Wait until all engines and any router listen.
 
     Raise Preempted, with the stage's start step, if the stage is preempted meanwhile.
     """
@@ -80,7 +80,6 @@ def tasks(manifest: Manifest) -> dict[str, list]:
 
 
 def policy_dir(ctx: RoleContext, *stages: str) -> Any:
-    """Return the weights folder of the first of `stages` that the run has."""
     names = [name for name in stages if name != "sft" or ctx.manifest.stages.sft is not None]
     return weights_path(ctx.run_dir, names[0])
 
@@ -96,7 +95,6 @@ def sender(ctx: RoleContext) -> RolloutSender:
 
 
 def leases(ctx: RoleContext, wire: RolloutSender) -> LeaseClient | None:
-    """Return the client that leases weight versions on a direct wire, or None on other wires."""
     if ctx.manifest.transport.weights not in DIRECT_KINDS:
         return None
     client = LeaseClient.over(wire.control)

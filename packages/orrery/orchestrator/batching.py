@@ -2,7 +2,7 @@
 
 - A document's columns are views. The wire alone copies them, when it sends a micro-batch.
 - Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
-  `rollouts/samples.jsonl`. The latter's messages are `shortened`, because every batch adds to it.
+  `rollouts/samples.jsonl`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -121,7 +121,6 @@ def sample(rollout: Rollout, **about: Any) -> dict[str, Any]:
 
 
 def shortened(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the first and last messages, with shortened texts, as JSON types."""
     half, left_out = NUM_MESSAGES // 2, len(messages) - NUM_MESSAGES
     if left_out <= 0:
         return [_short(message) for message in messages]

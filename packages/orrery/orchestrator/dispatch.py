@@ -179,7 +179,6 @@ class Dispatch:
         return True
 
     def restart(self, name: str) -> bool:
-        """Queue a request again. Return False if its group was dropped."""
         group = self._group_of.pop(name, None)
         if group is None:
             return False

@@ -1,7 +1,6 @@
 """Evaluate the policies before and after RL on the same held-out problems and seeds.
 
 - Engines load and attest both policies from files in `weights/`, even if RL used another wire.
-- Results go to `stages/evaluate/result.json` and `rollouts/evaluate.jsonl`.
 """
 
 import asyncio

@@ -58,7 +58,6 @@ class PreemptionWatch:
 
 
 async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoReturn:
-    """Stop all trainer ranks after batch `step`, then raise Preempted."""
     ranks = ctx.manifest.trainer.mesh.world_size
     with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
@@ -69,7 +68,7 @@ async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoRe
 async def update_engines(
     ctx: RoleContext, scheduler: Scheduler, runner: RolloutRunner, pool: Any, watch: Any
 ) -> bool:
-    """Load the newest version into all engines. Return whether a version was loaded.
+    """Load the newest version into all engines. Return whether one was loaded.
 
     During an evaluation none is loaded. Stale rollouts leave their engines first, because a paused
     engine cannot handle aborts.
@@ -153,7 +152,6 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
-        """Run until the last batch is trained and evaluated. May raise Preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)

@@ -78,7 +78,6 @@ class RolloutRunner:
         return request.name in self._generating
 
     async def generate(self, token_ids: np.ndarray, **options: Any) -> Any:
-        """Call `Engine.generate`. `session` is the rollout's name."""
         name = options["session"]
         self._generating.add(name)
         try:

@@ -40,7 +40,6 @@ class Clock:
         return self.oldest_version(self.next_batch)
 
     def batches_open_to(self, version: int) -> int:
-        """Return how many of the next batches may contain tokens of `version`."""
         last = min(version + 1 + self.max_off_policy_steps, self.num_batches)
         return max(0, last - self.next_batch + 1)
 
@@ -145,11 +144,11 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight too old for any later batch. Return the requests to cancel."""
+        """Drop groups in flight too old for any later batch."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
-        """Drop all train groups. Return the requests to cancel."""
+        """Drop all train groups."""
         return self._give_up(self.dispatch.drop_train("run_over"))
 
     @property
@@ -157,7 +156,6 @@ class Scheduler:
         return self.wanted + self.manifest.orchestrator.max_batches_ahead
 
     def take_batch(self) -> TrainBatch | None:
-        """Return the next batch, or None if it is not ready or too far ahead."""
         step = self.clock.next_batch
         if self.clock.all_batches_taken or step > self.newest_allowed_batch:
             return None
@@ -210,7 +208,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end. Return the evaluation's result after its last rollout.
+        """Record a rollout's end.
 
         An evaluation's rollout of a lost engine restarts.
         """

@@ -64,7 +64,7 @@ def write(run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperatur
 def write_now(
     run_dir: Path, step: int, attempt: int, snapshot: Snapshot, temperature: float, is_resumed: bool
 ) -> Path:
-    """Write the state after batch `step` was sent. Return its folder.
+    """Write the state after batch `step` was sent.
 
     `is_resumed`: this attempt resumed from `step` and sent no batch.
     """

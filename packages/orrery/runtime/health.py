@@ -4,7 +4,6 @@
 - Times are `time.time()`. `time_s` is the last change other than a heartbeat, and `clock_s` the
   same moment on the monotonic clock of the host with the boot id `boot`.
 - The launcher measures with its own clock (`hang_detector.HealthView`).
-- Trainer ranks also report a `Heartbeat`, roles with an event loop `LoopBeats`.
 - On a full disk the file is overwritten in place. A reader may then see broken JSON once.
 """
 
@@ -237,7 +236,6 @@ class HealthFile:
 
 @cache
 def _boot() -> str:
-    """Return this host's boot id. Equal ids share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

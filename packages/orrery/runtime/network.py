@@ -64,7 +64,6 @@ def rdma_devices() -> list[str]:
 
 
 def without_proxy(hosts: Iterable[str]) -> None:
-    """Let this process and its children reach `hosts` without the site's proxy."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     every = dict.fromkeys([*filter(None, known.split(",")), *hosts])
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(every)

@@ -65,7 +65,6 @@ class RoleContext:
         port: int,
         incarnation: int = 0,
     ):
-        """`incarnation` counts this process's restarts within the attempt."""
         self.role, self.run_dir, self.stage = role, run_dir, stage
         self.index, self.attempt, self.incarnation, self.port = index, attempt, incarnation, port
         self.log = logging.getLogger(self.name)
@@ -91,7 +90,6 @@ class RoleContext:
         return load(self.run_dir / MANIFEST)
 
     def on_orphaned(self, callback: Callable[[], object]) -> None:
-        """Run `callback` after the launcher's death, before this process group is killed."""
         self.parent_watch.on_orphaned(callback)
 
     def await_program(

@@ -6,7 +6,6 @@
   attempt.
 - Only attempt k writes `checkpoints/[sft/]step_<n>.attempt_<k>/`, so a process left on an
   unreachable node never changes a newer attempt's checkpoint.
-- A run resumes from the newest complete step.
 """
 
 import os

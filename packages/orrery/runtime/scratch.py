@@ -35,7 +35,7 @@ def role_memory_prefix(run_dir: Path, name: str) -> str:
 
 
 def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove all shared memory whose name contains `name`. Return the removed paths.
+    """Remove all shared memory whose name contains `name`.
 
     Call it only after all processes of that run, or role, have ended.
     """

@@ -7,7 +7,7 @@
   secret of Kubernetes.
 - A process with the token hides its memory from its user's other processes.
 - The token never goes over HTTP. Requests carry a derived credential, for generation or for
-  administration. A router that sees the first cannot administer an engine.
+  administration.
 """
 
 import hmac
@@ -31,7 +31,6 @@ _kept = ""
 
 @contextmanager
 def handed_over(token: str) -> Iterator[int]:
-    """Yield a file descriptor that passes `token` to one process as its `stdin`."""
     reader, writer = os.pipe()
     try:
         os.write(writer, f"{token}\n".encode())

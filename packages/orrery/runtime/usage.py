@@ -3,7 +3,7 @@
 - Rows are `{"event": "usage", "processes": {"trainer.0": {"cpu_percent", "rss_bytes"}}}`, every
   PERIOD_S or less often in long runs. 100 % is one core.
 - To list children, psutil would read all processes of the host, so this module reads /proc.
-- Only roles under a launcher record usage. The launcher's own excludes its roles.
+- Only roles under a launcher record usage.
 """
 
 import logging
@@ -38,7 +38,6 @@ def parse(stat: str) -> Stat:
 
 
 def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
-    """Return `root` and its descendants, except the trees of `without`."""
     found: dict[int, Stat] = {}
     left = [root]
     while left:
@@ -54,8 +53,6 @@ def tree(root: int, without: Collection[int] = ()) -> dict[int, Stat]:
 
 
 class Sampler:
-    """Measure a process tree's usage between two samples, without the trees of `without`."""
-
     def __init__(self, pid: int, without: Collection[int] = ()):
         self._pid, self._without, self._time_s = pid, frozenset(without), time.monotonic()
         self._cpu_s = {pid: each.cpu_s for pid, each in tree(pid, self._without).items()}

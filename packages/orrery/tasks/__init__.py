@@ -42,7 +42,6 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
-    """Return `module:class` by kind. Raise OrreryError if two packages add the same kind."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -137,7 +136,6 @@ class FewShot:
         return msgspec.structs.replace(problem, messages=(*self.before, *problem.messages))
 
     def _check_rows(self, tokens: Callable[[Problem], int] | None, most_tokens: int) -> int:
-        """Check the other task's rows, with the examples before every prompt."""
         count = None if tokens is None else lambda problem: tokens(self._after_examples(problem))
         return self.task.check_rows(count, most_tokens)
 

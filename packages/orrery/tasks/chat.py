@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn. Tokens above `vocab_size` raise OrreryError.
+    `stop_token_ids` end an assistant turn.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
@@ -185,7 +185,6 @@ class Renderer:
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
     ) -> list[_Part]:
-        """Split the chat into assistant turns and the messages between them."""
         roles = [message.role for message in messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant"]
         last = ["assistant", *(role for role in trained_roles if role != "assistant")]
@@ -237,7 +236,7 @@ class Renderer:
     ) -> _Part:
         """Return the messages between two assistant turns as a part.
 
-        `first`: index of the first message in the chat. `is_answered`: an assistant turn follows.
+        `is_answered`: an assistant turn follows.
         """
         before = [] if first == 0 else BEHIND
         chat = [*before, *(_hugging_face(message) for message in messages)]

@@ -46,7 +46,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task. Raise OrreryError for the first that does not fit."""
+    """Raise OrreryError for the first that does not fit."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines = []
     for path, use in task_uses(manifest):

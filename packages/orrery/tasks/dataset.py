@@ -58,7 +58,7 @@ def filled(template: str, row: dict[str, Any]) -> str:
 
 
 class ProblemFile(Record):
-    """A file, or the `split` of a folder. `sha256` is from `publish.sha256_of_data`."""
+    """A file, or the `split` of a folder."""
 
     kind: Literal["source"]
     path: str
@@ -139,7 +139,6 @@ class Dataset(SingleTurn):
         self._order = lru_cache(4)(self._shuffled)
 
     def _side(self) -> list[int]:
-        """Return the indices of this side's rows. Raise OrreryError if a row lacks a column."""
         columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
         if isinstance(self.args.held_out, Column):
             columns.append(self.args.held_out.column)
@@ -269,7 +268,7 @@ class Dataset(SingleTurn):
         most_tokens: int,
         answers: dict[tuple[str, ...], str],
     ) -> tuple[str, str] | None:
-        """Return None if row `at` is right, else the kind of its error and the sentence.
+        """Return the kind of the row's error and its sentence, or None.
 
         `answers` holds the answer to each prompt of earlier rows, and gains this row's.
         """

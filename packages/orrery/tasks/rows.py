@@ -97,7 +97,6 @@ def saved_split(path: Path, split: str | None) -> Path:
 
 
 def saved_state(folder: Path) -> dict[str, Any]:
-    """Return the `state.json` that `save_to_disk` wrote, with the fingerprint and file names."""
     return {"_data_files": [], "_fingerprint": None} | _json(folder / "state.json")
 
 
@@ -176,8 +175,6 @@ class Listed:
 
 
 class Joined:
-    """The rows of several files, one file after the other."""
-
     def __init__(self, parts: Sequence[DataRows]):
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)

@@ -26,14 +26,14 @@ HELD_OUT = 1 / 8
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool. A call in free text has the arguments `{"input": text}`."""
+    """A call in free text has the arguments `{"input": text}`."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a chat. The assistant may have `tool_calls`. A tool's message has its `name`."""
+    """The assistant may have `tool_calls`. A tool's message has its `name`."""
 
     role: Role
     content: str
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
+    """`parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str

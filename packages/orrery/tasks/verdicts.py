@@ -202,7 +202,6 @@ def _schema_scorer(answer: str) -> Callable[[str], float]:
 
 
 def _number(given: Any) -> float:
-    """Return a user's reward. Raise TypeError if it is no number."""
     if not isinstance(given, numbers.Real):
         raise TypeError(f"the reward is {type(given).__name__}, not a number")
     return float(given)

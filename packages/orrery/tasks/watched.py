@@ -22,7 +22,7 @@ ROW_S = 10.0  # wall time, scaled
 
 
 class RowFailed(Exception):
-    """The fork ended at `row`. The message says why."""
+    """The fork ended at `row`."""
 
     def __init__(self, row: int, how: str):
         super().__init__(how)

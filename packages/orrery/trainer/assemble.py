@@ -91,7 +91,6 @@ def load_policy(model: Model, trainer: Trainer, world: World, start: Path) -> Po
 
 @contextmanager
 def assemble_rl(ctx: RoleContext, world: World) -> Iterator[RlLoop]:
-    """Build the RL loop and load the newest checkpoint, if there is one."""
     manifest = ctx.manifest
     if world.is_first:
         _check_room(ctx)

@@ -58,7 +58,6 @@ class StateTensor:
 
 
 def state_of(learner: Learner) -> dict[str, StateTensor]:
-    """Return the state that training changes, by name."""
     state = {}
     for name, weight in learner.weights.items():
         local, writes = local_tensor(weight).detach(), _is_first_copy(weight, learner.world)
@@ -199,7 +198,6 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read the `box` of tensor `name` into `target`, which has the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:

@@ -58,7 +58,6 @@ def export_policy(
 
 
 def _copy_tokenizer(start: Path, folder: Path) -> None:
-    """Copy the files of `start` that `folder` lacks, except weights."""
     for file in start.iterdir():
         holds_weights = file.suffix == ".safetensors" or file.name == hf_folder.INDEX_FILE
         if file.is_file() and not holds_weights and not (folder / file.name).exists():
@@ -118,7 +117,6 @@ def write(
     folder: Path,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights in `stored`, the rest from `start`, and `config.json`."""
     network = build_network(manifest.model, manifest.trainer, "meta")
     tensors = hf_tensors(network)
     files = hf_folder.assign_files(tensors, max_file_bytes)

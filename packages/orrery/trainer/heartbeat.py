@@ -37,7 +37,6 @@ def step_stall_s(world: World, trainer: Trainer, is_first: bool = False) -> floa
 
 
 def io_stall_s(num_ranks: int) -> float:
-    """Return the seconds without a mark after which file access has stalled."""
     return scaled(WARM_UP_STALL_S if num_ranks == 1 else IO_STALL_S)
 
 
@@ -91,7 +90,6 @@ def mark_part() -> None:
 
 @contextmanager
 def heartbeat(ctx: RoleContext, device: torch.device) -> Iterator[None]:
-    """Report progress inside the `with` block, if a launcher started this process."""
     if not ctx.parent_watch.is_launched:
         yield
         return
@@ -137,7 +135,6 @@ def _report_compilation(ctx: RoleContext) -> None:
 
 
 def count_collectives(device: torch.device) -> tuple[int, int]:
-    """Return the collectives (started, completed) over all process groups."""
     dump = _recorder(device, "_dump_nccl_trace_json", "_dump_fr_trace_json")
     if dump is None:
         return 0, 0

@@ -45,7 +45,6 @@ class RlLoop:
         self.start_step = self.learner.step
 
     def run(self) -> None:
-        """Train all remaining batches, then write `weights/rl`."""
         self.publish(is_first=True)
         with self.checkpoints:
             for step in range(self.start_step + 1, self.num_steps + 1):
@@ -73,7 +72,6 @@ class RlLoop:
         return self.ctx.manifest.stages.rl.num_steps
 
     def receive(self, step: int) -> ReceivedBatch:
-        """Wait for batch `step`. Raise Preempted if the stage is preempted."""
         waiting = self.ctx.health.waiting(
             f"batch {step} from orchestrator",
             deadline_s=self.batch_deadline_s,
@@ -120,7 +118,6 @@ class RlLoop:
         return end_s - begin_s
 
     def copy_checkpoint(self) -> float:
-        """Copy the state for a checkpoint. Return the seconds waited."""
         return self.checkpoints.copy(self.publisher.checkpoint_files())
 
     def checkpoint_last_step(self) -> None:

@@ -21,8 +21,6 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over T packed tokens, M of them scored."""
-
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]
@@ -167,7 +165,6 @@ def _name(columns: Columns, step: int) -> str:
 
 
 def unweighted_token() -> MicroBatch:
-    """Return one scored token of weight 0, for a rank without samples."""
     token = {"token_id": np.zeros(1, dtype=np.int32), "trained": np.zeros(1, dtype=bool)}
     columns = Columns(np.array([0, 1], dtype=np.int64), token, {})
     return replace(_whole(columns, 1), num_samples=0, num_tokens=0)
@@ -188,10 +185,7 @@ def _on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to `device` from pinned memory, so that the host does not wait.
-
-    numpy copies in this thread. torch would wake many threads.
-    """
+    """Copy to `device` from pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -24,7 +24,7 @@ MEASURES = {
 
 
 class MismatchGuard:
-    """Sum one step's log-prob differences on this rank. `check` adds up all ranks."""
+    """Sum one step's log-prob differences on this rank."""
 
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log

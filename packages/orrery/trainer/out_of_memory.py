@@ -147,7 +147,6 @@ def free_bytes() -> int:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the stage's trainer and largest workload, with samples of full length."""
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
     longest = manifest.inference.max_model_len_tokens

@@ -48,8 +48,6 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file's header, and the [start, stop) of each tensor after it."""
-
     header: bytes
     spans: dict[str, tuple[int, int]]
 
@@ -71,14 +69,11 @@ def layout(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayo
 
 
 def content(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's bytes without a copy."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "copy it to the CPU first"
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 class HostCopy:
-    """One rank's host buffer, pinned if `device` is a GPU."""
-
     def __init__(self, device: torch.device):
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -121,7 +116,6 @@ class HostCopy:
             )
 
     def fill(self, pieces: Mapping[str, torch.Tensor]) -> None:
-        """Copy all `pieces` into the buffer, and wait for the copies."""
         self._layout = layout({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
         self.reserve(self._layout.num_bytes)
         for name, (start, stop) in self._layout.spans.items():

@@ -66,8 +66,6 @@ def open_chats(data: SftData, field: str) -> Chats:
 
 
 class DemonstratedChats:
-    """A task's demonstrated solutions of its first problems."""
-
     def __init__(self, data: Demonstrations, field: str):
         self._task, self._name = make(data.task), data.task.name
         self._num_problems = data.num_problems
@@ -118,7 +116,6 @@ def _file_chats(data: ChatFile, field: str) -> Chats:
 
 
 def _dataset_chats(data: ChatDataset, field: str) -> Chats:
-    """Open a dataset written by Hugging Face's `save_to_disk`."""
     try:
         folder = saved_split(Path(data.path), data.split)
         state = saved_state(folder)
@@ -237,8 +234,6 @@ KINDS: dict[str, Callable[[Any, str], Chats]] = {
 
 
 class Examples:
-    """Chats as token columns that train cross-entropy alone."""
-
     def __init__(
         self,
         chats: Chats,

@@ -157,7 +157,6 @@ class BulkSender:
 
 
 async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return `num_bytes`, or b"" if the connection ends before."""
     loop, got = asyncio.get_running_loop(), b""
     while len(got) < num_bytes:
         part = await loop.sock_recv(connection, num_bytes - len(got))

@@ -161,7 +161,7 @@ def verify(
 
 
 def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int]:
-    """Remove all but the newest `keep` complete checkpoints. Return the removed steps.
+    """Remove all but the newest `keep` complete checkpoints.
 
     Later attempts' checkpoints stay. The next call retries failed removals.
     """
@@ -182,7 +182,7 @@ def prune(run_dir: Path, keep: int, attempt: int, stage: str = "rl") -> list[int
 
 
 def discard_all(run_dir: Path, stage: str) -> list[int]:
-    """Remove a finished stage's checkpoints. Return their steps. The next call retries failures."""
+    """Remove a finished stage's checkpoints. The next call retries failures."""
     removed = []
     for folder in checkpoints_dir(run_dir, stage).glob("step_*"):
         if (one := checkpoint_named(folder.name)) is None:
@@ -204,7 +204,7 @@ def discard(run_dir: Path, folder: Path) -> None:
 
 
 def discard_incomplete(run_dir: Path, stage: str = "rl") -> list[int]:
-    """Remove incomplete checkpoints of earlier attempts. Return their steps.
+    """Remove incomplete checkpoints of earlier attempts.
 
     Call it before any process writes: in RL from the orchestrator, in SFT from the trainer.
     """

@@ -113,7 +113,6 @@ def read_batch(run_dir: Path, step: int) -> tuple[Columns, dict[str, Any]]:
 
 
 def prune_batches(run_dir: Path, step: int, keep: int) -> None:
-    """Remove the batches more than `keep` steps before `step`."""
     for old in batch_steps(run_dir):
         if old <= step - keep:
             batch_path(run_dir, old).unlink(missing_ok=True)

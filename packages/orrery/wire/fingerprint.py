@@ -123,7 +123,6 @@ def slice_share(
 
 
 def _run(bits: "torch.Tensor", first: int) -> "torch.Tensor":
-    """Return the share of consecutive elements that begin at position `first`."""
     import torch
 
     head = min(-first % GROUP, len(bits))
@@ -229,7 +228,7 @@ class SliceSpec(NamedTuple):
 
 
 class SliceFingerprints:
-    """Compute the shares of many slices at fixed places of one buffer.
+    """Shares of slices of one buffer.
 
     On a GPU one kernel per element size replaces tens of thousands of launches.
     """

@@ -123,7 +123,6 @@ def _elements(
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
     GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Add shares of unaligned slices, element by element."""
     program = tl.program_id(0)
     which = tl.load(slice_of + program)
     element = tl.load(first_of + program) + tl.arange(0, BLOCK)
@@ -148,8 +147,6 @@ class KernelLaunch(NamedTuple):
 
 
 class RowFingerprints:
-    """Compute the shares of slices whose elements have one size."""
-
     def __init__(self, rows: Sequence[Rows], itemsize: int, device: torch.device) -> None:
         self._num = len(rows)
         filled = [which for which, each in enumerate(rows) if each.num_elements]

@@ -42,7 +42,7 @@ def _if_there(look: Callable[[], T]) -> T | None:
 
 
 def appears(path: Path, within_s: float | None = None) -> bool:
-    """Wait up to `within_s` (default: scaled VISIBLE_S) for `path`. Return whether it exists."""
+    """Wait up to `within_s` (default: scaled VISIBLE_S) for `path`."""
     end = time.monotonic() + (scaled(VISIBLE_S) if within_s is None else within_s)
     while True:
         try:

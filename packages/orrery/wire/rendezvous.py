@@ -31,8 +31,6 @@ _POLL_S, _POLL_AT_MOST_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of one listening process, with further JSON values in `info`."""
-
     role: str
     index: int
     url: str
@@ -68,7 +66,6 @@ def publish(ctx: "RoleContext", url: str, **info: Any) -> None:
 
 
 def find_endpoints(ctx: "RoleContext", role: str) -> list[Endpoint]:
-    """Return the role's endpoints in this attempt so far, by index."""
     found = []
     for path in _folder(ctx).glob(f"{role}.*.json"):
         content = nfs.read(path)

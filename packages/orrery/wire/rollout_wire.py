@@ -56,7 +56,6 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
-        """Raise OrreryError if the wire cannot take this batch."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(
@@ -190,7 +189,6 @@ class RolloutSender:
             ) from None
 
     def close(self) -> None:
-        """Stop serving and drop unacknowledged batches."""
         self._bulk.close()
         self._held.clear()
         self.control.close()

@@ -51,7 +51,6 @@ class CheckedRoutes(NamedTuple):
 
 
 def route_shape(model: Model) -> RouteShape | None:
-    """Return the shape of the model's routes, or None without experts."""
     moe = model.moe
     if moe is None:
         return None

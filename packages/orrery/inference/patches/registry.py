@@ -1,7 +1,6 @@
 """List and apply the patches of vLLM, each with its target, reason and test.
 
 - `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
-  `orrery doctor` lists them. No patch changes vLLM's files.
 - vLLM reads its environment at import, so set the environment before `import_vllm`.
 - `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
@@ -17,7 +16,7 @@ from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set for GPU engines of models with experts
-# Size of the store of routes, as a multiple of the device's blocks. Unset: vLLM's own store.
+# Size of the store of routes, as a multiple of the device's blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
 
 
@@ -27,7 +26,7 @@ class Patch(NamedTuple):
     why: str
     until: str  # the patch may go when this holds …
     test: str  # … and this test passes without it
-    upstream: str = ""  # vLLM's issue or pull request, if known
+    upstream: str = ""
     versions: str = "0.32"
 
 

@@ -122,7 +122,6 @@ def draw_again_after_a_part() -> None:
         return
 
     def of_parts(self: Any) -> dict[int, torch.Generator]:
-        """Return the random generators of rows whose prompt is not finished."""
         rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         generators = self.input_batch.generators
         return {row: generators[row] for row in rows if row in generators}

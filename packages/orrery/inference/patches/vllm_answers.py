@@ -75,7 +75,6 @@ def write_answers() -> None:
 
 
 def is_plain(request: Any) -> bool:
-    """Return whether the request asks only for tokens and their log-probs."""
     sampling = request.sampling_params
     asks = (
         sampling.logprobs or 0,
@@ -191,7 +190,6 @@ class Held:
     parts: dict[str, tuple[int, list[Any]]] = field(default_factory=dict)
 
     def pass_on(self, client: int, outputs: list[Any], requests: dict[str, Any]) -> list[Any]:
-        """Return the outputs to send now, given the running requests by id."""
         found: list[Any] = []
         if not outputs:
             return found

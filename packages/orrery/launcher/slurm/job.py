@@ -218,8 +218,6 @@ def srun(
 
 
 class Step:
-    """A started step. `line(incarnation)` is its command."""
-
     def __init__(
         self, plan: StepPlan, line: Callable[[int], Sequence[str]], log: Path,
         env: Mapping[str, str], token: str, incarnation: int = 0,
@@ -292,7 +290,6 @@ class SlurmTask:
         return self.step.incarnation
 
     def restart(self) -> "SlurmTask":
-        """Start the next incarnation of a step with one task, on the same node."""
         return SlurmTask(self.plan, self.rank, self.node, self.step.restart(), self.log.parent)
 
     def poll(self) -> int | None:

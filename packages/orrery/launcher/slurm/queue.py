@@ -207,7 +207,6 @@ def retry(
     pauses_s: Iterable[float],
     is_worth: Callable[[OrreryError], object] = lambda error: True,
 ) -> T:
-    """Return `attempt()`. Retry after each pause while `is_worth(error)`."""
     for pause_s in pauses_s:
         try:
             return attempt()

@@ -26,8 +26,6 @@ WORTH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """A change of one field, with the trainer and workload that result."""
-
     field: str
     value: Any
     instead_of: Any

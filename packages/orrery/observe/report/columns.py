@@ -53,7 +53,6 @@ class Table(Sequence[Row]):
         self.sort("time_s")
 
     def sort(self, key: str) -> None:
-        """Sort rows by one key. Equal rows stay in order."""
         values = self.column(key)
         self._choose(sorted(range(len(values)), key=values.__getitem__))
 
@@ -122,8 +121,6 @@ class _Column:
 
 
 class Span(NamedTuple):
-    """One named stretch of a role's time, in seconds of the host's clock."""
-
     role: str
     name: str
     start_s: float
@@ -150,7 +147,6 @@ class Spans(Sequence[Span]):
 
 
 def means(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
-    """Return each piece's mean, at its first point."""
     pieces = [[i for i in piece if ys[i] is not None] for piece in _pieces(len(xs), means)]
     said = [piece for piece in pieces if piece]
     return [xs[piece[0]] for piece in said], [
@@ -159,7 +155,6 @@ def means(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
 
 
 def extremes(xs: Sequence[Any], ys: Sequence[Any]) -> Line:
-    """Return each piece's lowest and highest point, in their order."""
     chosen: list[int] = []
     for piece in _pieces(len(xs), extremes):
         if said := [index for index in piece if ys[index] is not None]:

@@ -1,6 +1,5 @@
 """Read the data of a report once from a run directory.
 
-- A missing file is an empty list.
 - For a step of several attempts the newest row counts. Spans are of the newest attempt.
 - Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
@@ -256,7 +255,6 @@ class Shares:
 
 
 def shares(spans: Iterable[Span]) -> Shares | None:
-    """Return the shares, or None if training took no time."""
     training: dict[str, list[Interval]] = defaultdict(list)
     generating: dict[str, list[Interval]] = defaultdict(list)
     for role, name, start_s, end_s, _ in spans:

@@ -89,7 +89,6 @@ def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
 
 
 def about(doc: str, figure: go.Figure) -> str:
-    """Return the caption: the function's docstring, and notes on thinned or cut data."""
     notes = [
         sentence.format(f"{number:,}") for sentence, number in (figure.layout.meta or {}).items()
     ]

@@ -108,7 +108,6 @@ class BenchRequest:
 
 
 def make_request(manifest: Manifest, options: Options) -> BenchRequest:
-    """Fit the manifest to the options. Raise OrreryError if they do not fit."""
     model = _fit_layers(manifest.model, options)
     base = _stage_trainer(manifest, options)
     trainer = _merge_options(manifest, base, model, options)
@@ -246,7 +245,6 @@ def _differences(fields: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
 
 
 def micro_batches(request: BenchRequest, step: int, data_rank: int) -> list[Columns]:
-    """Return the micro-batches of one data rank, drawn from a seed."""
     rng = np.random.default_rng([request.seed, step, data_rank])
     return [
         _columns(request, _document_lengths(request, rng), rng)

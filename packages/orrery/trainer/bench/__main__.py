@@ -1,7 +1,7 @@
 """Measure a manifest's trainer: `python -m orrery.trainer.bench MANIFEST [options]`.
 
 MANIFEST is a file, or a name in the checkout's `manifests/`. Missing options come from the run's
-row in `ROWS`, then from defaults. The first line of output lists them all.
+row in `ROWS`, then from defaults.
 """
 
 import argparse
@@ -185,7 +185,6 @@ def check_devices(request: BenchRequest) -> None:
 
 
 def float32_bytes(request: BenchRequest) -> int:
-    """Return the bytes of weights, gradients and optimizer state, summed over ranks."""
     from orrery.manifest.budget.trainer_memory import num_states
     from orrery.models.counts import count_parameters
 

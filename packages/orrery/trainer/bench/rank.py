@@ -103,7 +103,6 @@ def main() -> None:
 
 
 def measure(request: BenchRequest, rank: int, folder: Path) -> dict[str, Any]:
-    """Return this rank's numbers, or its `out_of_memory` message."""
     device = device_for(request.accelerator, rank)
     torch.manual_seed(request.seed + rank)
     store, size = None, request.num_devices
@@ -161,10 +160,7 @@ def make_learner(request: BenchRequest, world: World) -> Learner:
 def timed_steps(
     learner: Learner, request: BenchRequest, first: int, count: int
 ) -> list[dict[str, Any]]:
-    """Return times, document lengths and metrics of steps that run back to back.
-
-    A step's time ends when the host continues. The device may still compute then.
-    """
+    """A step's time ends when the host continues. The device may still compute then."""
     world = learner.world
     batches = [micro_batches(request, first + number, world.data_rank) for number in range(count)]
     totals = [count_totals(each, world) for each in batches]
@@ -278,7 +274,7 @@ class Phases:
     """The seconds of one step, divided in three ways.
 
     `by_kind` counts only exposed communication and adds up to `step_s`. `by_pass` counts
-    overlapping kernels twice. `longest` lists kernels as (name, kind, seconds, count).
+    overlapping kernels twice.
     """
 
     step_s: float
@@ -437,7 +433,6 @@ def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event,
 
 
 def _host_spans(host: list[Event]) -> Iterator[TraceSpan]:
-    """Yield spans of innermost operators."""
     for ranges in _by_thread(host).values():
         edges = [(event["ts"] + event["dur"], 0, -i, event) for i, event in enumerate(ranges)]
         edges += [(event["ts"], 1, i, event) for i, event in enumerate(ranges)]

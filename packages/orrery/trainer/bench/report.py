@@ -49,7 +49,6 @@ GIB = 2**30
 
 
 def _device(name: str) -> Device | None:
-    """Return the device that torch calls `name`, or None if it is unknown."""
     accelerator = accelerator_of(name)
     return None if accelerator is None else DEVICES[accelerator]
 
@@ -134,7 +133,7 @@ def _work(
 ) -> dict[str, float | None]:
     """Return the operations, rates and MFU of these steps, by the names in `WORK`.
 
-    `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
+    `every`: document lengths by step.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

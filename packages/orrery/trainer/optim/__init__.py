@@ -24,9 +24,6 @@ __all__ = [
 def make_optimizer(
     policy: nn.Module, spec: schema.Optimizer, offload: bool = False
 ) -> BucketedOptimizer:
-    """Return the manifest's optimizer of the trainable weights. `offload` keeps its state on the
-    host.
-    """
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     if isinstance(spec, schema.Muon):
         return BucketedOptimizer(muon.groups(spec, weights), offload)

@@ -94,7 +94,6 @@ RULES: dict[str, Callable[[Any], UpdateRule]] = {
 
 
 def groups(spec: AdamW | Sgd | SignSgd, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return two groups: matrices with decay, and biases and vectors without."""
     rule = RULES[spec.kind](spec)
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

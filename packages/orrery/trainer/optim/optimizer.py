@@ -172,7 +172,6 @@ class BucketedOptimizer:
         return self._state
 
     def set_rate(self, factor: float) -> None:
-        """Set the learning rates, as a fraction of their peaks."""
         self._rate = factor
 
     def prefetch(self) -> None:

@@ -77,8 +77,6 @@ class TransferOrder(msgspec.Struct):
 
 
 class TransferResult(msgspec.Struct):
-    """One trainer rank's result of an order, with the seconds by part."""
-
     error: str = ""
     parts: dict[str, float] = {}
 
@@ -88,7 +86,6 @@ class PartTimer:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, begin: float) -> float:
-        """Add the time since `begin`. Return the current time."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - begin
         return now
@@ -264,7 +261,7 @@ def this_host() -> str:
 
 
 class Coordinator:
-    """Start transfers one by one, in a thread of trainer rank 0. A new one ends the last."""
+    """Run transfers in a thread of trainer rank 0. A new one ends the last."""
 
     def __init__(self, store: StoreConnection, leases: LeaseTable) -> None:
         self._store, self._leases = store, leases
@@ -274,7 +271,7 @@ class Coordinator:
         self._member: dict[tuple[str, int], str] = {}
 
     def next(self) -> TransferOrder:
-        """Wait for all ranks of a transfer. Publish and return the order."""
+        """Wait for all ranks of a transfer."""
         arrived: dict[tuple[str, int], Arrival] = {}
         transfer: Transfer | None = None
         while True:
@@ -309,7 +306,6 @@ class Coordinator:
                 return self._answer(self._order(transfer, ordered))
 
     def gather(self, order: TransferOrder, own: TransferResult, num_ranks: int) -> TransferResult:
-        """Return the first error and the longest seconds over all ranks."""
         every = [own]
         for rank in range(1, num_ranks):
             key = f"done/{order.transfer}/{rank}"

@@ -36,7 +36,7 @@ SHARD_BYTES = 1 << 30
 
 
 def weight_dir(run_dir: Path, attempt: int, num_nodes: int = 1) -> Path:
-    """Return the folder of this attempt's versions. The launcher removes it after the stage."""
+    """Return the folder of this attempt's versions. The launcher removes it."""
     if num_nodes > 1:
         return weights_path(run_dir, WIRE) / f"attempt{attempt}"
     return SHARED_MEMORY / f"{memory_prefix(Path(run_dir))}attempt{attempt}"
@@ -138,7 +138,7 @@ class WeightPublisher:
     def _write_shards(
         self, aside: Path, named_tensors: "Iterable[tuple[str, torch.Tensor]]"
     ) -> dict[str, int]:
-        """Write the shards. Return fingerprints. Tied tensors are written twice."""
+        """Write the shards. Tied tensors are written twice."""
         import torch
         from safetensors.torch import save_file
 
@@ -184,7 +184,6 @@ def _link_shards(aside: Path, folder: Path) -> dict[str, int]:
 
 
 def _tensor_bits(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, elements as integers) of a safetensors file."""
     header, data = split_header(np.memmap(path, np.uint8, "r"))
     for name, entry in header.items():
         if name != "__metadata__":
@@ -203,7 +202,7 @@ class WeightWatch:
         self._found: tuple[tuple[int, int], Published] | None = None
 
     def latest(self) -> Published | None:
-        """Return the newest version, or None before the first. Decodes a marker once."""
+        """Return the newest version, or None. Decodes a marker once."""
         for version in sorted(_versions(self.folder), reverse=True):
             file = nfs.identity(self.folder / f"version_{version}.json")
             if file is None:
@@ -258,6 +257,5 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _version(path: Path) -> int:
-    """Return the version number in a folder's or marker's name, or −1."""
     name = path.stem.removeprefix("version_")
     return int(name) if name.isdigit() else -1

@@ -110,7 +110,6 @@ class SliceDecoder:
         self._wide = torch.empty(0, dtype=torch.uint8, device=device)
 
     def divide(self, slices: Iterable[Slice]) -> tuple[list[Slice], list[Slice], list[Slice]]:
-        """Return the slices of scales, of values, and all others."""
         scales: list[Slice] = []
         values: list[Slice] = []
         others: list[Slice] = []

@@ -83,7 +83,7 @@ class LeaseReport(msgspec.Struct, frozen=True, tag="leased"):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The transfer of one version to these engines. Every transfer has a higher number."""
+    """One version's transfer to engines. Every transfer has a higher number."""
 
     number: int
     version: int
@@ -113,7 +113,7 @@ class LeaseTable:
             self._open, self._is_accepting = version, True
 
     def apply(self, request: LeaseRequest) -> LeaseReport:
-        """Apply a request, unless late or repeated. Return the newest report."""
+        """Apply a request, unless late or repeated."""
         with self.changed:
             is_same = request.session == self._request.session
             if is_same and request.number <= self._request.number:
@@ -179,8 +179,6 @@ class LeaseTable:
 
 
 class LeaseListener:
-    """Rank 0's thread that applies the orchestrator's requests."""
-
     def __init__(
         self, url: str, apply: Callable[[LeaseRequest], LeaseReport], report: LeaseReport
     ) -> None:
@@ -224,7 +222,7 @@ class LeaseListener:
 
 
 class LeaseClient:
-    """The orchestrator's end, in one event loop. It has one lease at a time."""
+    """The orchestrator's end, in one event loop."""
 
     def __init__(self, send: Callable[[LeaseRequest], object]) -> None:
         """`send` passes a request to the trainer, and may lose it."""

@@ -176,8 +176,6 @@ class MessageReady(msgspec.Struct):
 
 
 class Reader(Protocol):
-    """A target's access to one source's buckets."""
-
     def read(self, side: int, offset: int, into: Tensor, free: torch.cuda.Event | None) -> None:
         """Fill `into` (u8) from byte `offset` of bucket `side`, after event `free`."""
 
@@ -227,8 +225,6 @@ class PullSender:
 
 
 class PullReceiver:
-    """A target's end, for the sources in `readers`."""
-
     def __init__(
         self, store: StoreConnection, generation: int, target: int, readers: dict[int, Reader]
     ) -> None:
@@ -482,7 +478,6 @@ class SenderLink:
         self.close = opened.close
 
     def send(self, side: int, number: int, target: int, offset: int, num_bytes: int) -> Wait:
-        """Send these bytes of bucket `side` as the message of round `number`."""
         if target in self._pulling:
             return self._pull.send(side, target, offset, num_bytes)
         assert self._group is not None

@@ -33,8 +33,6 @@ PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor of the checkpoint, in the sent dtype."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -48,8 +46,6 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct):
-    """A trainer rank's boxes, by tensor."""
-
     place: Location
     boxes: dict[str, Box]
 
@@ -62,8 +58,6 @@ class Member(msgspec.Struct):
 
 
 class Move(NamedTuple):
-    """`box` of tensor `name` goes from `source` to `target`."""
-
     source: int
     target: int
     name: str
@@ -80,8 +74,6 @@ class Slice(NamedTuple):
 
 @dataclass
 class SliceMessage:
-    """A message of one round, with its offsets in the source's and the target's bucket."""
-
     source_offset: int
     target_offset: int
     slices: list[Slice] = field(default_factory=list)
@@ -115,16 +107,13 @@ class TransferPlan:
 
     @property
     def ranks(self) -> list[str]:
-        """Return names for error messages: sources, then targets."""
         sources = [f"trainer {rank}" for rank in range(len(self.holdings))]
         return [*sources, *(f"{each.engine} (rank {each.rank})" for each in self.members)]
 
     def of_source(self, source: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """Return (round, target → message) of the source's rounds."""
         return self._of_rank(source, own=0)
 
     def of_target(self, target: int) -> list[tuple[int, dict[int, SliceMessage]]]:
-        """Return (round, source → message) of the target's rounds."""
         return self._of_rank(target, own=1)
 
     def _of_rank(self, rank: int, own: int) -> list[tuple[int, dict[int, SliceMessage]]]:
@@ -155,7 +144,6 @@ def starts_of(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the boxes' intersection, or None if empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -282,7 +270,6 @@ class HeldTensor:
     local: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """Return a view of the data of `box` inside `self.box`."""
         sides = zip(box, self.box, strict=True)
         return self.local[tuple(slice(a - first, b - first) for (a, b), (first, _) in sides)]
 

@@ -377,8 +377,6 @@ class _SendLoop:
 
 @dataclass
 class Round:
-    """Slices that arrive together, at fixed offsets of a bucket."""
-
     number: int
     messages: dict[int, SliceMessage]
     slices: list[Slice]
@@ -388,7 +386,7 @@ class Round:
 
 @dataclass
 class Pieces:
-    """The distinct boxes of one engine's ranks. They tile every tensor."""
+    """The distinct boxes of one engine's ranks."""
 
     tensor_of: np.ndarray  # i64 [pieces]
     of_rank: dict[int, np.ndarray]  # rank → its pieces, in the order of its fingerprints
@@ -419,7 +417,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """Connect to the wire in `folder`, unless connected. `needs` returns this rank's boxes."""
+        """`needs` returns this rank's boxes."""
         address = find_wire(folder)
         if address == self._address:
             return
