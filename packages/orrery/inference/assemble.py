@@ -129,7 +129,7 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
+    """Return the token counts for which vLLM captures a CUDA graph.
 
     With hundreds of requests most steps also prefill and exceed vLLM's limit of 512 tokens, so
     counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all pad to the fullest.

@@ -81,7 +81,7 @@ class Front:
             transport.abort()
 
     async def listen(self, host: str, port: int) -> str:
-        """Serve at `host` and return the address. `port` 0 takes a free port."""
+        """Serve at `host` and return the address."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Caller(self), host, port, backlog=BACKLOG)
         self._servers.append(server)

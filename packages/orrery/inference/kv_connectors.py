@@ -34,7 +34,7 @@ LEASE_MARGIN_S = 300.0  # added to a client's timeout, scaled
 OPEN_MOONCAKE = "ORRERY_MOONCAKE_ON_ALL_INTERFACES"
 HASH_SEED = "0"  # gives all engines equal block hashes, also after restarts
 STORE_DEADLINE_S = 120.0
-DISK_TIER = "orrery_disk"  # `kv_tiers.BoundedFiles`
+DISK_TIER = "orrery_disk"
 
 
 def lease_s(manifest: Manifest) -> int:

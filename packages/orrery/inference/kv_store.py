@@ -1,6 +1,5 @@
 """Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`.
 
-- It publishes a rendezvous endpoint with `rpc` (host:port) once it accepts connections.
 - The master and this process end together.
 """
 

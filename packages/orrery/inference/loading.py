@@ -301,7 +301,7 @@ def _follows(last: Run, run: Run) -> bool:
 def _evenly(found: list[Run]) -> list[Run]:
     """Merge copies of equal shape at equal distances, such as a layer's experts."""
     series: list[list[Run]] = []
-    latest: dict[tuple[Any, ...], list[Run]] = {}  # by the fields that merged copies share
+    latest: dict[tuple[Any, ...], list[Run]] = {}
     for run in found:
         alike = (run.layer, run.parameter, run.shape, run.bucket_strides, run.strides, run.dtype)
         before = latest.get(alike)

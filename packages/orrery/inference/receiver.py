@@ -102,7 +102,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     held: dict[str, tuple[int, str]]
-    failure: str | None = None  # error of the current or last update
+    failure: str | None = None
 
     def start_weight_update(self) -> None:
         self.held, self.failure = {}, None
@@ -342,7 +342,7 @@ class AdapterReceiver(Backend):
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
       would read old files again at each step of an old request.
     - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
-    - Every projection must get its factors. An error names the damaged or missing tensor.
+    - An error names the damaged or missing tensor.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -387,7 +387,6 @@ class AdapterReceiver(Backend):
         self.held = {}
 
     def _adapted(self) -> Iterator[tuple[Any, list[str]]]:
-        """Yield modules with their projections. A fused module has several."""
         manager = self.model.lora_manager
         for name, module in manager.modules.items():
             yield module, manager.packed_modules.get(name) or [name]

@@ -47,7 +47,7 @@ START_DEADLINE_S = 300.0
 
 POINTER = "root cause"  # vLLM's "See root cause above." names no cause
 HANDLED = "During handling of the above exception, another exception occurred:"
-END_BYTES = 1 << 18  # searched end of the log
+END_BYTES = 1 << 18
 PREFIX = re.compile(r"((?:\([^()]* pid=\d+\) )+)(ERROR \S+ \S+ \[\S+\] )?")
 EXCEPTION = re.compile(r"([\w.]+)(?:: \S.*)?")
 CONSEQUENCE = re.compile(  # results of another process's end
@@ -105,8 +105,8 @@ class Left:
     """Files and shared memory that a killed engine leaves."""
 
     scratch: Path
-    start: str  # prefix of folders in `scratch`
-    shared: str  # part of names in shared memory
+    start: str
+    shared: str
     disk: Path | None  # cache blocks, removed only by an orderly end
     pid: int  # the server's. Its forks inherit its handlers, but must remove nothing
 
@@ -282,7 +282,7 @@ def root_cause(error: Exception, log: Path, begin: int) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return str(error)
-    said: list[tuple[int, bool, str]] = []  # (rank, not logged as ERROR, exception)
+    said: list[tuple[int, bool, str]] = []
     in_stack: dict[str, bool] = {}
     for line in lines:
         prefix = PREFIX.match(line)

@@ -30,7 +30,7 @@ class RequireToken:
         self.app = app
         try:
             token = run_token()
-        except RunFailed:  # the role reports it later, at `publish`
+        except RunFailed:
             token = secrets.token_hex()
         self.name = (ENGINE_HEADER.lower().encode(), os.environ.get(INDEX, "").encode())
         keys = {each: f"Bearer {credential(token, each)}".encode() for each in Purpose}

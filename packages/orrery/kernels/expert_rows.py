@@ -200,7 +200,6 @@ def _aten_swiglu_rows_backward(
 
 
 def _triton(rows: Tensor) -> Any:
-    """Return the module of Triton kernels, or None on a CPU outside Triton's interpreter."""
     if not rows.is_cuda and not (HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"):
         return None
     from orrery.kernels import expert_rows_triton

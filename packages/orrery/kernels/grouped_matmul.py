@@ -172,7 +172,6 @@ def adapted_grouped_matmul(
 
 
 def _low_rank(x: Tensor, rank: int) -> Any:
-    """Return the module of Triton kernels, or None if plain products compute this case."""
     if not (HAS_TRITON and x.is_cuda and x.dtype == torch.bfloat16):
         return None
     from orrery.kernels import grouped_matmul_triton

@@ -98,7 +98,7 @@ def _stand(made: Path, run: Run, other: Run) -> str:
     checkpoint = None if step is None else {"stage": next_stage, "step": step}
     row = {"run": other.path.name, "done": done, "checkpoint": checkpoint}
     write_atomic(made / ADOPTED, (json.dumps(row) + "\n").encode())
-    if (last := statuses.read(other.path)) is not None:  # keep the other run's times
+    if (last := statuses.read(other.path)) is not None:
         command = resume_command(run, next_stage)
         message = f"adopted from {other.path.name}: {where}; type `{command}` to go on"
         replace(

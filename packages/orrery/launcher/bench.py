@@ -56,7 +56,7 @@ def _figures(record: dict, name: Path) -> list[Figure]:
     rows = record.get("rows") or []
     measured = [(row.get("unit", record["unit"]), row["value"]) for row in rows]
     if not rows or ("value" in record and (record["unit"], record["value"]) not in measured):
-        rows = [{}, *rows]  # add the main value, which no row repeats
+        rows = [{}, *rows]
     found = []
     for row in rows:
         if row.get("unit", record["unit"]) != record["unit"]:

@@ -178,7 +178,6 @@ def enter_image(gpus: bool) -> list[str]:
 
 
 def with_modules(site: Containers | None, argv: list[str]) -> list[str]:
-    """Return a login shell's command that loads the site's modules and then runs `argv`."""
     if site is None or not site.modules:
         return argv
     return ["bash", "-lc", f'module load {shlex.join(site.modules)} && exec "$@"', "bash", *argv]

@@ -143,7 +143,6 @@ def _job_line(job: queue.SlurmJob) -> str:
 
 
 def log_paths(path: Path, role: str | None) -> list[Path]:
-    """Return the log files of a role (`trainer`), of a process (`trainer.0`), or of all (None)."""
     every = sorted(logs_dir(path).glob("*.log"))
     chosen = [log for log in every if role in (None, log.stem, log.stem.split(".")[0])]
     if not chosen:

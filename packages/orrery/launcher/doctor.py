@@ -172,7 +172,6 @@ def _patches_in(workspace: Workspace, images: Mapping[str, Path | str]) -> Findi
 
 
 def judge_patches(listed: Answer) -> Finding:
-    """Return a finding from the registry's output, a line of JSON for each patch."""
     try:
         patches = [json.loads(line) for line in listed.out.splitlines()]
         lines = [f"{one['name']} (vLLM {one['versions']}, {one['target']})" for one in patches]

@@ -198,7 +198,6 @@ def judge_no_probe(answer: Answer) -> Finding:
 
 
 def parse_probes(text: str) -> list[Probe]:
-    """Join the tasks' lines `rank/place/count text`. Return the complete probes by rank."""
     pieces: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for line in text.splitlines():

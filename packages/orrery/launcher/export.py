@@ -19,7 +19,7 @@ from orrery.manifest.identity import Workspace
 
 # Torch leaves caches in /tmp, so the container's /tmp is a folder that the job removes.
 IN_A_FOLDER = 'mkdir -p "$1" && trap \'rm -rf "$1"\' EXIT && "${@:2}"'
-CPUS, MEMORY_MB = 2, 16_000  # fits one file of at most 5 GB and its converted tensors
+CPUS, MEMORY_MB = 2, 16_000
 
 
 def run(

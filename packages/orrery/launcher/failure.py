@@ -25,10 +25,7 @@ SLURM_SAYS_S = 2.0  # for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:
-    """Return the processes in `names` that `error` mentions.
-
-    `engine 0` means `inference.0`, and `router` means `router.0`.
-    """
+    """Return the named processes. `engine 0` is `inference.0`, `router` is `router.0`."""
     words = set(re.findall(r"\b[a-z_]+\.\d+\b", error or ""))
     words |= {f"inference.{index}" for index in re.findall(r"\bengine (\d+)\b", error or "")}
     words |= {"router.0"} if re.search(r"\brouter\b", error or "") else set()
@@ -162,10 +159,7 @@ def _first_failed(stage: RunningStage) -> Process | SlurmTask:
 
 
 def _ended_by_slurm(stage: RunningStage, first: Process | SlurmTask) -> Outcome | None:
-    """Return the outcome if Slurm is ending the job, else None.
-
-    A role may get Slurm's signal before the launcher.
-    """
+    """Return the outcome if Slurm ends the job. A role may get its signal first."""
     ended_by_signal = first.poll() in (*TERMINATED, -signal.SIGKILL)
     if stage.job.allocation is None or not ended_by_signal:
         return None

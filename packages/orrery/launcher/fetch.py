@@ -193,7 +193,6 @@ def _header(card: Path | None) -> dict[str, Any]:
 
 
 def _configs(source: HubRepository, header: dict[str, Any]) -> dict[str, Splits]:
-    """Return the files of each config by split, from the card or else from the files' paths."""
     from huggingface_hub.utils import filter_repo_objects
 
     data = [

@@ -183,7 +183,7 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-# Failures of the network and the hub --------------------------------------------------------------
+# Failures of the network and the hub
 
 
 def _patient(call: Callable[[], T]) -> T:
@@ -249,7 +249,7 @@ def _unreachable(repository: str, error: BaseException) -> OrreryError:
     )
 
 
-# Finished folders ---------------------------------------------------------------------------------
+# Finished folders
 
 
 @contextmanager

@@ -277,7 +277,6 @@ def _near(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def checked_in(workspace: Workspace | None = None) -> Pipeline:
-    """Return the runs whose manifest equals the rendered spec, and errors for the others."""
     workspace = workspace or find_workspace()
     targets: dict[str, list[str]] = {}
     groups: dict[str, list[str]] = {}

@@ -28,7 +28,6 @@ STOP_S = 30.0
 
 @contextmanager
 def catch_signals() -> Iterator[Interrupts]:
-    """Catch the signals that end or preempt the stage, unless they are ignored (`nohup`)."""
     interrupts = Interrupts()
     from_terminal = [
         number

@@ -33,8 +33,6 @@ FOLDER = re.compile(r"(?P<name>[a-z0-9][a-z0-9_]*)-(?P<id12>[0-9a-f]{12})")
 
 @dataclass(frozen=True)
 class Run:
-    """A manifest and the path of its run's folder, which may not exist yet."""
-
     manifest: Manifest
     path: Path
 
@@ -95,7 +93,6 @@ def planned(word: str, workspace: Workspace) -> Run:
 
 
 def members(word: str, workspace: Workspace | None = None) -> list[Run]:
-    """Return all runs of the spec file `word` (`reverse_text_seeds`), or the run `word`."""
     workspace = workspace or find_workspace()
     spec = workspace.root / "jsonnet" / "runs" / f"{word}.jsonnet"
     if spec not in workspace.run_files or workspace.manifest_path(word).exists():

@@ -104,8 +104,6 @@ class Containers(Record):
 
 
 class Network(Record):
-    """The network interface of stages with several nodes. Others use loopback."""
-
     interface: Word
 
 

@@ -85,5 +85,4 @@ DEVICES = {
 
 
 def accelerator_of(name: str) -> str | None:
-    """Return the key in DEVICES of the driver's `name`, or None if it is unknown."""
     return next((key for key, device in DEVICES.items() if name in device.names), None)

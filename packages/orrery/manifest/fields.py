@@ -13,7 +13,6 @@ _ELEMENT = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 def parse(text: str) -> Path:
-    """Return `a.b[0].c` or `a.b.0.c` as ("a", "b", 0, "c")."""
     parts = [int(i or n) if (i or n).isdigit() else n for n, i in _ELEMENT.findall(text)]
     return tuple(parts)
 

@@ -54,7 +54,6 @@ class Workspace:
 
     @property
     def library(self) -> tuple[Path, ...]:
-        """Return the import folders in order, as in `jsonnet -J jsonnet -J .` at the root."""
         return (self.root / "jsonnet", self.root)
 
     @property

@@ -55,7 +55,6 @@ class Machine:
         }
 
     def cache_bytes(self, is_shared: bool) -> int:
-        """Return the bytes of an engine's KV cache, a multiple of 1 GiB."""
         return int(DEVICES[self.accelerator].memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
 
 

@@ -157,7 +157,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))
 
 
-# Support: unsupported manifests can be rendered and planned, but no stage of them starts ----------
+# Support: unsupported manifests can be rendered and planned, but no stage of them starts
 
 
 def check_supported(manifest: Manifest) -> None:

@@ -123,8 +123,6 @@ def import_of(workspace: Workspace, path: Path) -> str:
 
 
 def run_files(workspace: Workspace) -> dict[str, Path]:
-    """Return the file of every run by name, without evaluating the runs."""
-
     def of_file(path: Path) -> dict[str, Path]:
         return dict.fromkeys(_names(workspace, path), path)
 
@@ -231,7 +229,6 @@ def write(
     runs: Iterable[Rendered],
     wrote: Callable[[Path, bool], None] | None = None,
 ) -> list[Path]:
-    """Write the manifests. Call `wrote(path, changed)` for each."""
     paths = []
     for run in list(runs):
         path, text = workspace.manifest_path(run.manifest.name), pretty_json(run.manifest)

@@ -230,7 +230,7 @@ def _text(value: str) -> str:
 
 
 def examine(folder: Path, path: str, revision: str, tokenizer: str, title: str) -> dict[str, Any]:
-    """Return a folder's axis and a description of its model. The folder may lack weights."""
+    """Return a folder's axis and a description of its model."""
     has_weights = any(folder.glob("*.safetensors"))
     digest = sha256_of(weight_files(folder)) if has_weights else NO_DIGEST
     init = {"kind": "pretrained", "path": path, "revision": revision, "sha256": digest}

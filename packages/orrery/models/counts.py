@@ -11,10 +11,7 @@ from orrery.models.families import build, expert_modules, fsdp_units
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Count the parameters of the manifest's network without allocating them.
-
-    Raise OrreryError if it cannot be built, for example without the package transformers.
-    """
+    """Raise OrreryError if it cannot be built, for example without the package transformers."""
     if model.family != "hugging_face":
         return parameters.count_parameters(model, adapters)
     return count_built(model, adapters)

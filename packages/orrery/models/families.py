@@ -308,7 +308,6 @@ def hf_config(model: Model) -> dict[str, Any]:
 
 
 def hf_names(module: CausalLm, name: str) -> tuple[str, ...]:
-    """Return HF's names of our parameter, as patterns over `{layer}` and `{expert}`."""
     names = _NAMES.get(name, f"model.{name}") if module.names is None else module.names[name]
     return (names,) if isinstance(names, str) else names
 
@@ -319,7 +318,6 @@ def ignored_hf_names(model: Model) -> tuple[str, ...]:
 
 
 def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
-    """Return the modules of each `fully_shard` call in order, without the root's call."""
     config, units = module.config, []
     for names in TIED_FSDP_UNITS if config.tie_embeddings else FAMILIES[config.family].fsdp_units:
         if names == ("layers.*",):
@@ -330,7 +328,6 @@ def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:
 
 
 def expert_modules(module: CausalLm) -> list[nn.Module]:
-    """Return the modules whose parameters have the expert as dimension 0."""
     patterns = FAMILIES[module.config.family].expert_modules
     named = module.named_modules()
     return [one for name, one in named if any(fnmatchcase(name, p) for p in patterns)]

@@ -138,10 +138,7 @@ def _refuse(directory: Path, problem: str, names: list[str]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the folder's safetensors files.
-
-    Raise OrreryError if the folder is unfinished or has no safetensors.
-    """
+    """Raise OrreryError if the folder is unfinished or has no safetensors."""
     if not (directory / CONFIG_FILE).exists():
         raise OrreryError(
             f"{directory}: no {CONFIG_FILE}, so not a finished Hugging Face directory. "
@@ -164,7 +161,6 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
-    """Raise OrreryError unless the digest of all weights is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "
@@ -206,7 +202,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def finish(directory: Path, files: dict[str, list[HfTensor]], config: dict[str, Any]) -> None:
-    """Write the index and `config.json`. Call it last."""
+    """Write the index and `config.json`."""
     if len(files) > 1:
         total = sum(hf.num_bytes for group in files.values() for hf in group)
         weight_map = {hf.name: file for file, group in files.items() for hf in group}

@@ -32,7 +32,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
 
 
 def call_transformers(make: Callable[..., Any], *args: Any, **content: Any) -> Any:
-    """Return `make(…)`. Raise OrreryError with the message of any exception."""
+    """Raise OrreryError with the message of any exception."""
     try:
         return make(*args, **content)
     except Exception as error:

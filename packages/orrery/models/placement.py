@@ -12,7 +12,6 @@ Box = tuple[tuple[int, int], ...]
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's shard, or an unsharded tensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -21,7 +20,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the whole tensor. If it is sharded, a collective gathers it on the mesh's device."""
+    """Return the whole tensor, gathered by a collective if it is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     mesh, local = parameter.device_mesh, parameter.to_local()
@@ -38,10 +37,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Return this rank's box, or the whole shape if unsharded.
-
-    Raise NotImplementedError if the placements do not explain the local shape.
-    """
+    """Raise NotImplementedError if the placements do not explain the local shape."""
     if not isinstance(parameter, DTensor):
         return tuple((0, size) for size in parameter.shape)
     mesh = parameter.device_mesh
@@ -77,7 +73,6 @@ def box_of(shape: Sequence[int], axes: Sequence[tuple[bool, int, int, int]]) -> 
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

@@ -60,7 +60,6 @@ def initialize(module: CausalLm, model: Model) -> None:
 
 
 def _draw(module: CausalLm, hf: HfTensor, init: RandomInit) -> Tensor:
-    """Return the whole tensor in float32 on the CPU."""
     source = hf.name if hf.expert is None else unwrapped_name(hf.parameter_name)
     drawn = module.initial_tensor(hf.parameter_name, _seed(init, source), init.std)
     if drawn is not None:
@@ -168,7 +167,6 @@ def _fill(
 
 
 def open_checkpoint(module: CausalLm, directory: Path) -> Any:
-    """Check a folder's tensors against a module, and yield its files as `open_tensors` does."""
     config = module.config
     ignored = ignored_hf_names(config)
     return hf_folder.open_tensors(directory, hf_tensors(module), ignored, config.tie_embeddings)
@@ -225,7 +223,6 @@ def unwrapped_name(parameter_name: str) -> str:
 
 
 def hf_tensors(module: CausalLm) -> list[HfTensor]:
-    """Return the checkpoint's tensors in writing order. Not a collective."""
     tensors = []
     for name, tensor in _checkpoint_state(module).items():
         key, layer = unwrapped_name(name), ""

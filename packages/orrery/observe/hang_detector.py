@@ -44,7 +44,7 @@ def _living(processes: Mapping[str, Health]) -> dict[str, Health]:
     return {name: health for name, health in processes.items() if health.doing not in ENDED}
 
 
-# Event loops, deadlines and deadlocks -------------------------------------------------------------
+# Event loops, deadlines and deadlocks
 
 
 def find_stall(
@@ -185,7 +185,7 @@ def _clause(health: Health, now_s: float) -> str:
     return f"{health.name} has been at {health.sentence(now_s)}{late}"
 
 
-# Ranks in lock-step -------------------------------------------------------------------------------
+# Ranks in lock-step
 
 
 @dataclass
@@ -304,7 +304,7 @@ def _fewest(held: Mapping[str, Health]) -> list[str]:
     return [name for name, count in begun.items() if count == min(begun.values())]
 
 
-# Times on the reader's clock ----------------------------------------------------------------------
+# Times on the reader's clock
 
 
 @dataclass(frozen=True)

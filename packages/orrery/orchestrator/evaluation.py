@@ -37,7 +37,6 @@ class EvaluationResult:
 
     @property
     def reward_mean(self) -> float:
-        """Return the mean over tasks, weighted by requested rollouts."""
         asked = [row["num_rollouts"] + row["num_failed"] for row in self.rows]
         total = sum(row["reward_mean"] * num for row, num in zip(self.rows, asked, strict=True))
         return float(total / sum(asked))
@@ -87,7 +86,7 @@ class Evaluations:
     def add(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Add a rollout. Return the result after the last. Raises RunFailed on another version."""
+        """Return the result after the last rollout. Raises RunFailed on another version."""
         active, task_index = self._active, request.group.task_index
         assert active is not None, "an evaluation rollout without an evaluation"
         active.num_missing -= 1

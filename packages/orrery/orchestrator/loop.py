@@ -43,8 +43,6 @@ TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
 
 class PreemptionWatch:
-    """Ask whether the stage must stop early, at most once per second."""
-
     def __init__(self, ctx: RoleContext):
         self._ctx, self._next_poll_s = ctx, 0.0
         self.is_requested = False
@@ -230,7 +228,7 @@ class Loop:
                 self.activity.observe(index, load.running + load.waiting, time.time())
             self.changed.notify_all()
 
-    # Ends of rollouts ---------------------------------------------------------------------------
+    # Ends of rollouts
 
     def _ended(self, request: Request, outcome: Rollout | Failed) -> None:
         if isinstance(outcome, Failed):
@@ -258,7 +256,7 @@ class Loop:
         digest = self.scheduler.digests[version]
         record(self.ctx, result, f"evaluation of version {version}", digest=digest)
 
-    # Sending ------------------------------------------------------------------------------------
+    # Sending
 
     async def _send(self, batch: TrainBatch, row: dict) -> None:
         step, scheduler = batch.step, self.scheduler
@@ -368,7 +366,7 @@ class Loop:
         ]
         batching.append_samples(rollouts_dir(run_dir) / "samples.jsonl", lines)
 
-    # Health -------------------------------------------------------------------------------------
+    # Health
 
     @property
     def _is_routed(self) -> bool:

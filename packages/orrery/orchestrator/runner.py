@@ -107,7 +107,7 @@ class RolloutRunner:
     def end_expired(
         self, expired: Sequence[Request], timeouts: TimeoutClassifier, now_s: float
     ) -> None:
-        """Fail expired requests by their reason, then cancel them. Ignore late results."""
+        """Fail and cancel expired requests. Ignore their late results."""
         for request, reason, detail in timeouts.reasons(expired, self.is_generating, now_s):
             is_zero = reason == TIMEOUT and self.manifest.orchestrator.on_timeout == "zero"
             self.on_ended(request, Failed(reason, detail, is_zero))

@@ -120,7 +120,7 @@ class Scheduler:
             self.buffer.spare.extend(snapshot.spare)
             self.buffer.num_sampled = snapshot.num_sampled
 
-    # Actions ------------------------------------------------------------------------------------
+    # Actions
 
     def start(self, now_s: float) -> list[Request]:
         if self.updating or self.clock.version == NO_VERSION:
@@ -195,7 +195,7 @@ class Scheduler:
         is_trained = self.clock.all_batches_taken and self.clock.version >= num_batches
         return is_trained and self.evaluations.last >= num_batches
 
-    # Events -------------------------------------------------------------------------------------
+    # Events
 
     def updated(self, version: int) -> None:
         pinned = self.evaluations.pinned

@@ -48,8 +48,6 @@ class Wait:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank's counts: heartbeats, started and completed collectives, progress `marks`."""
-
     beats: int
     begun: int
     completed: int
@@ -142,7 +140,6 @@ class HealthFile:
         deadline_s: float | None = None,
         still_s: float | None = None,
     ) -> None:
-        """Report an activity. Its limits are `deadline_s`, and `still_s` without progress."""
         with self._lock:
             self._doing, self._since_s, self._was = what, time.time(), None
             self._step = self._step if step is None else step

@@ -80,7 +80,6 @@ class RoleContext:
 
     @cached_property
     def host(self) -> str:
-        """Return the address to listen on. Raise OrreryError if the interface does not exist."""
         return network.address()
 
     @cached_property
@@ -194,7 +193,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
     raise Terminated(TERMINATED)
 
 
-# Signals -----------------------------------------------------------------------------------------
+# Signals
 
 
 def stacks_on_signal(chain: bool = False) -> None:
@@ -223,7 +222,7 @@ def call_on_signal(answer: Callable[[], object]) -> None:
     threading.Thread(target=listen, name="signal listener", daemon=True).start()
 
 
-# Logs --------------------------------------------------------------------------------------------
+# Logs
 
 
 def log_level() -> str | None:

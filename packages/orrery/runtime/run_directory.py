@@ -29,7 +29,7 @@ STAGES, WEIGHTS, WIRE = "stages", "weights", "wire"
 _CHECKPOINT = re.compile(r"step_(?P<step>[0-9]+)\.attempt_(?P<attempt>[0-9]+)")
 
 
-# Paths --------------------------------------------------------------------------------------------
+# Paths
 
 
 def stage_dir(run_dir: Path, stage: str) -> Path:
@@ -116,7 +116,7 @@ def code_dir(run_dir: Path) -> Path:
     return Path(run_dir) / "code"
 
 
-# Layout -------------------------------------------------------------------------------------------
+# Layout
 
 
 def begin(run_dir: Path) -> None:
@@ -160,7 +160,7 @@ def _anew(run_dir: Path) -> str:
     return f"type `mv {run_dir} {aside}` and start the run again to begin anew"
 
 
-# Attempts -----------------------------------------------------------------------------------------
+# Attempts
 
 
 def begin_attempt(run_dir: Path) -> int:
@@ -183,7 +183,7 @@ def last_attempt(run_dir: Path) -> int:
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
 
-# Checkpoints --------------------------------------------------------------------------------------
+# Checkpoints
 
 
 class Checkpoint(NamedTuple):

@@ -50,7 +50,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def disk_prefix(run_dir: Path) -> str:
-    """Return the prefix of the run's cache folders. Raise FileNotFoundError without manifest."""
+    """Raise FileNotFoundError without manifest."""
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
     return f"orrery-kv-{run_dir.name}-{hashlib.sha256(which.encode()).hexdigest()[:12]}-"
@@ -61,7 +61,6 @@ def disk_folder(run_dir: Path, stage: str) -> Path:
 
 
 def start_prefix(run_dir: Path, engine: int | None = None) -> str:
-    """Return the prefix of the folders of an engine's starts, or of all engines' starts."""
     return f"orrery-{place(run_dir)}-{'' if engine is None else f'{engine}-'}"
 
 

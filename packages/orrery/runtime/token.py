@@ -84,7 +84,7 @@ def _from_file(path: str) -> str:
         ) from error
 
 
-# Credentials --------------------------------------------------------------------------------------
+# Credentials
 
 
 def run_token() -> str:

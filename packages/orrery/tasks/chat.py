@@ -32,8 +32,6 @@ Example = tuple[np.ndarray, np.ndarray]  # (token ids i32 [T], trained bool [T])
 
 
 class _Part(NamedTuple):
-    """A text that is tokenized separately, and its trained ranges of characters."""
-
     text: str
     trained: list[tuple[int, int]]
 
@@ -69,7 +67,7 @@ class Renderer:
         self._end = self._end_of_turn()
         self._known = set(self.tokenizer.get_vocab()) if self._is_characters else None
 
-    # Tokens of a chat ---------------------------------------------------------------------------
+    # Tokens of a chat
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         chat = [_hugging_face(message) for message in messages]
@@ -180,7 +178,7 @@ class Renderer:
             )
         return ids
 
-    # Parts of an example ------------------------------------------------------------------------
+    # Parts of an example
 
     def _parts(
         self, messages: Sequence[Message], tools: Sequence[Tool], trained_roles: Sequence[Role]
@@ -278,7 +276,7 @@ class Renderer:
             )
         return len(before), len(whole) - len(after)
 
-    # The folder's format ------------------------------------------------------------------------
+    # The folder's format
 
     def _render(
         self,

@@ -158,7 +158,6 @@ def _limited(use: TaskUse) -> Iterator[None]:
 
 
 def _file_bytes(args: dict[str, Any]) -> int:
-    """Return the total bytes of the data files that args name, at every depth."""
     found = 0
     for value in args.values():
         if isinstance(value, dict):

@@ -82,7 +82,7 @@ def _chosen(path: Path, split: str | None, splits: Iterable[str]) -> str:
     raise OrreryError(f"split: {path} {what}. Choose from {', '.join(sorted(splits))}")
 
 
-# Folders of `save_to_disk` ------------------------------------------------------------------------
+# Folders of `save_to_disk`
 
 
 def saved_split(path: Path, split: str | None) -> Path:
@@ -113,7 +113,7 @@ def _json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-# Forms of files -----------------------------------------------------------------------------------
+# Forms of files
 
 
 def _opened(path: Path) -> Any:
@@ -124,8 +124,6 @@ def _opened(path: Path) -> Any:
 
 
 class JsonLines:
-    """A memory-mapped file with one object per line. Blank lines are skipped."""
-
     def __init__(self, path: Path):
         self._path, self._begins, self._numbers, at = path, array("q"), array("q"), 0
         digest = hashlib.sha256()

@@ -32,12 +32,12 @@ KINDS = {  # kind -> module:function that returns the scorer of a request
     "reasoning_gym": "orrery.tasks.reasoning_gym:scorer_of",
     "verdict": "orrery.tasks.verdicts:scorer_of",
 }
-LIMIT_S = 5.0  # per answer, scaled
+LIMIT_S = 5.0
 MEMORY_BYTES = 4 * 2**30
 MAX_BYTES = 256  # longest text of a score or a note
 NOTE = b"note "
 KEPT_SCORERS = 64  # cached scorers, as answers to one problem arrive together
-MAX_SENTENCE = 500  # characters of an error
+MAX_SENTENCE = 500
 
 
 def main() -> None:

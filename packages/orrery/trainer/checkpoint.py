@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# State of a learner -------------------------------------------------------------------------------
+# State of a learner
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _is_first_copy(weight: torch.Tensor, world: World) -> bool:
     return not any(index for index, placement in placed if placement.is_replicate())
 
 
-# Reading ------------------------------------------------------------------------------------------
+# Reading
 
 
 def load(learner: Learner, folder: Path) -> None:

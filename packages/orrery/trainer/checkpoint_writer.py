@@ -65,9 +65,7 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Write one rank's part of checkpoints in the background.
-
-    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
+    """Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
     last checkpoint, except after an exception.
     """
@@ -328,7 +326,7 @@ def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content) + "\n").encode()
 
 
-# Checkpoints of a stage ---------------------------------------------------------------------------
+# Checkpoints of a stage
 
 
 class StageCheckpoints:

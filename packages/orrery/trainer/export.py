@@ -67,7 +67,6 @@ def _copy_tokenizer(start: Path, folder: Path) -> None:
 def export_checkpoint(
     run_dir: Path, stage: str = "rl", step: int | None = None, to: Path | None = None
 ) -> Path:
-    """Write the policy after `step` (default: newest) as folder `to`, and return `to`."""
     if not (run_dir / MANIFEST).exists():
         raise OrreryError(
             f"{run_dir}: has no manifest.json, so it is no run; "

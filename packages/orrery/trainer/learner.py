@@ -44,7 +44,7 @@ class StepResult:
 
 
 class Learner:
-    """The policy and its optimizer. `step` is also the version of the weights."""
+    """`step` is also the version of the weights."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ def _metrics(sums: dict[str, float], peak: float) -> dict[str, float | int | Non
     }
 
 
-# Learning-rate schedules --------------------------------------------------------------------------
+# Learning-rate schedules
 
 
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int) -> float:

@@ -24,8 +24,6 @@ MEASURES = {
 
 
 class MismatchGuard:
-    """Sum one step's log-prob differences on this rank."""
-
     def __init__(self, manifest: Manifest, world: World, log: logging.Logger):
         self.bounds, self.world, self.log = manifest.trainer.mismatch, world, log
         num_engines = manifest.inference.num_replicas + 1

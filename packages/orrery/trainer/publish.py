@@ -47,7 +47,6 @@ class Publisher:
         self.digests: dict[int, str] = {}  # by version, on rank 0
 
     def publish(self, version: int, canary: Sequence[float] = ()) -> Published | None:
-        """Publish `version` with its canary log-probs. Return the publication on rank 0."""
         tensors = self._named_tensors()
         if self._wire is not None:
             published = self._wire.publish(version, tensors, canary)
@@ -84,7 +83,6 @@ class Publisher:
         return {PUBLISHED: (json.dumps(self.digests) + "\n").encode()}
 
     def restore(self, folder: Path) -> None:
-        """Read `checkpoint_files` of a checkpoint. Raise RunFailed if unreadable."""
         path = folder / PUBLISHED
         try:
             rows = json.loads(path.read_text()).items()
@@ -129,7 +127,6 @@ class DirectPublisher(Publisher):
             return self._source.settle()
 
     def listen(self, url: str) -> None:
-        """Grant leases over the orchestrator's control socket at `url`, on rank 0."""
         if self._source.rank == 0:
             self._source.listen(url)
 

@@ -90,7 +90,7 @@ def _record(
         ctx.log.info("sft step %d of %d: loss %.4f", step, num_steps, result.metrics["loss"])
 
 
-# Validation ---------------------------------------------------------------------------------------
+# Validation
 
 
 class ValidationSet:

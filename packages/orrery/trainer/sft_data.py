@@ -50,7 +50,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """A sequence of chats. Raise OrreryError for a malformed chat."""
+    """Raise OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 
@@ -58,7 +58,6 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
-    """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -86,8 +85,6 @@ class DemonstratedChats:
 
 
 class RowChats:
-    """The rows of a file as chats. The column `column` has the messages."""
-
     def __init__(self, rows: DataRows, column: str = "messages"):
         self._rows, self._column = rows, column
 
@@ -129,7 +126,7 @@ def _dataset_chats(data: ChatDataset, field: str) -> Chats:
         raise OrreryError(f"{field}.{error}") from error
 
 
-# Parsing ------------------------------------------------------------------------------------------
+# Parsing
 
 
 def _chat(where: str, read: Callable[[], dict[str, Any]]) -> Chat:
@@ -230,7 +227,7 @@ KINDS: dict[str, Callable[[Any, str], Chats]] = {
 }
 
 
-# Tokens -------------------------------------------------------------------------------------------
+# Tokens
 
 
 class Examples:
@@ -251,7 +248,6 @@ class Examples:
         return len(self.chats)
 
     def check(self, indices: Sequence[int]) -> None:
-        """Tokenise about CHECKED_TOKENS of these examples, to find errors early."""
         num_tokens = 0
         for begin in range(0, len(indices), CHECKED_AT_ONCE):
             num_tokens += self.columns(indices[begin : begin + CHECKED_AT_ONCE]).num_tokens
@@ -259,7 +255,6 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
-        """Tokenise these examples. Raise OrreryError for an untrainable chat."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)

@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """The port of one micro-batch, and each end's secret."""
-
     port: int
     knock: bytes
     answer: bytes

@@ -88,7 +88,6 @@ def whole_dir(run_dir: Path, step: int, stage: str = "rl") -> Path:
 
 
 def note_digests(note: Path, files: Iterable[Path]) -> None:
-    """Write `note` with the size and sha256 of synced `files` in its folder."""
     write_note(note, {file.name: (file.stat().st_size, _sha256(file)) for file in files})
 
 

@@ -109,7 +109,7 @@ class Columns:
         )
 
 
-# The byte layout of columns, shared by all wires and files ----------------------------------------
+# The byte layout of columns, shared by all wires and files
 #
 # - The sender has a micro-batch as a list of parts, and never concatenates them. It sends segments,
 #   which are views of the parts. The receiver turns one buffer into `Columns` without a copy.
@@ -163,7 +163,6 @@ def parts_of(micro_batch: MicroBatch) -> Sequence[Columns]:
 
 
 def layout_of(micro_batch: MicroBatch) -> ColumnLayout:
-    """Return the layout of the parts' concatenation. Raises ValueError if columns differ."""
     parts = parts_of(micro_batch)
     num_samples = sum(part.num_samples for part in parts)
     num_tokens = sum(part.num_tokens for part in parts)
@@ -217,7 +216,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def chunks(run: Iterator[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes in chunks of at most `chunk_bytes`. Join small segments."""
+    """Yield chunks of at most `chunk_bytes`. Join small segments."""
     gathered = bytearray()
     for segment in run:
         if len(segment) < COALESCE_BYTES:

@@ -105,7 +105,7 @@ class ControlSocket:
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._handlers)])  # noqa: UP007
 
     def start(self, at_end: Callable[[], Awaitable[object]] | None = None) -> "asyncio.Task[None]":
-        """Return the serving task, started if needed. It calls `at_end` when it ends."""
+        """Return the serving task, which calls `at_end` when it ends."""
         self._at_end = at_end or self._at_end
         if self.server is None:
             self.server = asyncio.create_task(self._serve(), name="control socket")

@@ -114,7 +114,7 @@ def await_endpoints(
             time.sleep(min(max(_POLL_S, waited_s / 50), _POLL_AT_MOST_S))
 
 
-# The parts of an engine's HTTP interface that several roles share ---------------------------------
+# The parts of an engine's HTTP interface that several roles share
 
 ENGINE_HEADER = "X-Orrery-Engine"  # index of the answering engine
 SESSION_HEADER = "X-Session-ID"  # read by vllm-router's consistent_hash policy

@@ -105,7 +105,7 @@ def check_routes(routes: np.ndarray, shape: RouteShape, what: str) -> CheckedRou
     return CheckedRoutes(ids, is_missing, num_routed)
 
 
-# The field `routed_experts` in an engine's answer -------------------------------------------------
+# The field `routed_experts` in an engine's answer
 #
 # - It is a base64 .npy file, uint8 or uint16 [rows, layers, top_k]. Each input token from the
 #   requested position on has a row. The last sampled token is never an input, so it has no row.

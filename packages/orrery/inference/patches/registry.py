@@ -2,7 +2,6 @@
 
 - `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
 - vLLM reads its environment at import, so set the environment before `import_vllm`.
-- `test_inference_registry.py` compares vLLM's names and flags in this package with its source.
 """
 
 import json
@@ -15,7 +14,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
 TESTS = "tests/inference"
-ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"  # set for GPU engines of models with experts
+ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Size of the store of routes, as a multiple of the device's blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
 
@@ -58,7 +57,7 @@ PATCHES = (
         "a reload keeps the experts' prepacked old weights on CPU: wrong log-probs, no error",
         "weight updates prepack too",
         "test_inference_router.py",
-        "vllm-project/vllm#40390",  # the change that added the skip
+        "vllm-project/vllm#40390",
     ),
     Patch(
         "vllm.repack_tied_heads",
@@ -266,7 +265,7 @@ def correct_engine(shared_memory_name: str | None) -> None:
         _apply("vllm.route_in_float32")
     _apply("vllm_answers.hold_outputs")
     _apply("vllm_kv_transfer.pause_beside_unread_blocks")
-    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:  # set by `kv_connectors`
+    if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:
         _apply("vllm_kv_transfer.bootstrap_on_one_address")
         _apply("vllm_kv_transfer.device_index_on_cpu")
         _apply("vllm_kv_transfer.pulls_that_end_with_their_engine")

@@ -186,7 +186,7 @@ def route_in_float32() -> None:
     GateLinear.__init__ = init_wide
 
 
-# Data-parallel ranks, stores and shared memory ----------------------------------------------------
+# Data-parallel ranks, stores and shared memory
 
 
 def answer_for_every_rank() -> None:

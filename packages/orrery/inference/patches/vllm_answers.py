@@ -41,7 +41,7 @@ def write_answers() -> None:
     model_way = serving.ServingTokens.serve_tokens_full_generator
 
     class Written(GenerateResponseBase):  # type: ignore[misc]
-        """An encoded answer. The endpoint checks for this base class."""
+        """An encoded answer."""
 
         _body: bytes = PrivateAttr(b"")
 

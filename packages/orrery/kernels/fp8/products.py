@@ -143,7 +143,6 @@ def _grouped(
     counts_E: Tensor,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and x's columns if `keeps`."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -177,7 +176,6 @@ def _grouped_gradients(
     wants_x: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients as `_linear_gradients` does."""
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
@@ -247,7 +245,7 @@ def _width(weight: list[Tensor]) -> int:
     return weight[0].shape[-1] if len(weight) == 1 else weight[0].shape[-2]
 
 
-# Backends -----------------------------------------------------------------------------------------
+# Backends
 
 
 def _product(rows: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:

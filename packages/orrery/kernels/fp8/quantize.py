@@ -26,7 +26,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class Quantized(NamedTuple):
-    """Values and scales. `value · scale` of its block is the number."""
+    """`value · scale` of its block is the number."""
 
     value: Tensor  # float8_e4m3fn
     scale: Tensor  # float32
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 def quantize(
     x_MK: Tensor, groups: RowGroups | None = None, has_rows: bool = True, has_columns: bool = True
 ) -> tuple[Quantized, Quantized]:
-    """Return x quantized by rows and by columns. Unwanted tensors are empty.
+    """Return x quantized by rows and by columns.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.
@@ -159,7 +159,6 @@ def _sides(x: Tensor) -> str:
 
 
 def _triton(x: Tensor) -> Any:
-    """Return the module of Triton kernels, or None on a CPU."""
     if not (HAS_TRITON and x.is_cuda):
         return None
     from orrery.kernels.fp8 import quantize_triton

@@ -18,7 +18,7 @@ NUM_WARPS = 8
 
 
 def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
-    """Return values and scales of rows, then of columns. Unwanted tensors are empty."""
+    """Return values and scales of rows, then of columns."""
     num_rows, width = x_MK.shape
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
     options = {"device": x_MK.device}

@@ -37,7 +37,7 @@ CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 
 @dataclass(frozen=True)
 class Allocation:
-    """This job. `nodes`: host names by component. `restarts`: how often Slurm has restarted it."""
+    """`nodes`: host names by component. `restarts`: how often Slurm has restarted it."""
 
     job: str
     restarts: int

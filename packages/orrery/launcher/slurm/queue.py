@@ -86,7 +86,6 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str) -> str:
-    """Run a command of Slurm, out of reach of Ctrl-C, and return its output."""
     program = command[0]
     try:
         done = subprocess.run(

@@ -43,7 +43,7 @@ MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matri
 Bytes = dict[str, int]
 
 
-# Activations --------------------------------------------------------------------------------------
+# Activations
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     return attention, feed_forward + c * moe.num_experts_per_token * per_slot
 
 
-# Moments of a step --------------------------------------------------------------------------------
+# Moments of a step
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
         yield "; ".join(found)
 
 
-# One part ----------------------------------------------------------------------------------------
+# One part
 
 
 def _model_misfits(model: Model) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _task_misfits(tasks: Tasks) -> Iterator[str]:
             )
 
 
-# Several parts -----------------------------------------------------------------------------------
+# Several parts
 
 
 def _node_misfits(run: "Manifest") -> Iterator[str]:

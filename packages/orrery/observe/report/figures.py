@@ -1,7 +1,7 @@
 """The report's figures. Each function returns a plotly figure, or None without data.
 
 - Its docstring is the figure's caption on the page.
-- A line has at most POINTS points, a role at most POINTS spans. Counts and totals are of all rows.
+- A line has at most POINTS points, a role at most POINTS spans.
 - `layout.meta` holds the caption's sentences about omitted data.
 """
 
@@ -83,7 +83,6 @@ def _thinned(
 
 
 def _say(figure: go.Figure, sentence: str, number: int = 0) -> None:
-    """Add a sentence to the caption. If several lines add it, keep the largest number."""
     said = figure.layout.meta or {}
     figure.update_layout(meta={**said, sentence: max(number, said.get(sentence, 0))})
 

@@ -77,7 +77,6 @@ class EngineClient:
         """Connect to `url`, without a path.
 
         - `token`: the run's token, from which credentials are derived.
-        - `name`: the engine's name in error messages.
         - `model`: the model name in requests, see `weight_wire.served_model`.
         """
         self.url = url.rstrip("/")
@@ -199,23 +198,19 @@ class EngineClient:
         return body
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests. Ignore unknown ids.
-
-        Their `generate` returns finish_reason "abort" and may lack the last tokens.
-        """
+        """Abort. `generate` returns finish_reason "abort" and may lack the last tokens."""
         if request_ids:
             prefixed = [REQUEST_ID_PREFIX + each for each in request_ids]
             await self._control("/abort_requests", {"request_ids": prefixed}, QUERY_TIMEOUT_S)
 
     async def pause(self) -> None:
-        """Freeze running requests, keep all KV, and let new requests wait."""
         await self._control("/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Make all workers load the published weights. If one fails, all discard the update.
+        """Make all workers load the published weights.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """
@@ -274,7 +269,7 @@ class EngineClient:
         return longest
 
     async def keep_no_longer(self, names: Sequence[str]) -> None:
-        """Free the KV blocks kept under these names for lost readers. Ignore unknown names."""
+        """Free the KV blocks kept under these names for lost readers."""
         await self._ask_workers("keep_no_longer", list(names))
 
     async def read_no_more(self, kv_engine_id: str) -> None:
@@ -320,7 +315,7 @@ class EngineClient:
         timeout_s: float | None = None,
         error: type[RunFailed] = RunFailed,
     ) -> bytes:
-        """POST and return the answer. Raises `error` with the engine's message."""
+        """POST and return the answer."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
         body = {} if body is None else body
         status, answer, _ = await self._call("POST", path, body, limit_s, EngineGone, path)
@@ -407,11 +402,11 @@ class RouterClient(EngineClient):
         await self._control(f"/add_worker?url={quote(url, safe='')}")
 
     async def dismiss(self, url: str) -> None:
-        """Remove an engine, but continue its requests. Ignore an unknown url."""
+        """Remove an engine, but continue its requests."""
         await self._control(f"/remove_worker?url={quote(url, safe='')}")
 
 
-# Updates ------------------------------------------------------------------------------------------
+# Updates
 
 
 CANARY_S = 120.0  # deadline of a canary request, before `scaled`

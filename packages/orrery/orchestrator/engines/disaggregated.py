@@ -297,7 +297,6 @@ class DisaggregatedEngines:
         request_id: str,
         salt: str,
     ) -> None:
-        """Free the blocks at both engines: let the decode engine read them for one token."""
         options = {
             "request_id": f"{request_id}-given-back",
             "max_tokens": 1,

@@ -167,7 +167,6 @@ class EnginePool:
         """Raise OrreryError for several engines without a router.
 
         - `restarting`: this process's context, if the launcher restarts engines.
-        - `incarnations`: the engines' incarnations, 0 by default.
         - `handovers`: one per prefill engine, see `DisaggregatedEngines`.
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
@@ -228,7 +227,7 @@ class EnginePool:
 
     @property
     def is_serving(self) -> bool:
-        """Return whether an engine gets requests. If disaggregated, one of each kind is needed."""
+        """Return whether an engine gets requests, or if disaggregated one of each kind."""
         if self.disaggregated is not None:
             return self.disaggregated.is_serving
         return bool(self.admitted)
@@ -292,8 +291,7 @@ class EnginePool:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
         Return None if the trainer has stepped past `published`: a newer version will follow. Raises
-        a RunFailed that names the engine and any bad tensor. After a failed load an engine stays
-        paused.
+        a RunFailed that names the engine and any bad tensor.
         """
         async with self.updating:
             self.registry.want(published.version)
@@ -329,7 +327,7 @@ class EnginePool:
     async def transfer(
         self, published: "Published", indices: list[int]
     ) -> dict[int, BaseException]:
-        """Update these engines. Return the failures by engine.
+        """Update these engines.
 
         On a direct wire a lost engine interrupts the others. They retry under the same lease. If
         the version is gone by then, set `is_version_gone`. They stay paused until the next version.
@@ -363,7 +361,7 @@ class EnginePool:
     async def _transfer_once(
         self, indices: list[int], leased: "Published", begin: float
     ) -> dict[int, BaseException]:
-        """Run one transfer. Return the failures by engine. `begin`: time of the first try."""
+        """Run one transfer. `begin`: time of the first try."""
         limits: dict[int, asyncio.Timeout] = {}
 
         async def update(index: int) -> None:
@@ -440,9 +438,9 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Call every listening engine. Return results by index.
+        """Call every listening engine.
 
-        Fence lost engines. Raise the first other error.
+        Fence lost engines.
         """
         up = self.registry.up
         up = [index for index in up if among is None or index in among]

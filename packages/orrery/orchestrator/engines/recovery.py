@@ -60,8 +60,7 @@ class EngineRecovery:
     async def look_for_losses(self) -> None:
         """Fence every engine that no longer answers.
 
-        Concurrent calls share one later look. Cancelling a caller does not stop it, because a
-        half-fenced engine would not be restarted.
+        Cancelling a caller does not stop it, because a half-fenced engine would not be restarted.
         """
         look = asyncio.create_task(self._look(time.monotonic()), name="look for losses")
         self._looks.add(look)

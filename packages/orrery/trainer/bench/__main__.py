@@ -116,7 +116,6 @@ def find_manifest(word: str) -> Manifest:
 
 
 def resolve_options(name: str, arguments: argparse.Namespace) -> tuple[Options, dict[str, Any]]:
-    """Return all options, and separately those taken from the run's recorded row."""
     fields = Options.__dataclass_fields__
     given = {field: getattr(arguments, field) for field in fields if hasattr(arguments, field)}
     row = {field: value for field, value in ROWS.get(name, {}).items() if field not in given}

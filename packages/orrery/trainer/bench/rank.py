@@ -414,7 +414,6 @@ def _by_thread(events: list[Event]) -> dict[Any, list[Event]]:
 
 
 def _enclosing(ranges: list[Event], calls: list[Event]) -> Iterator[tuple[Event, tuple[str, ...]]]:
-    """Yield each call with the ranges open in its thread, outermost first."""
     outer = _by_thread(ranges)
     for thread, inner in _by_thread(calls).items():
         ahead = outer.get(thread, [])

@@ -143,10 +143,7 @@ class FlatShards:
 
 
 class BucketedOptimizer:
-    """Update weights bucket by bucket.
-
-    Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional.
-    """
+    """Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional."""
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]
@@ -301,7 +298,7 @@ def _num_shards(weight: Tensor) -> int:
     return count
 
 
-# State in host memory -----------------------------------------------------------------------------
+# State in host memory
 
 
 class StateOffload:

@@ -53,7 +53,7 @@ class HostBufferPool:
 
 
 class OffloadedTensor:
-    """One saved tensor. `device_tensor` is None while only the host has it."""
+    """`device_tensor` is None while only the host has it."""
 
     def __init__(self, owner: "BlockActivations", tensor: Tensor):
         self.owner, self.dtype = owner, tensor.dtype

@@ -88,7 +88,7 @@ def explain_compile_error(model: Model) -> Iterator[None]:
         ) from error
 
 
-# Checkpointing ------------------------------------------------------------------------------------
+# Checkpointing
 
 
 def _checkpoint(policy: Policy, trainer: Trainer) -> None:
@@ -184,7 +184,7 @@ def _operations(name: str) -> list[Any]:
     raise AssertionError(f"blocks.py lacks the schema's option {name!r}")
 
 
-# Recomputation ------------------------------------------------------------------------------------
+# Recomputation
 
 
 Pack = Callable[[Tensor], Any]
@@ -217,7 +217,6 @@ def recomputation_contexts(
 
 @contextmanager
 def store_results_with(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """Pass kept results through `pack`, and recalled results through `unpack`."""
     token = _hooks.set((pack, unpack))
     try:
         yield
@@ -234,7 +233,6 @@ def keep(answer: Any) -> Any:
 
 
 def recall() -> Any:
-    """Return `keep`'s next value, or None outside of a recomputation."""
     run = _current.get()
     if run is None or not run.is_recomputation:
         return None

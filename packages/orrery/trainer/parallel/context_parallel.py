@@ -46,7 +46,6 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` with each core's output, whose gradient is local to this rank."""
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore):
             module.watch = observe
@@ -67,10 +66,7 @@ class TokenShard(NamedTuple):
 
 
 def contiguous(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Cut the padded stream into one equal part per rank, and return that of `rank`.
-
-    Offsets cover the whole stream. The padding is its last document.
-    """
+    """Cut the padded stream into equal parts. Padding is the last document of the offsets."""
     num_tokens = sum(lengths)
     size = -(-num_tokens // num_ranks)
     place = np.arange(rank * size, (rank + 1) * size)
@@ -103,7 +99,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
-    """Return the part of `batch` with `tokens`. Only the first rank counts samples."""
+    """Return the `tokens` of `batch`. Only the first rank counts samples."""
     source = torch.from_numpy(tokens.source)
     place = np.full(len(batch.token_id), -1, dtype=np.int64)
     place[tokens.source[tokens.is_real]] = np.flatnonzero(tokens.is_real)
@@ -169,7 +165,6 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K]."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1) for x in tensors]
     return tuple(x.flatten(0, 1) for x in all_to_all(leaving, group))
 

@@ -104,7 +104,7 @@ def _local_shares(experts: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-# torch.distributed --------------------------------------------------------------------------------
+# torch.distributed
 
 
 class TorchExchange(nn.Module):
@@ -169,7 +169,7 @@ class HostLengths:
         return self._numbers.tolist()
 
 
-# DeepEP -------------------------------------------------------------------------------------------
+# DeepEP
 
 
 class DeepEpExchange(nn.Module):
@@ -215,7 +215,7 @@ def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the group's buffer, shared by all layers. A collective."""
+    """A collective."""
     from deep_ep import Buffer
 
     size = group.size()

@@ -36,7 +36,7 @@ COLLECTIVE_BLOCKS = 16  # default NCCL_MAX_CTAS
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place in the meshes. With a single rank every collective is the identity."""
+    """With a single rank every collective is the identity."""
 
     rank: int
     size: int
@@ -120,7 +120,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
 
 
 def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
-    """Form the process group over `store`. Without a store the world is one rank."""
+    """Form the process group over `store`."""
     if store is None:
         return World(rank, 1, device, None)
     name_interface()
@@ -199,7 +199,7 @@ def destroy_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-# Exchanges with a gradient ------------------------------------------------------------------------
+# Exchanges with a gradient
 
 
 def all_to_all(

@@ -227,7 +227,6 @@ class WeightWatch:
 
 
 def read_weights(path: "Path | str", device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield (name, tensor) of all tensors at `Published.path`, in any order."""
     from safetensors import safe_open
 
     folder = Path(path)

@@ -279,7 +279,6 @@ class LeaseClient:
             self._want(leased.version)
 
     def release(self) -> None:
-        """Release the lease and end its transfer, so that the trainer may step."""
         self._want(None)
 
     def reported(self, report: LeaseReport) -> None:

@@ -135,7 +135,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return `call()`, run in a thread. Raises RuntimeError after `limit_s`."""
+    """Raises RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -160,7 +160,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-# Messages that a target reads from a source's bucket ----------------------------------------------
+# Messages that a target reads from a source's bucket
 #
 # The source announces a filled message in the wire's store. Once the target has acknowledged it,
 # the source may overwrite that part of its bucket. A pair's message numbers rise over all
@@ -320,7 +320,7 @@ class IpcReader:
         self._buckets = []
 
 
-# NIXL ---------------------------------------------------------------------------------------------
+# NIXL
 #
 # Both ends register their buckets once for each group of ranks. A source publishes its NIXL
 # metadata and its buckets' addresses in the wire's store.
@@ -337,7 +337,7 @@ class NixlAgent(msgspec.Struct):
 
 
 def load_nixl() -> Any:
-    """Return NIXL's Python API. Raises OrreryError if it cannot load."""
+    """Raises OrreryError if it cannot load."""
     try:
         import nixl._api
     except ImportError as error:
@@ -455,7 +455,7 @@ class NixlReader:
             ) from error
 
 
-# A source's and a target's whole link -------------------------------------------------------------
+# A source's and a target's whole link
 
 
 class SenderLink:
@@ -513,7 +513,6 @@ def make_sender_link(
     buckets: Sequence[Tensor],
     device: torch.device,
 ) -> SenderLink:
-    """Return the link of source `rank`. On failure, close the opened parts."""
     place, num_targets = plan.holdings[rank].place, len(plan.members)
     near = {t for t, member in enumerate(plan.members) if is_shared(place, member.place)}
     pulling = set(range(num_targets)) if kind == "nixl" else near

@@ -256,7 +256,7 @@ def pieces(
     return found
 
 
-# Buckets ------------------------------------------------------------------------------------------
+# Buckets
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,6 @@ def _are_adjacent(one: Copy, other: Copy) -> bool:
 
 
 def in_bucket(bucket: Tensor, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Return a view of `bucket` (u8) from byte `offset` on."""
     shape = tuple(shape)
     size = torch.Size(shape).numel() * dtype.itemsize
     return bucket[offset : offset + size].view(dtype).view(shape)

@@ -372,7 +372,7 @@ class _SendLoop:
         parts.add("send_s", begin)
 
 
-# The engine's end --------------------------------------------------------------------------------
+# The engine's end
 
 
 @dataclass
@@ -393,7 +393,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], members: Sequence[Member]) -> "Pieces":
-        """Return the pieces. Raises OrreryError, naming a tensor, if they do not tile it."""
+        """Raises OrreryError, naming a tensor, if they do not tile it."""
         position = {name: index for index, name in enumerate(tensors)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         found = pieces(list(tensors), shapes, [member.needs for member in members])
