@@ -1,24 +1,12 @@
 """Devices that `hardware.accelerator` may name, as data.
 
 Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a second
-to a peer in one direction. `measured` has this project's measurements.
+to a peer in one direction. Measured rates are in `rates/`.
 """
 
 from dataclasses import dataclass
 
 GB, T = 10**9, 10**12
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured operations a second of kernels, and bytes a second of transfers."""
-
-    dense_flops: float
-    grouped_flops: float
-    attention_flops: float
-    memory_bytes: float
-    link_bytes: float
-    host_link_bytes: float
 
 
 @dataclass(frozen=True)
@@ -32,7 +20,6 @@ class Device:
     fp8_flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    measured: Measured | None = None
 
 
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
@@ -50,7 +37,6 @@ DEVICES = {
     ),
     "h200": Device(
         ("NVIDIA H200",), 141 * GB, HOPPER, 989 * T, 1979 * T, 4800 * GB, 450 * GB,
-        Measured(650 * T, 590 * T, 550 * T, 4200 * GB, 350 * GB, 50 * GB),
     ),
     "h20": Device(("NVIDIA H20",), 96 * GB, HOPPER, 148 * T, 296 * T, 4000 * GB, 450 * GB),
     "a100_40gb": Device(

@@ -1,92 +1,223 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
-Elementwise work is assumed to be fused, and communication to hide behind computation.
+- Elementwise work is fused if blocks are compiled. FSDP's gathers and reductions hide behind the
+  computation of their pass. Exchanges of context and expert parallel hide behind none.
+- Constants are fitted to the profiled steps in `benchmarks/trainer`, and
+  `benchmarks/trainer/planned.py` prints the error of each.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from orrery.manifest.budget.flops import hardware_flops
-from orrery.manifest.budget.parameters import block_weights, count_parameters
-from orrery.manifest.devices import Measured
+from orrery.manifest.budget.parameters import (
+    ParameterCounts,
+    block_weights,
+    count_parameters,
+    is_sparse,
+)
+from orrery.manifest.budget.rates import Rates
+from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
+HALF_RATE_TOKENS = 2600  # attention reaches half of its rate in documents of this length
+SHARDING_SHARE = 2 / 3  # of memory's rate in FSDP's copies, which collectives slow down
+LAUNCH_S = 0.7e-3  # least seconds of the host per block and micro-batch, both passes
+IDLE_SHARE = 0.015  # of a step
+EAGER = 2.5  # elementwise bytes without the compiler, over those with it
+FORWARD_SHARE = 0.3  # of a micro-batch's computation
+BOTH_WAYS = 0.75  # of the host link's rate, while copies go both ways
+QUEUED_SHARE = 0.5  # of computation that hides gathers, if exchanges of cp queue behind them
 
-def least_step_s(
-    model: Model, trainer: Trainer, micro_batches: int, lengths: Sequence[int], rates: Measured
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second of one device in exchanges of the trainer's groups.
+
+    `shards`: gathers and reductions. `cp` and `ep`: exchanges between the ranks of a group.
+    """
+
+    shards: float
+    cp: float
+    ep: float
+
+
+def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
+    """Return the rates of groups within a node, or over several with `network` bytes a device.
+
+    A ring over nodes divides its bytes among the network cards of a node.
+    """
+
+    def of(ranks: int) -> float:
+        return rates.link_bytes if ranks <= devices_per_node else network
+
+    mesh = trainer.mesh
+    shards = rates.collective_bytes
+    if mesh.world_size > devices_per_node:
+        shards = min(shards, devices_per_node * network)
+    return Links(shards, of(mesh.cp), of(mesh.ep))
+
+
+def step_s(
+    model: Model,
+    trainer: Trainer,
+    micro_batches: int,
+    lengths: Sequence[int],
+    rates: Rates,
+    link: Links | None = None,
 ) -> dict[str, float]:
-    """Return the least seconds of a step, for each kind of work and in total.
+    """Return the seconds of a step, for each kind of work and in total.
 
     `lengths`: the lengths of a cp group's documents in all micro-batches. Raise OrreryError for a
     network of transformers.
     """
-    mesh = trainer.mesh
-    work = hardware_flops(model, trainer, lengths)
+    link = link or Links(rates.collective_bytes, rates.link_bytes, rates.link_bytes)
+    mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
-    head_bytes = tokens * model.vocab_size * 22
-    elementwise_bytes = tokens * model.num_layers * _elementwise_bytes(model, trainer)
-    seconds = {
-        "dense products": work.projections / mesh.cp / rates.dense_flops,
-        "grouped products": work.experts / mesh.cp / rates.grouped_flops,
-        "attention": work.attention / mesh.cp / rates.attention_flops,
-        "lm head": work.lm_head / mesh.cp / rates.dense_flops + head_bytes / rates.memory_bytes,
-        "elementwise": elementwise_bytes / rates.memory_bytes,
-    }
-    computation = sum(seconds.values())
-    units = count_parameters(model, None).units
-    experts = float(sum(unit.trained_experts for unit in units))
-    rest = sum(unit.trained for unit in units) - experts
-    shards = mesh.dp_shard * mesh.cp
-    trained = (experts + rest) / shards if trainer.lora is None else 0.0
+    seconds = _computation(model, trainer, lengths, rates)
+    sharding = 0.0
+    if trainer.needs_fsdp:
+        sharding = micro_batches * _sharding_bytes(trainer, counted)
+    seconds["sharding copies"] = sharding / (SHARDING_SHARE * rates.memory_bytes)
+    seconds["copies"] = _offload_s(model, trainer, tokens, sum(seconds.values()), rates)
+    computing = sum(seconds.values())
+    in_all, exposed = _communication(model, trainer, micro_batches, tokens, computing, link)
     computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
+    trained = sum(unit.trained for unit in counted.units) / (mesh.dp_shard * mesh.cp)
     if trained:
         computing_s, offloaded_s, exchange_s = _optimizer_s(model, trainer, trained, rates)
     seconds["optimizer"] = max(computing_s, offloaded_s)
     # Exposed copies of offloaded states hide Muon's all-to-alls.
-    exposed_s = max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
-    communication = (
-        _communication_bytes(model, trainer, micro_batches, tokens, experts, rest)
-        / rates.link_bytes
-    )
+    exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
+    busy = sum(seconds.values()) + exposed
+    least = LAUNCH_S * model.num_layers * micro_batches
+    idle = max(IDLE_SHARE * busy, least - busy)
     return {
         **seconds,
-        "communication in all": communication + exchange_s,
-        "communication": max(0.0, communication - computation) + exposed_s,
-        "step": max(computation, communication) + seconds["optimizer"] + exposed_s,
+        "communication": exposed,
+        "idle": idle,
+        "communication in all": in_all + exchange_s,
+        "step": busy + idle,
     }
 
 
-def _communication_bytes(
+def _computation(
+    model: Model, trainer: Trainer, lengths: Sequence[int], rates: Rates
+) -> dict[str, float]:
+    cp, work = trainer.mesh.cp, hardware_flops(model, trainer, lengths)
+    tokens, mean = sum(lengths) / cp, sum(n * n for n in lengths) / max(1, sum(lengths))
+    attention = rates.attention_flops * mean / (mean + HALF_RATE_TOKENS)
+    head_bytes = 4 * tokens * model.vocab_size
+    elementwise = tokens * model.num_layers * _elementwise_bytes(model, trainer)
+    return {
+        "dense products": work.projections / cp / _dense_flops(model, rates),
+        "grouped products": work.experts / cp / _grouped_flops(model, rates),
+        "attention": work.attention / cp / attention,
+        "lm head": work.lm_head / cp / rates.dense_flops + head_bytes / rates.memory_bytes,
+        "elementwise": elementwise * (1 if trainer.compile else EAGER) / rates.memory_bytes,
+    }
+
+
+def _dense_flops(model: Model, rates: Rates) -> float:
+    """Return the mean rate of dense products, some of which may be in FP8."""
+    sizes = {"attention": 0, "feed_forward": 0}
+    for layer in {0, model.num_layers - 1}:
+        for weight in block_weights(model, layer):
+            if weight.part in sizes:
+                sizes[weight.part] += weight.size
+    fp8 = sum(size for part, size in sizes.items() if part in (model.fp8 or ()))
+    share = fp8 / sum(sizes.values())
+    if not share:
+        return rates.dense_flops
+    return 1 / (share / rates.fp8_flops + (1 - share) / rates.dense_flops)
+
+
+def _grouped_flops(model: Model, rates: Rates) -> float:
+    return rates.fp8_flops if "experts" in (model.fp8 or ()) else rates.grouped_flops
+
+
+def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
+    """Return the bytes that FSDP's copies move for one micro-batch.
+
+    n gathered values, s of this rank, c bytes of a computed value, r of a reduced one, p of a kept
+    one, and g gathers: 2·c·n·g out of the gather, (p + c)·s·g casts, (c + r)·n into the reduction,
+    (r + p)·s out of it.
+    """
+    mesh, units = trainer.mesh, counted.units
+    c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
+    r, shards = DTYPE_BYTES[trainer.reduce_dtype], mesh.dp_shard * mesh.cp
+    gathers = 2 if trainer.fsdp.reshard_after_forward else 1
+    whole = sum(unit.gathered(mesh.ep) for unit in units)
+    trained = sum(unit.gathered_trained(mesh.ep) for unit in units)
+    own = sum(unit.trained for unit in units) / shards
+    return gathers * (2 * c * whole + (p + c) * own) + (c + r) * trained + (r + p) * own
+
+
+def _offload_s(
+    model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
+) -> float:
+    """Return the seconds of activation offload that computation does not hide.
+
+    Activations leave in the forward pass and come back in the backward pass, which is longer.
+    """
+    if not trainer.memory.activation_offload:
+        return 0.0
+    blocks = range(model.num_layers - 1)
+    kept = sum(activation_bytes(model, trainer, layer).kept for layer in blocks)
+    one_way = tokens * kept / rates.host_link_bytes
+    forward = FORWARD_SHARE * computing
+    return max(0.0, one_way - forward) + max(0.0, one_way - (computing - forward))
+
+
+def _communication(
     model: Model,
     trainer: Trainer,
     micro_batches: int,
     tokens: float,
-    experts: float,
-    rest: float,
-) -> float:
-    """Return the bytes that one device exchanges in a step, without Muon's all-to-alls."""
-    mesh = trainer.mesh
+    computing: float,
+    link: Links,
+) -> tuple[float, float]:
+    """Return the seconds of exchanges (in all, beside no computation), without Muon's.
+
+    Gathers of both passes and the reduction hide behind their pass. The exchanges of cp (queries,
+    keys, values and outputs, in both passes) and of ep (rows to experts and back) do not.
+    """
+    mesh, units = trainer.mesh, count_parameters(model, trainer.lora).units
     shards = mesh.dp_shard * mesh.cp
-    from_others = (experts / mesh.ep + rest) * (shards - 1) / shards
-    gathers = (2 if trainer.fsdp.reshard_after_forward else 1) * micro_batches
-    total = gathers * DTYPE_BYTES[trainer.compute_dtype] * from_others
-    if trainer.lora is None:
-        by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-        reductions = micro_batches if by_micro_batch else 1
-        total += reductions * DTYPE_BYTES[trainer.reduce_dtype] * from_others
+    others = (shards - 1) / shards
+    c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
+    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / link.shards
+    reduction = r * others * sum(unit.gathered_trained(mesh.ep) for unit in units) / link.shards
+    by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
+    exchange = 0.0
     if mesh.ep > 1 and model.moe is not None:
-        # Includes the recomputation.
+        layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
-        passes = 4 + (2 if trainer.memory.activation_checkpointing.kind == "full" else 0)
-        total += passes * rows * model.hidden_size * 2 * model.num_layers
+        recomputes = trainer.memory.activation_checkpointing.kind == "full"
+        exchange += (6 if recomputes else 4) * rows * model.hidden_size * c * layers / link.ep
     if mesh.cp > 1:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        total += 3 * tokens * width * 2 * model.num_layers * (mesh.cp - 1) / mesh.cp
-    return total
+        if (mla := model.mla) is not None:  # latent keys are gathered
+            width = (mla.kv_lora_rank + mla.rope_head_dim) * mesh.cp
+        exchange += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp / link.cp
+    regathers = trainer.fsdp.reshard_after_forward
+    backward = gather if regathers else 0.0
+    hiding = computing / micro_batches * (QUEUED_SHARE if mesh.cp > 1 else 1)
+    exposed = in_all = exchange
+    for number in range(micro_batches):
+        is_gathered = regathers or number == 0
+        into = gather if is_gathered else 0.0
+        reduces = by_micro_batch or number == micro_batches - 1
+        out = backward + (reduction if reduces else 0.0)
+        in_all += into + out
+        exposed += max(0.0, into - FORWARD_SHARE * hiding)
+        exposed += max(0.0, out - (1 - FORWARD_SHARE) * hiding)
+    return in_all, exposed
 
 
 def _optimizer_s(
-    model: Model, trainer: Trainer, trained: float, rates: Measured
+    model: Model, trainer: Trainer, trained: float, rates: Rates
 ) -> tuple[float, float, float]:
     """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
 
@@ -113,7 +244,7 @@ def _optimizer_s(
         num_bytes, num_states = trained * (32 if optimizer.weight_decay else 24), 0.0
     offloaded_s = 0.0
     if trainer.memory.optimizer_offload:
-        offloaded_s = 4 * num_states / rates.host_link_bytes
+        offloaded_s = 4 * num_states / (BOTH_WAYS * rates.host_link_bytes)
     computing_s = num_bytes / rates.memory_bytes + products_s
     return computing_s, offloaded_s, exchanged_bytes / rates.link_bytes
 

@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from orrery.manifest.budget import trainer_time
 from orrery.manifest.budget.flops import hardware_flops, is_counted, model_flops
+from orrery.manifest.budget.rates import rates_of
 from orrery.manifest.budget.trainer_memory import plan_memory
-from orrery.manifest.budget.trainer_time import least_step_s
 from orrery.manifest.devices import DEVICES, Device, accelerator_of
 from orrery.models.counts import count_parameters
 from orrery.observe.provenance import commit, versions
@@ -48,11 +49,6 @@ WORK = (
 GIB = 2**30
 
 
-def _device(name: str) -> Device | None:
-    accelerator = accelerator_of(name)
-    return None if accelerator is None else DEVICES[accelerator]
-
-
 def result(
     request: BenchRequest, answers: list[dict[str, Any]], options: dict[str, Any], wall_s: float
 ) -> dict[str, Any]:
@@ -73,9 +69,10 @@ def result(
         count / request.num_devices / seconds for count, seconds in zip(tokens, step_s, strict=True)
     ]
     first = answers[0]
-    device = _device(first["device"])
+    accelerator = accelerator_of(first["device"])
+    device = None if accelerator is None else DEVICES[accelerator]
     # With variable lengths, the profiled step has other documents.
-    predicted = expected(request, first["steps"][-1]["lengths"], device)
+    predicted = expected(request, first["steps"][-1]["lengths"], accelerator)
     counted = count_parameters(model, trainer.lora)
     planned = plan_memory(model, trainer, request.load, first["device_bytes"], counted)
 
@@ -225,10 +222,11 @@ def _time_by_kind(phases: dict[str, Any], predicted: dict[str, float]) -> Table:
 
 
 def expected(
-    request: BenchRequest, lengths: Sequence[int], device: Device | None
+    request: BenchRequest, lengths: Sequence[int], accelerator: str | None
 ) -> dict[str, float] | None:
-    """Return the least seconds of a step, or None for an unknown device or network."""
-    if device is None or device.measured is None or not is_counted(request.model):
+    """Return the seconds of a step, or None for an unknown device or network."""
+    if accelerator is None or not is_counted(request.model):
         return None
     model, trainer, load = request.model, request.trainer, request.load
-    return least_step_s(model, trainer, load.micro_batches, lengths, device.measured)
+    rates = rates_of(accelerator)
+    return trainer_time.step_s(model, trainer, load.micro_batches, lengths, rates)

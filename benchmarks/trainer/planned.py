@@ -1,0 +1,104 @@
+"""Compare the plan of `orrery plan` with the trainer's committed measurements.
+
+Prints the error of peak memory and of a step's time for each row in this folder's records, and
+writes them to `planned.json`. The value is the share of rows whose time is within a tenth.
+
+    python benchmarks/trainer/planned.py
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from orrery.manifest.budget.parameters import count_parameters
+from orrery.manifest.budget.rates import rates_of
+from orrery.manifest.budget.trainer_memory import plan_memory
+from orrery.manifest.budget.trainer_time import step_s
+from orrery.manifest.identity import load
+from orrery.trainer.bench import Options, make_request
+from record import record
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+H200_BYTES = 150_109_880_320
+GIB = 2**30
+# Options that a record's run had from its manifest, which has others today.
+SINCE = {
+    "qwen3_8b_8k": {
+        "memory": '{"lm_head_keeps_logits": false}',
+        "fsdp": '{"reshard_after_forward": true}',
+    }
+}
+
+
+def measured() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted(HERE.rglob("*.json")):
+        for row in json.loads(path.read_text()).get("rows", []):
+            bench = row.get("bench") or {}
+            if bench.get("peak_allocated_bytes"):
+                yield f"{path.stem.removeprefix('memory_options_')}: {row['variant']}", bench
+
+
+def compared(name: str, bench: dict[str, Any]) -> dict[str, Any]:
+    options = Options(**(bench["options"] | SINCE.get(bench["name"], {})))
+    asked = make_request(load(ROOT / "manifests" / f"{bench['name']}.json"), options)
+    model, trainer, work = asked.model, asked.trainer, asked.load
+    counted = count_parameters(model, trainer.lora)
+    peak = plan_memory(model, trainer, work, H200_BYTES, counted).peak_bytes
+    lengths = [asked.document_tokens] * (work.tokens // asked.document_tokens * work.micro_batches)
+    parts = step_s(model, trainer, work.micro_batches, lengths, rates_of("h200"))
+    return {
+        "variant": name,
+        "value": parts["step"] / bench["step_s"] - 1,
+        "unit": "error of the time",
+        "goal": None,
+        "memory_error": peak / bench["peak_allocated_bytes"] - 1,
+        "planned_bytes": peak,
+        "measured_bytes": bench["peak_allocated_bytes"],
+        "planned_s": parts["step"],
+        "measured_s": bench["step_s"],
+        "planned_parts_s": parts,
+    }
+
+
+def main() -> None:
+    one = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    one.add_argument("--out", type=Path, default=HERE)
+    out = one.parse_args().out
+    rows = [compared(name, bench) for name, bench in measured()]
+    print(f"{'':72}{'GiB':>7}{'planned':>9}{'s':>8}{'planned':>9}")
+    for row in rows:
+        memory = f"{row['measured_bytes'] / GIB:7.1f}{row['memory_error']:+9.1%}"
+        print(f"{row['variant'][:71]:72}{memory}{row['measured_s']:8.3f}{row['value']:+9.1%}")
+    times = [abs(row["value"]) for row in rows]
+    memory_errors = [abs(row["memory_error"]) for row in rows]
+    within = sum(error <= 0.1 for error in times) / len(times)
+    fitting = sum(error <= 0.05 for error in memory_errors) / len(rows)
+    print(f"time within 10 %: {within:.0%}; memory within 5 %: {fitting:.0%} of {len(rows)} rows")
+    record(
+        out / "planned.json",
+        figure="trainer: planned steps whose time is within a tenth of the measured one",
+        value=within,
+        unit="share",
+        goal=1.0,
+        better="higher",
+        details={
+            "rows": len(rows),
+            "memory_within_5_percent": fitting,
+            "median_time_error": statistics.median(times),
+            "largest_time_error": max(times),
+            "largest_memory_error": max(memory_errors),
+        },
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The rates of devices: measured ones from `manifest/rates/<device>.json`, others from data sheets.
+
+`orrery bench rates --write` writes a file. A device without one gets the share of its data sheet
+that an H200 reaches of its own, and the plan says so.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from orrery.manifest.devices import DEVICES, Device
+from orrery.manifest.json_file import read_as
+
+FOLDER = Path(__file__).parents[1] / "rates"
+MEASURED_ON = "h200"  # the device whose shares stand in for others
+USABLE = 0.99  # of the memory that a data sheet names in GB and that counts in GiB
+PCIE_BYTES = 50e9  # PCIe 5, pinned
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations a second of kernels, and bytes a second of memory and links.
+
+    - `attention_flops`: of long documents.
+    - `link_bytes`: to a peer in one direction. `collective_bytes`: of a gather or a reduction that
+      shares the device with computation.
+    - `host_link_bytes`: of pinned copies in one direction.
+    """
+
+    source: str
+    dense_flops: float
+    fp8_flops: float
+    grouped_flops: float
+    attention_flops: float
+    memory_bytes: float
+    link_bytes: float
+    collective_bytes: float
+    host_link_bytes: float
+
+
+@cache
+def rates_of(accelerator: str) -> Rates:
+    path = FOLDER / f"{accelerator}.json"
+    if path.is_file():
+        return read_as(path, Rates, "type `orrery bench rates --write` to write it again")
+    measured, theirs = rates_of(MEASURED_ON), DEVICES[MEASURED_ON]
+    device = DEVICES[accelerator]
+    dense = device.bf16_flops / theirs.bf16_flops
+    memory = device.memory_bytes_per_s / theirs.memory_bytes_per_s
+    link = device.link_bytes_per_s / theirs.link_bytes_per_s
+    return Rates(
+        source=f"data sheet, times the share that an {MEASURED_ON.upper()} reaches of its own",
+        dense_flops=measured.dense_flops * dense,
+        fp8_flops=measured.fp8_flops * device.fp8_flops / theirs.fp8_flops,
+        grouped_flops=measured.grouped_flops * dense,
+        attention_flops=measured.attention_flops * dense,
+        memory_bytes=measured.memory_bytes * memory,
+        link_bytes=measured.link_bytes * link,
+        collective_bytes=measured.collective_bytes * link,
+        host_link_bytes=PCIE_BYTES,
+    )
+
+
+def usable_bytes(accelerator: str) -> int | None:
+    """Return the bytes that a process can allocate on a device, or None on a CPU."""
+    device: Device | None = DEVICES.get(accelerator)
+    return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)
+
+
+def as_text(rates: Rates) -> str:
+    return json.dumps(rates.__dict__, indent=2) + "\n"
