@@ -1,6 +1,6 @@
 """Run the master of a Mooncake Store: `python -m orrery.inference.kv_store`.
 
-- The master and this process end together.
+The master and this process end together.
 """
 
 import socket

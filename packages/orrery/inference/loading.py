@@ -135,7 +135,7 @@ class _Recorder(TorchDispatchMode):
         self.needs = Needs()
         self.num_copied: dict[str, int] = {}
         self._owners = owners
-        # By storage. The tensor is kept, so that its storage's address is not reused.
+        # By the storage's address. The tensor is kept, so that the address is not reused.
         self._sources: dict[int, tuple[TensorInfo, torch.Tensor]] = {}
 
     def source(self, tensor: TensorInfo) -> torch.Tensor:

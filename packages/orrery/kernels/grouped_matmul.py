@@ -69,7 +69,7 @@ def grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def reference_grouped_matmul(x_MK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_matmul`'s result on any device and dtype. Rows of no group are zero."""
     ends = [0, *ends_E.tolist()]
-    # E selects would make E full-size zero tensors in the backward pass, instead of one stack.
+    # The gradient of each `select` is a zero tensor of full size, that of `unbind` one stack.
     weights = enumerate(weight_ENK.unbind(0))
     outputs = [F.linear(x_MK[ends[e] : ends[e + 1]], weight) for e, weight in weights]
     return torch.cat([*outputs, x_MK.new_zeros(x_MK.shape[0] - ends[-1], weight_ENK.shape[1])])
@@ -134,7 +134,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     x_MK, weight_ENK, ends_E = ctx.saved_tensors
-    grad_MN = grad_MN.contiguous()  # the grouped GEMM refuses a sum's expanded gradient
+    grad_MN = grad_MN.contiguous()  # a sum's gradient has stride 0, which the grouped GEMM refuses
     grad_x_MK = grad_weight_ENK = None
     if ctx.needs_input_grad[0]:
         grad_x_MK = _product(grad_MN, weight_ENK.transpose(1, 2), ends_E)

@@ -38,7 +38,7 @@ def add_low_rank(
 
 
 def narrow_product(x_MK: Tensor, a_ERK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x a[e]ᵀ [M, R] of any rank. A general product needs a multiple of 8."""
+    """Return x a[e]ᵀ [M, R] of any rank. Torch's grouped product needs a multiple of 8."""
     y_M0, b_E0R = x_MK.new_empty(len(x_MK), 0), a_ERK.new_empty(len(a_ERK), 0, a_ERK.shape[1])
     return add_low_rank(y_M0, x_MK, a_ERK, b_E0R, ends_E)
 

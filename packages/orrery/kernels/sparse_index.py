@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 CHUNK_KEYS = 4096
-CHUNK_ELEMENTS = 2**24  # of per-head products: 64 MiB in float32
+CHUNK_ELEMENTS = 2**24  # most values of per-head products at a time: 64 MiB in float32
 
 
 @torch.no_grad()

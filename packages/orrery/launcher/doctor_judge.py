@@ -11,8 +11,8 @@ from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import seconds as parse_seconds
 
 GIB = 2**30
-START_S = 60  # for the probe's job to start
-WAIT_S = 20  # for another node's file
+START_S = 60  # longest wait for the probe's job to start
+WAIT_S = 20  # longest wait for another node's file
 SLOW_S = 2.0  # later visibility of a rename delays every rendezvous
 SKEW_S = 1.0  # a larger difference disorders logs and the report
 RUNS_GIB, SCRATCH_GIB = 20, 2  # for checkpoints and images, and for temporary files

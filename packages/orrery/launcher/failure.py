@@ -17,11 +17,11 @@ from orrery.runtime.health import FAILED, listed
 from orrery.runtime.run_directory import flight_recorder_dir, logs_dir
 
 POLL_S = 0.1
-BLAME_S = 5.0  # for the failure of a process that an error names
-SETTLE_S = 0.3  # for further failures after the first
-EVIDENCE_S = 2.0  # until processes have written their stacks
-RECORDED_S = 10.0  # for a rank's flight recorder
-SLURM_SAYS_S = 2.0  # for Slurm to report whether it ends the job
+BLAME_S = 5.0  # longest wait for the failure of a process that an error names
+SETTLE_S = 0.3  # wait for further failures after the first
+EVIDENCE_S = 2.0  # wait until processes have written their stacks
+RECORDED_S = 10.0  # longest wait for a rank's flight recorder
+SLURM_SAYS_S = 2.0  # longest wait for Slurm to report whether it ends the job
 
 
 def named_processes(error: str | None, names: Collection[str]) -> set[str]:

@@ -21,7 +21,7 @@ from orrery.manifest.publish import write_atomic
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import log_path, no_requeue_path, request_path
 
-WIND_DOWN_S = 600.0  # for the checkpoint, without Slurm
+WIND_DOWN_S = 600.0  # longest wait for the checkpoint, without Slurm
 MARGIN_S = 60.0  # kept free at the end of a Slurm job, to end the stage
 STOP_S = 30.0
 

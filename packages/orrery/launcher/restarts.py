@@ -19,7 +19,7 @@ from orrery.runtime.health import FAILED, Health
 from orrery.runtime.preemption import fenced, forget_fence
 from orrery.runtime.run_directory import health_dir
 
-ROLE = "inference"  # the other roles wait
+ROLE = "inference"  # only engines are restarted, and the other roles wait for them
 WINDOW_S = 24 * 3600.0  # period in which restarts are counted
 
 

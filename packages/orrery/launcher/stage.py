@@ -33,8 +33,8 @@ from orrery.runtime.parent_watch import START
 from orrery.runtime.preemption import EXIT_PREEMPTED
 from orrery.runtime.run_directory import WIRE, endpoints_dir, log_path, weights_path
 
-KILLED_S = 10.0  # for the kernel to end a killed process
-# After SIGTERM. When one rank of a step has failed, Slurm sends it to the others.
+KILLED_S = 10.0  # longest wait for the kernel to end a killed process
+# Exit codes after SIGTERM, which Slurm sends to all ranks of a step when one fails.
 TERMINATED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 

@@ -21,7 +21,7 @@ from orrery.manifest.schema import TARGETS, Manifest
 
 T = TypeVar("T")
 MAX_NESTING = 500
-PRETRAINED = "_pretrained.libsonnet"  # ends axes of `orrery fetch model`
+PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
 # A failed import returns this. If it raised, the binding would append stray bytes to the text.
 _FAILS = b"error 'import'"
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)

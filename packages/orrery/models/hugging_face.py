@@ -30,7 +30,7 @@ try:  # private names: how transformers renames tensors when it saves
 except ImportError:
     revert_weight_conversion = None
 
-PROBE_SHAPE = (12, 2)  # shape of an expert in a probe. 2, 3 and 4 divide its rows
+PROBE_SHAPE = (12, 2)  # shape of a probe's expert, with rows divisible by 2, 3 and 4
 
 _global_generator = threading.Lock()  # transformers draws from torch's global generator
 

@@ -53,7 +53,7 @@ def check_config(model: Model, config: PreTrainedConfig) -> None:
 def check_network(model: Model, network: PreTrainedModel) -> None:
     """Raise OrreryError if a token's output depends on later tokens, or head sizes are wrong.
 
-    The model type and `is_decoder` decide the first, because a network on "meta" cannot run.
+    A network on "meta" cannot run, so the model type and `is_decoder` tell what tokens see.
     """
     kind = network.config.model_type
     if kind in NOT_CAUSAL:

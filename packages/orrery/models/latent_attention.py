@@ -36,7 +36,7 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 class KeyIndexer(nn.Module):
     """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · width).
 
-    GLM-5 rotates pairs here too, DeepSeek-V3.2 halves.
+    Before this, GLM-5 rotates pairs of q and k, DeepSeek-V3.2 rotates halves.
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:

@@ -34,7 +34,7 @@ ENDED = (DONE, FAILED, TERMINATED, PREEMPTED)
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall. `blamed` has the end of a chain of waits, all of a cycle, or a role's ranks."""
+    """A stall. `blamed`: the end of a chain of waits, all of a cycle, or ranks of a role."""
 
     blamed: tuple[str, ...]
     sentence: str
@@ -147,7 +147,7 @@ def deadlocked(living: Mapping[str, Health]) -> set[str]:
 def _ended_sources(
     health: Health, living: Mapping[str, Health], done: Mapping[str, Health]
 ) -> set[str]:
-    """Return the done processes that the waits name, or none if a wait names no done one."""
+    """Return the done processes that the waits name. Empty if a wait names none."""
     gone = [
         set() if _named(wait.what, living) else _named(wait.what, done) for wait in health.waits
     ]

@@ -82,7 +82,7 @@ class RolloutFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-# These exceptions are not failures of the task that passes them on.
+# A task may pass these exceptions on, but has not caused them.
 NOT_THE_TASKS = (
     RolloutFailed,
     JudgeBroken,

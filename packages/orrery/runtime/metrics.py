@@ -150,7 +150,7 @@ def used_by_process(row: Row) -> dict[str, dict[str, float]]:
 class Attempts:
     """Decide which rows count, by the first step of each attempt.
 
-    Rows with equal stage, event and name form a series, decided by itself.
+    Rows with equal stage, event and name form a series. Each series is decided separately.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ MAX_SENTENCE = 500
 
 def main() -> None:
     die_with_parent()
-    # Slurm signals the whole process group. If this process ended, an answer would look wrong.
+    # Slurm signals the whole process group. Without this process, an answer would look wrong.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -113,7 +113,7 @@ def _answer(
 ) -> None:
     die_with_parent()
     os.dup2(writer, 3)
-    os.closerange(4, 1024)  # enough: the kernel gives the lowest free numbers
+    os.closerange(4, 1024)  # enough, because new files get the lowest free numbers
     _limit(resource.RLIMIT_CPU, math.ceil(limit_s + 1.0))
     _limit(resource.RLIMIT_NPROC, 0)
     try:

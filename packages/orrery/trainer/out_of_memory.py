@@ -1,8 +1,8 @@
 """Out-of-memory errors as one sentence: the manifest field to change, its gain and its cost.
 
 Needed bytes are the failed allocation, or the plan's excess over torch's memory if larger, plus a
-margin. Errors of CUDA and NCCL have no numbers. A CUDA error means that host memory could not be
-pinned if the device has room and a field that pins is on.
+margin. Errors of CUDA and NCCL have no numbers. If the device has room and a field that pins host
+memory is on, a CUDA error means that pinning failed.
 """
 
 import os

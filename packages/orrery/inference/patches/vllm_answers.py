@@ -258,7 +258,7 @@ def _one_after_the_other(logprobs: list[Any]) -> Any:
 
 @cache
 def _others(fields: tuple[str, ...]) -> tuple[Callable[[Any], Any], Any]:
-    """Return a getter of an output's rarer fields, and its result if all are None."""
+    """Return a getter of an output's other fields, and its result if all of them are None."""
     names = [name for name in fields if name not in (*MERGED, *LAST)]
     return attrgetter(*names), (None,) * len(names)
 

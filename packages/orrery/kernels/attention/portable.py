@@ -22,7 +22,7 @@ from orrery.kernels.attention.layout import (
 )
 
 _BLOCK_QUERIES = 512  # per block of `Plain`: scores are [H, 512, keys]
-# Shortest over longest document of a grid: padding stays below a third.
+# Least ratio of a grid's shortest to its longest document: padding stays below a third.
 _SHORTEST_SHARE = 0.75
 _MAX_LENGTH = 1024  # of `Batched`: scores are quadratic in the length
 _MAX_SCORES = 1 << 26  # scores at a time: three tensors of 256 MiB in float32

@@ -36,7 +36,7 @@ class Halves(NamedTuple):
     def of(cls, documents: Documents, num_places: int) -> "Halves":
         cu_half = documents.cu_seqlens // 2
         sizes, half = cu_half.diff(), num_places // 2
-        # The i early and i late halves of earlier documents stand before document i's early half.
+        # Document i's early half follows the i early and i late halves of the documents before it.
         before = cu_half[:-1].long().repeat_interleave(sizes, output_size=half)
         early = torch.arange(half, device=cu_half.device) + before
         late = early + sizes.long().repeat_interleave(sizes, output_size=half)

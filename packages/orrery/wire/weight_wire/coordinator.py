@@ -35,9 +35,9 @@ ADDRESS = "wire.json"  # exists only in a direct wire's folder
 CURRENT = "current"  # key of the current transfer's number, or 0
 MEET_S = 120.0  # longest wait for a value of another rank
 FOREVER_S = 10.0**7  # a wait for the next transfer ends only with the store
-ARRIVAL_S = 120.0  # between a transfer's first and last engine rank
-DONE_S = 300.0  # for the other trainer ranks to finish sending
-LOOK_S = 0.5  # between checks whether the transfer is over
+ARRIVAL_S = 120.0  # longest time between a transfer's first and last engine rank
+DONE_S = 300.0  # longest wait for the other trainer ranks to finish sending
+LOOK_S = 0.5  # period of checks whether the transfer is over
 POLL_S = 0.02
 MAC_BYTES = 32
 

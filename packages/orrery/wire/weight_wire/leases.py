@@ -30,8 +30,8 @@ from orrery.wire.control_socket import NOT_OF_THE_PROTOCOL, ControlSocket, deale
 # vLLM passes on only the text of a worker's error, so these words mark the kind of failure.
 ELSEWHERE = "failed elsewhere"
 GONE = "can no longer be had"
-ROUND_S = 60.0  # for one round of messages, scaled
-LEASE_S = 120.0  # for the trainer's answer, scaled
+ROUND_S = 60.0  # longest wait for one round of messages, scaled
+LEASE_S = 120.0  # longest wait for the trainer's answer, scaled
 REPEAT_S = 1.0
 STOP_S = 0.2
 

@@ -28,7 +28,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.wire.fingerprint import SliceFingerprints, SliceSpec
 
 Box = tuple[tuple[int, int], ...]
-ALIGNMENT_BYTES = 16  # of slices in a message, so that any dtype can view them
+ALIGNMENT_BYTES = 16  # alignment of slices in a message, so that any dtype can view them
 PIECES_A_BUCKET = 4  # a slice is at most 1/4 of a bucket, so that buckets fill
 
 

@@ -267,7 +267,7 @@ class _SendLoop:
         try:
             if sender.device.type == "cuda":
                 torch.cuda.set_device(sender.device)
-                # Paused engines wait for this stream, so it precedes the trainer's queued work.
+                # Paused engines wait for this stream, so its priority is higher than the trainer's.
                 # `publish` has waited for the step's end, so the weights are complete.
                 torch.cuda.set_stream(torch.cuda.Stream(sender.device, priority=-1))
             store = self._store = connect(sender.address)
