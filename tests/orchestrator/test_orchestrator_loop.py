@@ -920,9 +920,8 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
     async def none(*_):
         return None
 
-    gone_on = SimpleNamespace(
-        update=none
-    )  # the trainer has made the next version meanwhile, and nobody has this one
+    # The trainer has made the next version, and the engines that took this one have died since.
+    gone_on = SimpleNamespace(update=none)
     evaluations = SimpleNamespace(pinned=None)
     scheduler = SimpleNamespace(
         digests=dict(known),
@@ -942,7 +941,7 @@ def test_an_update_that_comes_too_late_forgets_no_digest_that_queued_rollouts_ha
         watch,
     )
     assert not asyncio.run(updated)
-    assert (scheduler.digests, scheduler.updating) == (known, False)
+    assert (scheduler.digests, scheduler.updating) == ({3: "of before the resume"}, False)
 
 
 @pytest.mark.parametrize("stage", ["rl", "evaluate"])

@@ -78,8 +78,7 @@ async def update_engines(
         return False
     version, digest = published.version, published.digest
     scheduler.updating = True
-    was_known = version in scheduler.digests
-    # Known early, because the version's first tokens may arrive before the update returns.
+    # Tokens of the version may arrive before the update returns, and stay if it fails.
     scheduler.digests[version] = digest
     start_s = time.time()
     await runner.cancel(scheduler.drain())
@@ -94,8 +93,6 @@ async def update_engines(
         report = await pool.update(published)
     if report is None:  # the trainer has already published a newer version
         scheduler.updating = False
-        if not was_known:
-            del scheduler.digests[version]
         return False
     scheduler.updated(version)
     scheduler.updating = False
