@@ -1,8 +1,7 @@
 """Limit vLLM's disk tier of cache blocks, and offer all tiers on CPU.
 
-vLLM's `fs` tier has no limit. Here the writing thread, not the scheduler's, removes old files. If a
-file disappears between lookup and load, vLLM recomputes its blocks. vLLM refuses to offload on CPU,
-so `_stand_in` replaces device copies by memory copies.
+vLLM's `fs` tier has no limit. If a file disappears between lookup and load, vLLM recomputes its
+blocks. vLLM refuses to offload on CPU, so `_stand_in` replaces device copies by memory copies.
 
 Written for vLLM 0.32. Remove this when vLLM's tier has a limit and vLLM offloads on CPU.
 """

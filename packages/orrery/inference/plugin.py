@@ -1,7 +1,7 @@
 """Define what vLLM loads by name: an entry point, and an extension of its worker.
 
-- `register`: the entry point `orrery` of `vllm.general_plugins`. It registers the receivers of
-  weights and adapters (only a worker imports them) and applies the patches.
+- `register` registers the receivers of weights and adapters (only a worker imports them) and
+  applies the patches.
 - `AttestingWorker` attests weights, and ends waits between prefill and decode engines.
   /collective_rpc calls its methods on every worker of an engine.
 """
@@ -42,8 +42,7 @@ def register() -> None:
 class AttestingWorker:
     """A mixin for vLLM's worker class (`--worker-extension-cls`).
 
-    - `untaken` and `give_up_update` run between loading and finishing an update. An engine has a
-      version only if all its workers have loaded it.
+    - An engine has a version only if all its workers have loaded it.
     - `keep_no_longer` and `read_no_more` free blocks before their lease ends
       (`kv_connectors.lease_s`). NIXL's reader notices a lost producer itself, Mooncake's does not.
     """

@@ -1,6 +1,5 @@
 """Load a published version into the running model, and fingerprint its tensors.
 
-- In: the path of a published version on any wire. Out: `held`, name → (fingerprint, how).
 - The wire `files` brings whole tensors, a direct wire this rank's slices (`loading`), and the wire
   `adapters` low-rank factors.
 - A tensor is fingerprinted on arrival ("as_consumed"), and in the model ("resident") unless the

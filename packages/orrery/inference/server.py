@@ -5,7 +5,6 @@
   end with this process (`plugin.py`), and an engine core ends with its workers.
 - This process ends within WATCH_S of an engine core's death.
 - SIGTERM ends all within STOP_S, and removes files on disk. After a failure the files stay.
-- This calls the parts of vLLM's `run_server`, because it needs the engine client before serving.
 """
 
 import asyncio

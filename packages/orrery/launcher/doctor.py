@@ -1,8 +1,4 @@
-"""Check whether a run can start on this machine and the site's cluster.
-
-Slurm's commands and one small job (`doctor_probe.py`) collect facts, `doctor_judge.py` turns them
-into findings.
-"""
+"""Check whether a run can start on this machine and the site's cluster."""
 
 import json
 import os

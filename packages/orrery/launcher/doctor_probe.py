@@ -1,8 +1,6 @@
 """Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
 
 - It needs only `python3` (3.6 or newer).
-- Tasks find each other by files in a shared folder, compare clocks over TCP, and measure the delay
-  until they see renamed files.
 - Every check has a time limit.
 """
 

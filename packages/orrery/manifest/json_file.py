@@ -1,6 +1,5 @@
 """Read JSON from users and other processes.
 
-- Errors end with the caller's `remedy` for a broken file.
 - Only regular files are opened, so a reader never waits for a pipe.
 - Refused: more than `MAX_BYTES`, nesting deeper than `MAX_DEPTH`, NaN and infinities, and texts
   with NUL or half a surrogate pair.

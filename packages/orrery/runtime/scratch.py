@@ -6,8 +6,7 @@
   blocks.
 - Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
 - `place` hashes the run folder's path, so that equal runs of two checkouts differ.
-- The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
-  engine removes its own at its end, and those of its killed starts at its begin.
+- The launcher removes all of these when a stage begins (on its node) and ends (on every node).
 """
 
 import hashlib

@@ -1,11 +1,9 @@
 """Check the tasks of manifests before a run starts: `python -m orrery.tasks.check MANIFEST…`.
 
-Print one line per task that fits, or one error.
-
 - Every task makes its first problems within `MAX_CPU_S` of CPU time, and one second more for each
   `BYTES_PER_S` of its files.
-- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless
-  a pretrained tokenizer is missing on this machine.
+- Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
+  pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`), with a time limit for each row.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """

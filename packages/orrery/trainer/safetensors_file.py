@@ -2,7 +2,6 @@
 
 - The file equals that of `safetensors.torch.save_file`: 8 bytes of header length (little endian), a
   JSON header, the tensors' bytes without gaps (https://huggingface.co/docs/safetensors).
-- The reused host buffer has the layout of the file's data.
 - Big files are synced as they grow, because unwritten pages could fill memory.
 """
 

@@ -1,6 +1,5 @@
 """The authenticated socket between the orchestrator (ROUTER) and the trainer's ranks (DEALER).
 
-- It carries batches (`rollout_wire`) and leases (`weight_wire.leases`).
 - Both ends derive both CurveZMQ key pairs from the run's token, so no key or token is sent. The
   handshake drops peers without the token.
 - libzmq refuses frames above MAX_ASK_BYTES or MAX_HEAD_BYTES before it allocates them.

@@ -131,7 +131,6 @@ def _documents(layout: Layout) -> dict[str, Any]:
 class Flash4(AttentionBackend):
     """FlashAttention 4 on Hopper, if the package `flash-attn-4` is installed.
 
-    - Compiles a kernel per pass and head shape, for seconds, and caches it on disk.
     - Gradients are summed in no fixed order, so deterministic runs use FlashAttention 2.
     - Limited to the cases of benchmarks/kernels/attention.json. Packs of short documents, or of
       more than 256, would compile further kernels.

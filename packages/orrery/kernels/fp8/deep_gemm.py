@@ -2,7 +2,6 @@
 
 - `load` imports the package `deep_gemm`, else the copy in vLLM's wheel without importing vLLM.
 - DeepGEMM compiles kernels at first use, with the host's nvcc.
-- No function waits for the device.
 """
 
 import importlib

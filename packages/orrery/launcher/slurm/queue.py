@@ -1,7 +1,6 @@
 """Slurm's queue: a user's jobs and their states.
 
 - `squeue` gives states. `sacct` adds lost nodes, and jobs that `squeue` has forgotten.
-- The id of a heterogeneous job is that of its first component.
 - A job's name contains a hash of the run folder's path, so two checkouts have different names.
 """
 

@@ -1,6 +1,6 @@
 """Update rules for each value alone: AdamW, SGD with momentum and sign SGD.
 
-AdamW and SGD call torch's fused kernels. These also divide the gradients.
+AdamW and SGD call torch's fused kernels.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Compute the global gradient norm, clip by it, and find NaN and infinity.
 
-Gradients are already summed over replicas. A weight's mesh has the ranks of its other shards.
+Gradients are already summed over replicas.
 """
 
 from collections.abc import Iterable
