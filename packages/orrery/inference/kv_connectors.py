@@ -1,7 +1,8 @@
 """Configure vLLM's KV connectors, transfers and tiers, from `manifest.inference`. Imports no vLLM.
 
 - Transfer: the first `prefill_replicas` engines produce blocks, the others read them. A block's
-  lease outlasts any request: after its end, NIXL could send another request's cache.
+  lease outlasts any request: after its end, NIXL could send another request's cache. If a cache
+  cannot be read, the request fails.
 - Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM
   recomputes a block that is unreadable, or lacks routes that must be returned.
 - A block's hash includes the policy version at a group's dispatch, so no rollout finds older

@@ -341,7 +341,7 @@ class AdapterReceiver(Backend):
     - An update overwrites the adapter's factors while the engine is paused. vLLM's `load_inplace`
       would read old files again at each step of an old request.
     - A factor is "resident" if fingerprinted in its buffer, "as_consumed" if ranks hold slices.
-    - An error names the damaged or missing tensor.
+    - Every projection must get its factors. An error names the damaged or missing tensor.
     """
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -42,7 +42,7 @@ PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
 def router_arguments(
     manifest: Manifest, engine_urls: Sequence[str], host: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Return the command line of `vllm-router`."""
+    """Return the command line of `vllm-router`. Raise OrreryError if the run has no router."""
     router = manifest.inference.router
     if router.kind == "none":
         raise OrreryError("inference.router.kind is 'none': this run has no router to start")

@@ -271,6 +271,7 @@ def finished_folder(source: HubRepository, target: Path) -> Iterator[Path]:
 
 
 def is_finished(source: HubRepository, target: Path) -> bool:
+    """Return whether `target` holds this source. Raise OrreryError for other content."""
     if not target.exists():
         return False
     sums = target / SUMS

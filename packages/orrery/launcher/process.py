@@ -191,6 +191,7 @@ def check_packages(needs_gpus: bool) -> None:
 def share_devices(
     offered: Sequence[str], processes: Sequence[ProcessPlan]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Return the devices of every process. Raise ValueError for too few or repeated devices."""
     shares: dict[tuple[str, int], tuple[str, ...]] = {}
     needed = max(process.first_device + process.num_devices for process in processes)
     for process in processes:

@@ -1,7 +1,6 @@
 """Pass metric rows to the sinks, and show the stage's progress on stderr.
 
-A failing sink is reported once and no longer used. A failed read is reported once, and the next
-returns the missed rows.
+A failing sink is reported once and no longer used.
 """
 
 import sys

@@ -68,6 +68,7 @@ class Explanation:
 
 
 def explain(workspace: Workspace, name: str, field: str) -> list[Explanation]:
+    """Return the origin of each scalar at or below `field`. Raise OrreryError if it is unknown."""
     run = render(workspace, name)
     path = fields.parse(field)
     found = fields.lookup(run.manifest.model_dump(mode="json"), path, name)

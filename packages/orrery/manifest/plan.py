@@ -161,6 +161,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def check_supported(manifest: Manifest) -> None:
+    """Raise OrreryError if a stage of this run cannot start."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(

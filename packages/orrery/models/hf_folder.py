@@ -161,6 +161,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_digest(directory: Path, expected: str) -> None:
+    """Raise OrreryError unless the digest of all weights is `model.init.sha256`."""
     if (found := sha256_of(weight_files(directory))) != expected:
         raise OrreryError(
             f"model.init.sha256 {expected}: the weights of {directory} have {found}. Write that if "

@@ -210,7 +210,6 @@ class RankStallDetector:
     silent for `hang_s` is always blamed.
 
     - Progress is any change of the health except the beats, so a slow rank is never still.
-    - After a gap of AWAY_S between two looks (a hanging file system) the detector starts anew.
     """
 
     def __init__(self, still_s: float = STILL_S, hang_s: float = HANG_S):

@@ -1,6 +1,6 @@
 """Turn a `TrainBatch` into columns, micro-batches for every rank, a metrics row and samples.
 
-- A document's columns are views. The wire alone copies them, when it sends a micro-batch.
+- A document's columns are views.
 - Samples are rollouts as text, one per line, in `rollouts/evaluate.jsonl` and
   `rollouts/samples.jsonl`.
 """

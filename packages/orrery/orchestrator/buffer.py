@@ -108,6 +108,7 @@ class RolloutBuffer:
             self._details[reason] = detail
 
     def check_not_starved(self) -> None:
+        """Raise RunFailed if too many rollouts in a row cannot be trained."""
         num_lost = sum(self._barren.values())
         if num_lost < BARREN_BATCHES * self.rollouts_per_batch:
             return

@@ -1,7 +1,4 @@
-"""Evaluate the policies before and after RL on the same held-out problems and seeds.
-
-- Engines load and attest both policies from files in `weights/`, even if RL used another wire.
-"""
+"""Evaluate the policies before and after RL on the same held-out problems and seeds."""
 
 import asyncio
 import json

@@ -56,6 +56,7 @@ class PreemptionWatch:
 
 
 async def stop_trainer(ctx: RoleContext, wire: RolloutSender, step: int) -> NoReturn:
+    """Stop all trainer ranks after batch `step`, then raise Preempted."""
     ranks = ctx.manifest.trainer.mesh.world_size
     with ctx.health.waiting(f"trainer to wind down after batch {step}", deadline_s=scaled(TAKE_S)):
         await wire.send(Batch(step + 1, [[] for _ in range(ranks)], {}, {"wind_down": True}))
@@ -147,6 +148,7 @@ class Loop:
         self._first_step = scheduler.clock.next_batch - 1
 
     async def run(self) -> None:
+        """Run until the last batch is trained and evaluated. May raise Preempted."""
         activities = [
             asyncio.create_task(each(), name=each.__name__)
             for each in (self.generate, self.train, self.follow, self.watch_engines)

@@ -67,6 +67,7 @@ class _Lines:
         self._end: weakref.finalize | None = None
 
     def append(self, row: Row) -> None:
+        """Append a row. Raise OSError if it is not written completely."""
         line = json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if self._file is None:

@@ -27,6 +27,7 @@ def interface() -> str:
 
 
 def address() -> str:
+    """Return the IPv4 address of `interface()`. Raise OrreryError if it has none."""
     name = interface()
     if name == LOOPBACK_INTERFACE:
         return LOOPBACK

@@ -80,6 +80,7 @@ class RoleContext:
 
     @cached_property
     def host(self) -> str:
+        """Return the address to listen on. Raise OrreryError if the interface does not exist."""
         return network.address()
 
     @cached_property

@@ -42,6 +42,7 @@ KINDS = {  # kind -> module:class, imported at first use
 
 @cache
 def kinds() -> dict[str, str]:
+    """Return `module:class` by kind. Raise OrreryError if two packages add the same kind."""
     found = dict(KINDS)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if found.setdefault(point.name, point.value) != point.value:
@@ -103,7 +104,6 @@ class FewShot:
 
     - A chat begins with the message `system`, if any, then `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
-      If the other task has a `split`, the examples come from its training side.
     """
 
     class Args(Record):

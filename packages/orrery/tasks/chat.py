@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class Renderer:
     """The chat format of one tokenizer folder.
 
-    `stop_token_ids` end an assistant turn.
+    `stop_token_ids` end an assistant turn. Tokens above `vocab_size` raise OrreryError.
     """
 
     def __init__(self, folder: Path, vocab_size: int | None = None) -> None:

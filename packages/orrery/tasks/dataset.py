@@ -139,6 +139,7 @@ class Dataset(SingleTurn):
         self._order = lru_cache(4)(self._shuffled)
 
     def _side(self) -> list[int]:
+        """Return the indices of this side's rows. Raise OrreryError if a row lacks a column."""
         columns = [*columns_of(self.args.prompt), *columns_of(self.args.answer), *self.args.where]
         if isinstance(self.args.held_out, Column):
             columns.append(self.args.held_out.column)

@@ -5,7 +5,6 @@
   The launcher sets it for roles, and the pool for scorers.
 - The limit LIMIT_S begins when an answer's scoring begins.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
-- Processes end with this process, even if it is killed, and inherit no files.
 """
 
 import asyncio

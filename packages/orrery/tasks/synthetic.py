@@ -123,8 +123,7 @@ def longest_common_subsequence(a: str, b: str) -> int:
 class Lengths(SingleTurn):
     """Sample answers of given lengths, to measure speed.
 
-    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`. The longest of
-      a thousand is about e^(3.2 · sigma) medians.
+    - Lengths are log-normal with `median_tokens` and `sigma`, at most `max_tokens`.
     - All answers of a group have the same length. The reward is a hash of the answer, so that
       gradients are not zero.
     """

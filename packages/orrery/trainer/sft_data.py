@@ -58,6 +58,7 @@ class Chats(Protocol):
 
 
 def open_chats(data: SftData, field: str) -> Chats:
+    """Open the manifest's `field`. Raise OrreryError if missing, changed or empty."""
     chats = KINDS[data.kind](data, field)
     if not len(chats):
         raise OrreryError(f"{field}: has no chats; give at least one chat")
@@ -255,6 +256,7 @@ class Examples:
                 return
 
     def columns(self, indices: Iterable[int]) -> Columns:
+        """Tokenise these examples. Raise OrreryError for an untrainable chat."""
         indices = list(indices)
         new = [index for index in dict.fromkeys(indices) if index not in self._kept]
         made = self._tokenise(new)

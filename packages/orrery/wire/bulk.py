@@ -198,8 +198,7 @@ def fetch(host: str, ticket: Ticket, offset: int, into: memoryview, silence_s: f
 class BufferPool:
     """Reuse receive buffers, because fresh memory pages cost as much as the copy into them.
 
-    Every view of a buffer holds a reference to it. A buffer that only the pool references is free.
-    The pool keeps at most `keep` buffers.
+    A buffer that only the pool references is free. The pool keeps at most `keep` buffers.
     """
 
     def __init__(self, keep: int = 2) -> None:

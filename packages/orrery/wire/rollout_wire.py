@@ -56,6 +56,7 @@ class Batch:
     info: dict[str, Any] = field(default_factory=dict)
 
     def check(self, num_ranks: int, after_step: int | None) -> None:
+        """Raise OrreryError if the wire cannot take this batch."""
         counts = [len(of_rank) for of_rank in self.micro_batches]
         if len(counts) != num_ranks or len(set(counts)) != 1:
             raise OrreryError(

@@ -1,7 +1,6 @@
 """List and apply the patches of vLLM, each with its target, reason and test.
 
 - `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
-- vLLM reads its environment at import, so set the environment before `import_vllm`.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
   delay requests that end together. Answers omit the top log-probs, which repeat the token's own.
-  Requests for more log-probs still use vLLM's code.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
   versions are exact. Outputs with other fields pass unchanged and in order.

@@ -1,6 +1,6 @@
 """Keep rows and spans as columns in memory, and thin long lines.
 
-- Numbers of one type take eight bytes each. Equal texts are kept once.
+- Numbers of one type take eight bytes each.
 - A row, made on access, is a dict with every key of the table, None for missing values.
 - A line with more than POINTS points is cut into equal pieces, each drawn as its mean (rates and
   shares), its extremes (single values) or its largest value.

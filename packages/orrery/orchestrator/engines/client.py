@@ -315,7 +315,7 @@ class EngineClient:
         timeout_s: float | None = None,
         error: type[RunFailed] = RunFailed,
     ) -> bytes:
-        """POST and return the answer."""
+        """POST and return the answer. Raises `error` with the engine's message."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
         body = {} if body is None else body
         status, answer, _ = await self._call("POST", path, body, limit_s, EngineGone, path)

@@ -51,7 +51,7 @@ class VersionGone(UpdateInterrupted):
 
 
 class WeightsDiffer(UpdateFailed):
-    """An engine holds other weights than the published weights."""
+    """An engine holds other weights than the published weights. The run must end."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ _decode_generated = msgspec.json.Decoder(_Generated).decode
 def parse_generation(
     request_id: str, answer: bytes, engine: str, prompt_tokens: int, routes_from: int | None
 ) -> Generation:
-    """Parse a response."""
+    """Parse a response. Raises GenerationFailed if it is malformed or incomplete."""
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)

@@ -1,7 +1,6 @@
 """Generate through the router, and update every engine of a stage.
 
 - Engines update concurrently. No engine stays paused for a slow or lost engine.
-- With disaggregated prefill, `disaggregated` replaces the router.
 - Without restarts, the first engine failure ends the run.
 - With restarts, `recovery` fences a failed engine and readmits its next incarnation. Its requests
   fail as EngineGone and are not retried. While no engine serves, requests and updates wait.
@@ -438,9 +437,9 @@ class EnginePool:
     async def _every(
         self, call: Callable[[EngineClient], Awaitable[T]], among: Collection[int] | None = None
     ) -> dict[int, T]:
-        """Call every listening engine.
+        """Call every listening engine. Return results by index.
 
-        Fence lost engines.
+        Fence lost engines. Raise the first other error.
         """
         up = self.registry.up
         up = [index for index in up if among is None or index in among]

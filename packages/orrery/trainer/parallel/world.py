@@ -120,7 +120,7 @@ def device_for(accelerator: str, index: int) -> torch.device:
 
 
 def init_world(mesh: Mesh, rank: int, device: torch.device, store: dist.Store | None) -> World:
-    """Form the process group over `store`."""
+    """Form the process group over `store`. Without a store the world is one rank."""
     if store is None:
         return World(rank, 1, device, None)
     name_interface()

@@ -7,8 +7,6 @@
   same for the adapters of `trainer.lora` alone. Names are PEFT's. lora_B includes the scale.
 - Direct kinds (`nccl`, `nixl`): each trainer rank sends slices to each engine rank, without
   gathering or writing. vLLM's senders send whole tensors or need Ray.
-
-`README.md` describes the protocol.
 """
 
 from importlib.util import find_spec

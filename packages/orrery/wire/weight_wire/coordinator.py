@@ -125,6 +125,7 @@ class StoreConnection:
         return msgspec.msgpack.decode(self.raw(key, what, within_s), type=kind)
 
     def raw(self, key: str, what: str, within_s: float = MEET_S) -> bytes:
+        """Return the bytes at `key`. Waits and raises as `get` does."""
         self._await(key, what, within_s)
         return self._open(key, what)
 
@@ -223,7 +224,7 @@ def serve_store(
 
 
 def find_wire(folder: Path, within_s: float = MEET_S) -> WireAddress:
-    """Wait for the address in `folder`."""
+    """Wait for the address in `folder`. Raises WireFailed after `within_s` (scaled)."""
     end = time.monotonic() + scaled(within_s)
     while (content := nfs.read(folder / ADDRESS)) is None:
         if time.monotonic() > end:
