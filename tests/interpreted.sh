@@ -9,3 +9,4 @@ PYTHONPATH=$site python -c "import triton" # otherwise its tests would be skippe
 TRITON_INTERPRET=1 PYTHONPATH=$site pytest "$@" -o cache_dir=.pytest_cache/interpreted \
     tests/kernels/test_kernels_{adapted_matmul,expert_rows,fp8,grouped_matmul,token_logprob}.py \
     tests/wire/test_wire_slice_fingerprints.py
+PYTHONPATH=$site pytest -q tests/kernels/test_kernels_compiled.py -o cache_dir=.pytest_cache/interpreted

@@ -241,11 +241,13 @@ def exact(*shape: int) -> Tensor:
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs Triton and a GPU, or its interpreter")
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("groups", [None, GROUPS])
-def test_triton_places_values_and_scales_as_the_reference(groups):
+def test_triton_places_values_and_scales_as_the_reference(groups, is_fused, monkeypatch):
     """With exact numbers, because Triton's interpreter does not round to e4m3 correctly."""
     from orrery.kernels.fp8 import quantize_triton
 
+    monkeypatch.setattr(quantize_triton, "IS_FUSED", is_fused)
     x, weight = exact(512, 256), exact(2, 256, 384)
     on_device = None if groups is None else RowGroups(*(each.to(DEVICE) for each in groups))
     found = quantize_triton.quantize(x, on_device, True, True)
@@ -269,3 +271,15 @@ def test_triton_places_values_and_scales_as_the_reference(groups):
     assert torch.equal(value.float(), wanted.value.float())
     assert torch.equal(value_t.float(), value.float().mT) and torch.equal(scale_t, scale.mT)
     torch.testing.assert_close(scale, wanted.scale, rtol=2e-7, atol=0)  # a rounding of 1/448
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_a_gpu_transposes_quantized_weights(stack):
+    forward, backward = quantize_weight(draw(*stack, 512, 384))
+    wanted = reference_quantize_weight(draw(*stack, 512, 384).cpu())
+    assert torch.equal(backward.value.float(), forward.value.float().mT)
+    assert torch.equal(backward.scale, forward.scale.mT)
+    # Triton divides by an approximate reciprocal, which may round a number to its neighbour.
+    error = (dequantize_weight(forward).cpu() - dequantize_weight(wanted)).norm()
+    assert error <= 1e-3 * dequantize_weight(wanted).norm()

@@ -99,7 +99,7 @@ def reference_quantize_columns(x_MK: Tensor, groups: RowGroups | None = None) ->
     """Return `quantize`'s columns of x. Padding is zero."""
     x_MK = F.pad(x_MK, (0, 0, 0, -x_MK.shape[0] % BLOCK))
     x_KGB = x_MK.T.contiguous().float().unflatten(-1, (-1, BLOCK))
-    scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) / MAX
+    scale_KG = x_KGB.abs().amax(-1).clamp(min=MIN_AMAX_ROWS) * (1 / MAX)
     value_KM, _ = _scaled(x_KGB * (1.0 / scale_KG[..., None]), scale_KG)
     if groups is not None:
         ends = [0, *groups.ends_E.tolist(), x_MK.shape[0]]

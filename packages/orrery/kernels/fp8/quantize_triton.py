@@ -1,4 +1,4 @@
-"""Triton kernels of FP8 quantization: one program a tile of 128 × 128, read once.
+"""Triton kernels of FP8 quantization: one program a tile of 128 × 128.
 
 Rows of activations are divided exactly, as in vLLM's CUDA kernel: a product with the reciprocal,
 corrected by its remainder (Markstein 1990, theorem 8.3). Weights are multiplied by approximate
@@ -15,6 +15,10 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 8
+MAX_REGISTERS: int | None = None
+# Rows and columns in one pass over x. Its 169 registers a thread leave room for one program on a
+# multiprocessor; each alone has room for two.
+IS_FUSED = False
 
 
 def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
@@ -30,7 +34,10 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
     value_t = torch.empty(shape if has_columns else 0, dtype=DTYPE, **options)
     scale_t = torch.empty(of_columns * num_tiles, width, dtype=torch.float32, **options)
     tiles = None if groups is None else _tiles(groups, num_tiles)
-    if x_MK.numel():
+    wanted = [(has_rows, has_columns)]
+    if has_rows and has_columns and not IS_FUSED:
+        wanted = [(True, False), (False, True)]
+    for with_rows, with_columns in wanted if x_MK.numel() else ():
         _quantize[(num_tiles, num_blocks)](
             x_MK,
             value,
@@ -43,9 +50,10 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
             rows_stride,
             num_tiles * BLOCK,
             IS_GROUPED=groups is not None,
-            HAS_ROWS=has_rows,
-            HAS_COLUMNS=has_columns,
+            HAS_ROWS=with_rows,
+            HAS_COLUMNS=with_columns,
             num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
         )
     return value, scale.T[:num_rows], value_t, scale_t
 
@@ -85,8 +93,6 @@ def _quantize(
     tile = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
     here = tl.arange(0, 128)
-    row = tile * 128 + here
-    column = block * 128 + here
     start = tile * 0
     if IS_GROUPED:
         num_real = tl.load(tiles + tile * 3)
@@ -95,29 +101,33 @@ def _quantize(
     else:
         num_real = tl.minimum(num_rows - tile * 128, 128).to(tl.int32)
     if num_real >= 0:
-        is_real = here < num_real
-        place = row[:, None] * width + column[None, :]
-        number = tl.load(x + place, mask=is_real[:, None], other=0.0).to(tl.float32)
-        size = tl.abs(number)
+        # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
+        first = tile * 128 * width + block * 128
+        offset = here[:, None] * width + here[None, :]
+        loaded = tl.load(x + first + offset, mask=(here < num_real)[:, None], other=0.0)
         if HAS_ROWS:
-            top = tl.maximum(tl.max(size, axis=1), 1e-10)
+            number = loaded.to(tl.float32)
+            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
             unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
             inverse = tl.broadcast_to(_inverse(unit)[:, None], (128, 128))
             divisor = tl.broadcast_to(unit[:, None], (128, 128))
             ratio = number * inverse
             ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
             ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-            is_row = row < num_rows
-            tl.store(value + place, ratio.to(value.dtype.element_ty), mask=is_row[:, None])
-            tl.store(scale + block * rows_stride + row, unit, mask=is_row)
+            is_row = here < num_rows - tile * 128
+            rounded = ratio.to(value.dtype.element_ty)
+            tl.store(value + first + offset, rounded, mask=is_row[:, None])
+            tl.store(scale + block * rows_stride + tile * 128 + here, unit, mask=is_row)
         if HAS_COLUMNS:
-            top = tl.maximum(tl.max(size, axis=0), 1e-10)
-            unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
-            ratio = number * tl.broadcast_to(_inverse(unit)[None, :], (128, 128))
+            number = tl.trans(loaded).to(tl.float32)
+            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
+            unit = top * 0.002232142857142857
+            ratio = number * tl.broadcast_to(_inverse(unit)[:, None], (128, 128))
             ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-            place_t = start * width + column[:, None] * length + (row - start)[None, :]
-            tl.store(value_t + place_t, tl.trans(ratio.to(value_t.dtype.element_ty)))
-            tl.store(scale_t + tile * width + column, unit)
+            first_t = start * width + block * 128 * length + tile * 128 - start
+            offset_t = here[:, None] * length + here[None, :]
+            tl.store(value_t + first_t + offset_t, ratio.to(value_t.dtype.element_ty))
+            tl.store(scale_t + tile * width + block * 128 + here, unit)
 
 
 @triton.jit
@@ -140,16 +150,22 @@ def quantize_weight(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @triton.jit
 def _quantize_weight(weight, value, scale, value_t, scale_t, n, k):
     row_block, column_block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first = tl.program_id(2).to(tl.int64) * n * k
+    stack = tl.program_id(2).to(tl.int64) * n * k
     here = tl.arange(0, 128)
-    row, column = row_block * 128 + here, column_block * 128 + here
-    place = first + row[:, None] * k + column[None, :]
-    number = tl.load(weight + place).to(tl.float32)
+    first = stack + row_block * 128 * k + column_block * 128
+    offset = here[:, None] * k + here[None, :]
+    loaded = tl.load(weight + first + offset)
+    number = loaded.to(tl.float32)
     top = tl.maximum(tl.max(tl.max(tl.abs(number), axis=1), axis=0), 1e-4)
     unit = top * 0.002232142857142857
-    rounded = (number * (1.0 / unit)).to(value.dtype.element_ty)
-    tl.store(value + place, rounded)
-    tl.store(value_t + first + column[:, None] * n + row[None, :], tl.trans(rounded))
-    blocks = first // 16384
+    inverse = 1.0 / unit
+    tl.store(value + first + offset, (number * inverse).to(value.dtype.element_ty))
+    # Transpose before rounding: ptxas 12.8 reads unwritten registers if one rounded tile is stored
+    # both as it is and transposed (tests/kernels/test_kernels_compiled.py).
+    turned = tl.trans(loaded).to(tl.float32) * inverse
+    first_t = stack + column_block * 128 * n + row_block * 128
+    offset_t = here[:, None] * n + here[None, :]
+    tl.store(value_t + first_t + offset_t, turned.to(value_t.dtype.element_ty))
+    blocks = stack // 16384
     tl.store(scale + blocks + row_block * (k // 128) + column_block, unit)
     tl.store(scale_t + blocks + column_block * (n // 128) + row_block, unit)

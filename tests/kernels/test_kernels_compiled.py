@@ -1,0 +1,110 @@
+"""Machine code of the FP8 kernels for Hopper, compiled without a GPU.
+
+ptxas 12.8 compiled a tile that was rounded to FP8 once and stored twice, as it is and transposed,
+to code that takes every second transposed byte from a register before anything is written to it.
+The interpreter and the PTX were right.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from orrery.kernels.fp8 import quantize_triton  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
+WRITES_NONE = ("ST", "RED", "BAR", "EXIT", "BRA", "NOP")
+WRITES_PREDICATES = ("ISETP", "FSETP", "PLOP3")
+
+
+def unwritten_reads(lines: list[str]) -> list[str]:
+    """Return instructions that read a register before an earlier line writes it.
+
+    A 16-bit write may keep the other half: `PRMT R5, R4, 0x7632, R5` is no read of R5. Lines after
+    the last EXIT are subroutines, which may write their results at any call.
+    """
+    end = max((at for at, line in enumerate(lines) if line.endswith("EXIT")), default=len(lines))
+    written = {"1"} | {each for line in lines[end:] for each in operands_of(line)[1]}
+    found = []
+    for line in lines[:end]:
+        read, now_written = operands_of(line)
+        if read - written:
+            found.append(line)
+        written |= now_written
+    return found
+
+
+def operands_of(line: str) -> tuple[set[str], set[str]]:
+    """Return the numbers of the registers that an instruction reads and writes."""
+    words = re.sub(r"^@!?U?P\w+\s+", "", line)
+    name, _, rest = words.partition(" ")
+    operands = [each.strip() for each in rest.split(",")]
+    while operands and re.fullmatch(r"!?U?P\w", operands[0]):
+        operands.pop(0)
+    target = None
+    if operands and not name.startswith(WRITES_NONE + WRITES_PREDICATES):
+        target = re.fullmatch(r"R(\d+)", operands.pop(0))
+    if name == "PRMT" and target and operands[-1].split(".")[0] == target[0]:
+        operands.pop()
+    read = {each for part in operands for each in re.findall(r"(?<!U)\bR(\d+)", part)}
+    width = 4 if ".128" in name else 2 if re.search(r"\.64|WIDE", name) else 1
+    first = int(target[1]) if target else 0
+    return read, {str(first + index) for index in range(width)} if target else set()
+
+
+def machine_code(kernel, types: dict[str, str], **constants) -> list[str]:
+    types = types | dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [i for i, kind in enumerate(types.values()) if kind != "constexpr"]
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs=values,
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    options = {"num_warps": quantize_triton.NUM_WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return disassembled(compiled.asm["cubin"])
+
+
+def disassembled(binary: bytes) -> list[str]:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text)
+    assert len(lines) > 100
+    return lines
+
+
+def test_a_read_of_an_unwritten_register_is_found():
+    right = ["LDG.E.64 R4, desc[UR6][R1.64]", "PRMT R7, R4, 0x7632, R7", "@!P0 FADD R8, R5, R4"]
+    assert unwritten_reads(right) == []
+    wrong = ["PRMT R42, R42, 0x9910, RZ", "STS [R4+UR4], R5", "ISETP.NE.AND P0, PT, R9, RZ, PT"]
+    assert unwritten_reads(right[:1] + wrong) == [wrong[0], wrong[2]]
+
+
+def test_transposed_weights_come_from_written_registers():
+    types = dict(weight=BF16, value=FP8, scale=F32, value_t=FP8, scale_t=F32, n="i32", k="i32")
+    assert unwritten_reads(machine_code(quantize_triton._quantize_weight, types)) == []
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize(("has_rows", "has_columns"), [(True, True), (True, False), (False, True)])
+def test_rows_and_columns_come_from_written_registers(is_grouped, has_rows, has_columns):
+    types = dict(x=BF16, value=FP8, scale=F32, value_t=FP8, scale_t=F32, tiles=I32)
+    types |= dict.fromkeys(("num_rows", "width", "rows_stride", "length"), "i32")
+    flags = dict(IS_GROUPED=is_grouped, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns)
+    assert unwritten_reads(machine_code(quantize_triton._quantize, types, **flags)) == []
