@@ -1,4 +1,4 @@
-"""Compare the plan of `orrery plan` with the trainer's committed measurements.
+"""Compare the plan of `manifest/budget` with the trainer's committed measurements.
 
 Prints the error of peak memory and of a step's time for each row in this folder's records, and
 writes them to `planned.json`. The value is the share of rows whose time is within a tenth.

@@ -15,7 +15,6 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 8
-MAX_REGISTERS: int | None = None
 # Rows and columns in one pass over x. Its 169 registers a thread leave room for one program on a
 # multiprocessor; each alone has room for two.
 IS_FUSED = False
@@ -53,7 +52,6 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
             HAS_ROWS=with_rows,
             HAS_COLUMNS=with_columns,
             num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
         )
     return value, scale.T[:num_rows], value_t, scale_t
 

@@ -1,20 +1,17 @@
 """The rates of devices: measured ones from `manifest/rates/<device>.json`, others from data sheets.
 
-`orrery bench rates --write` writes a file. A device without one gets the share of its data sheet
-that an H200 reaches of its own, and the plan says so.
+A device without a file gets the share of its data sheet that an H200 reaches of its own.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from orrery.manifest.devices import DEVICES, Device
+from orrery.manifest.devices import DEVICES
 from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
 MEASURED_ON = "h200"  # the device whose shares stand in for others
-USABLE = 0.99  # of the memory that a data sheet names in GB and that counts in GiB
 PCIE_BYTES = 50e9  # PCIe 5, pinned
 
 
@@ -43,7 +40,7 @@ class Rates:
 def rates_of(accelerator: str) -> Rates:
     path = FOLDER / f"{accelerator}.json"
     if path.is_file():
-        return read_as(path, Rates, "type `orrery bench rates --write` to write it again")
+        return read_as(path, Rates, "restore the file from the repository")
     measured, theirs = rates_of(MEASURED_ON), DEVICES[MEASURED_ON]
     device = DEVICES[accelerator]
     dense = device.bf16_flops / theirs.bf16_flops
@@ -60,13 +57,3 @@ def rates_of(accelerator: str) -> Rates:
         collective_bytes=measured.collective_bytes * link,
         host_link_bytes=PCIE_BYTES,
     )
-
-
-def usable_bytes(accelerator: str) -> int | None:
-    """Return the bytes that a process can allocate on a device, or None on a CPU."""
-    device: Device | None = DEVICES.get(accelerator)
-    return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)
-
-
-def as_text(rates: Rates) -> str:
-    return json.dumps(rates.__dict__, indent=2) + "\n"

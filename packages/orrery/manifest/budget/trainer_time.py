@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from orrery.manifest.budget.flops import hardware_flops
 from orrery.manifest.budget.parameters import (
@@ -31,48 +30,18 @@ BOTH_WAYS = 0.75  # of the host link's rate, while copies go both ways
 QUEUED_SHARE = 0.5  # of computation that hides gathers, if exchanges of cp queue behind them
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bytes a second of one device in exchanges of the trainer's groups.
-
-    `shards`: gathers and reductions. `cp` and `ep`: exchanges between the ranks of a group.
-    """
-
-    shards: float
-    cp: float
-    ep: float
-
-
-def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of groups within a node, or over several with `network` bytes a device.
-
-    A ring over nodes divides its bytes among the network cards of a node.
-    """
-
-    def of(ranks: int) -> float:
-        return rates.link_bytes if ranks <= devices_per_node else network
-
-    mesh = trainer.mesh
-    shards = rates.collective_bytes
-    if mesh.world_size > devices_per_node:
-        shards = min(shards, devices_per_node * network)
-    return Links(shards, of(mesh.cp), of(mesh.ep))
-
-
 def step_s(
     model: Model,
     trainer: Trainer,
     micro_batches: int,
     lengths: Sequence[int],
     rates: Rates,
-    link: Links | None = None,
 ) -> dict[str, float]:
     """Return the seconds of a step, for each kind of work and in total.
 
     `lengths`: the lengths of a cp group's documents in all micro-batches. Raise OrreryError for a
     network of transformers.
     """
-    link = link or Links(rates.collective_bytes, rates.link_bytes, rates.link_bytes)
     mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
     seconds = _computation(model, trainer, lengths, rates)
@@ -82,7 +51,9 @@ def step_s(
     seconds["sharding copies"] = sharding / (SHARDING_SHARE * rates.memory_bytes)
     seconds["copies"] = _offload_s(model, trainer, tokens, sum(seconds.values()), rates)
     computing = sum(seconds.values())
-    in_all, exposed = _communication(model, trainer, micro_batches, tokens, computing, link)
+    in_all, exposed = _communication(
+        model, trainer, counted, micro_batches, tokens, computing, rates
+    )
     computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
     trained = sum(unit.trained for unit in counted.units) / (mesh.dp_shard * mesh.cp)
     if trained:
@@ -173,38 +144,40 @@ def _offload_s(
 def _communication(
     model: Model,
     trainer: Trainer,
+    counted: ParameterCounts,
     micro_batches: int,
     tokens: float,
     computing: float,
-    link: Links,
+    rates: Rates,
 ) -> tuple[float, float]:
     """Return the seconds of exchanges (in all, beside no computation), without Muon's.
 
     Gathers of both passes and the reduction hide behind their pass. The exchanges of cp (queries,
     keys, values and outputs, in both passes) and of ep (rows to experts and back) do not.
     """
-    mesh, units = trainer.mesh, count_parameters(model, trainer.lora).units
+    mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
     others = (shards - 1) / shards
     c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
-    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / link.shards
-    reduction = r * others * sum(unit.gathered_trained(mesh.ep) for unit in units) / link.shards
+    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / rates.collective_bytes
+    trained = sum(unit.gathered_trained(mesh.ep) for unit in units)
+    reduction = r * others * trained / rates.collective_bytes
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-    exchange = 0.0
+    exchanged = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
-        exchange += (6 if recomputes else 4) * rows * model.hidden_size * c * layers / link.ep
+        exchanged += (6 if recomputes else 4) * rows * model.hidden_size * c * layers
     if mesh.cp > 1:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         if (mla := model.mla) is not None:  # latent keys are gathered
             width = (mla.kv_lora_rank + mla.rope_head_dim) * mesh.cp
-        exchange += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp / link.cp
+        exchanged += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp
     regathers = trainer.fsdp.reshard_after_forward
     backward = gather if regathers else 0.0
     hiding = computing / micro_batches * (QUEUED_SHARE if mesh.cp > 1 else 1)
-    exposed = in_all = exchange
+    exposed = in_all = exchanged / rates.link_bytes
     for number in range(micro_batches):
         is_gathered = regathers or number == 0
         into = gather if is_gathered else 0.0
