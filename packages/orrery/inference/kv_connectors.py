@@ -122,7 +122,7 @@ def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
 
 
 def offload(ctx: RoleContext) -> list[str]:
-    """Prepare the disk folder, the store and the variables."""
+    """Prepare the disk folder, the store and the variables. Return arguments for `vllm serve`."""
     disk = disk_folder(ctx)
     config = offload_config(ctx.manifest, disk)
     if config is None:
@@ -183,7 +183,7 @@ def remove_disk(disk: Path) -> None:
 
 
 def store_environment(manifest: Manifest, folder: Path, master: str) -> dict[str, str]:
-    """Write the client file of the store at `master` (host:port).
+    """Write the client file of the store at `master` (host:port). Return its variable.
 
     The file states the bytes of each device's worker.
     """

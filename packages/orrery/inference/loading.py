@@ -74,7 +74,7 @@ class Needs:
 
 
 def learn(model: Any, tensors: list[TensorInfo]) -> Needs:
-    """Return the slices that `model` takes.
+    """Return the slices that `model` takes. Afterwards the model is unchanged.
 
     Raise ValueError, naming the layer or tensor, if a layer gets only a part of its elements, or if
     its loader does more than copy slices.

@@ -23,7 +23,7 @@ class RequireToken:
 
     Generation needs the credential `generate`, paths in OPEN none, other paths `administer`.
     Without a token, an engine under a launcher refuses all requests, and an engine started by hand
-    accepts all.
+    accepts all. A header of generated answers names the engine, for clients behind a router.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,8 @@
-"""Check whether a run can start on this machine and the site's cluster."""
+"""Check whether a run can start on this machine and the site's cluster.
+
+Slurm's commands and one small job (`doctor_probe.py`) collect facts about the cluster.
+`doctor_judge.py` turns them into findings.
+"""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Print facts about one node as JSON in short lines. `orrery doctor` runs one task on each node.
 
 - It needs only `python3` (3.6 or newer).
-- Every check has a time limit.
+- Every check has a time limit. A task out of time prints its results so far.
 """
 
 import fcntl

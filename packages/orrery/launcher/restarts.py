@@ -2,6 +2,7 @@
 
 - An engine is not restarted after a user's mistake (exit code 2), or if two incarnations in a row
   ended before they served.
+- The old incarnation's endpoint, health file and processes are removed before the next one starts.
 """
 
 import signal

@@ -65,6 +65,7 @@ class CausalLm(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
+        """Return [V, D], the embedding if tied."""
         raise NotImplementedError
 
     def forward(
@@ -87,6 +88,7 @@ class CausalLm(nn.Module):
     def hidden_states(
         self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
     ) -> Tensor:
+        """Return the hidden states [T, D] of `forward`."""
         raise NotImplementedError
 
     def compute_buffers(self) -> None:
@@ -117,6 +119,7 @@ class CausalLm(nn.Module):
 
     @torch.no_grad()
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Return all logits [T, V] in float32."""
         hidden_TD = self(token_ids_T, positions_T, cu_seqlens)
         if self.lm_head is not None:
             return self.lm_head.logits(hidden_TD)

@@ -325,6 +325,7 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, replayed_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [T, D] and the number of differing routes."""
         score_TK, expert_TK, num_differing = self.gate(x_TD, replayed_TK)
         out_TD = self.exchange(x_TD, score_TK, expert_TK, self.experts)
         if self.shared_experts is not None:

@@ -75,7 +75,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
-    """A collective if the adapter is sharded."""
+    """Return the merged whole `weight`. A collective if the adapter is sharded."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
     return (weight.float() + adapter.scale * (b @ a)).to(weight.dtype)
 

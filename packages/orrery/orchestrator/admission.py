@@ -42,7 +42,9 @@ class AdaptiveLimit:
     def observe(
         self, loads: Mapping[int, EngineMetrics], in_flight: int, num_ended: int, was_full: bool
     ) -> None:
-        """`loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) cover the
+        """Update share and limit from one poll.
+
+        `loads` excludes prefill engines. `num_ended` and `was_full` (no free permit) cover the
         time since the last poll.
         """
         preempted = self._newly_preempted(loads)

@@ -144,11 +144,11 @@ class Scheduler:
         return self.dispatch.expired(now_s, timeout_s, is_served and not self.updating)
 
     def drain(self) -> list[Request]:
-        """Drop groups in flight too old for any later batch."""
+        """Drop groups in flight too old for any later batch. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_stale(self.clock.oldest_useful))
 
     def end_training(self) -> list[Request]:
-        """Drop all train groups."""
+        """Drop all train groups. Return the requests to cancel."""
         return self._give_up(self.dispatch.drop_train("run_over"))
 
     @property
@@ -208,7 +208,7 @@ class Scheduler:
     def ended(
         self, request: Request, outcome: Rollout | Failed, now_s: float
     ) -> EvaluationResult | None:
-        """Record a rollout's end.
+        """Record a rollout's end. Return the evaluation's result after its last rollout.
 
         An evaluation's rollout of a lost engine restarts.
         """

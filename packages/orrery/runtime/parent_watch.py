@@ -1,7 +1,7 @@
 """End a process soon after its parent has ended.
 
-- A role polls its parent (`ParentWatch`), whose end makes it run its callbacks and kill its process
-  group.
+- A role polls its parent (`ParentWatch`). When the parent has ended, the role runs its callbacks
+  and kills its process group.
 - Another project's program (the router) cannot poll. Start it with `preexec_fn=die_with_parent`.
 - A pipe would not show the parent's end, because other children inherit the parent's side.
 """

@@ -6,7 +6,8 @@
   blocks.
 - Sockets of an engine: `<TMPDIR>/orrery-<place>-<engine>-*`. A path has at most 107 characters.
 - `place` hashes the run folder's path, so that equal runs of two checkouts differ.
-- The launcher removes all of these when a stage begins (on its node) and ends (on every node).
+- The launcher removes all of these when a stage begins (on its node) and ends (on every node). An
+  engine removes its own when it ends, and those of its killed starts when it begins.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ def remove_memory(name: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def disk_prefix(run_dir: Path) -> str:
-    """Raise FileNotFoundError without manifest."""
+    """Return the prefix of the run's cache folders. Raise FileNotFoundError without a manifest."""
     manifest = (run_dir / MANIFEST).stat()
     which = f"{run_dir.resolve()} {manifest.st_ino} {manifest.st_mtime_ns}"
     return f"orrery-kv-{run_dir.name}-{hashlib.sha256(which.encode()).hexdigest()[:12]}-"

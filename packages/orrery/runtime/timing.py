@@ -1,7 +1,7 @@
 """Scaled deadlines, the pace of long series, and durations as text.
 
 ORRERY_DEADLINE_SCALE (default 1) multiplies deadlines in the code, for slow file systems and busy
-machines.
+machines. It does not change deadlines in the manifest.
 """
 
 import math
@@ -38,7 +38,7 @@ def period_s(age_s: float, shortest_s: float) -> float:
 
 
 class Pace:
-    """Decide when the next row is due."""
+    """Decide when the next row is due. The caller asks at least every `shortest_s`."""
 
     def __init__(self, shortest_s: float, now_s: float):
         self._shortest_s, self._begin_s, self._next_s = shortest_s, now_s, now_s

@@ -104,6 +104,7 @@ class FewShot:
 
     - A chat begins with the message `system`, if any, then `num_examples` demonstrations.
     - All seeds and splits share the examples, so engines cache this prefix once per policy version.
+      If the other task has a `split`, the examples come from its training side.
     """
 
     class Args(Record):

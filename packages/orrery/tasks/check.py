@@ -44,7 +44,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Raise OrreryError for the first that does not fit."""
+    """Return one line per task. Raise OrreryError for the first that does not fit."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines = []
     for path, use in task_uses(manifest):

@@ -1,7 +1,8 @@
 """Rows of JSONL, JSON, CSV, Parquet and Arrow files, by index, for the task `dataset` and for SFT.
 
 - A folder is written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, or it is a fetched
-  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`).
+  dataset, whose file names begin with the split (`main/train-00000-of-00001.parquet`). Several
+  files of a split are read in the order of their names.
 - JSONL and Arrow files are memory-mapped, so they may exceed memory. Others are read whole.
 """
 

@@ -1,9 +1,9 @@
 """A pool of processes that run scorers, because some scorers execute answers.
 
-- In: a kind of `scorer_process.KINDS`, its request and the answer.
+- In: a kind of `scorer_process.KINDS`, its request and the answer. Out: the score, or None.
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool for scorers.
-- The limit LIMIT_S begins when an answer's scoring begins.
+- Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 """
 

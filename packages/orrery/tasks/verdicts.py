@@ -1,7 +1,8 @@
 """Verdicts on a reply of the task `dataset`.
 
-`scorer_of(request)` returns a function from a reply's text to its score. A request holds the
-verdict's args, the reference answer and, for a user's function, the row.
+`scorer_of(request)` returns a function from a reply's text to its score. During a run, this
+function runs in an isolated process (`scorer_process.py`). A request holds the verdict's args, the
+reference answer and, for a user's function, the row.
 """
 
 import hashlib

@@ -198,6 +198,7 @@ class CheckpointReader:
                 self.shapes[name], self.dtypes[name] = tuple(entry["shape"]), entry["dtype"]
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Read the `box` of tensor `name` into `target`, which has the stored dtype."""
         missing = target.numel()
         for rank, piece in self._pieces[name]:
             if not box:

@@ -65,7 +65,9 @@ def _no_wait(what: str, deadline_s: float, behind_s: float | None) -> AbstractCo
 
 
 class CheckpointWriter:
-    """Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
+    """Write one rank's part of checkpoints in the background.
+
+    Call `copy` and `write` for each checkpoint, and `check` at every step. Waits run inside the
     context manager `waiting(what, deadline_s, behind_s)`. Leaving the `with` block completes the
     last checkpoint, except after an exception.
     """

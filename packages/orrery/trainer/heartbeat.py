@@ -2,7 +2,7 @@
 
 - Every PERIOD_S the health file gets the counts of started collectives, completed collectives and
   marks.
-- Torch's private flight recorder counts collectives.
+- Torch's private flight recorder counts collectives. Without it the counts are 0.
 - A mark is a micro-batch begun on the device, or a tensor or file finished on the host.
 - SIGUSR1 and nccl's watchdog write `logs/flight_recorder/rank_<i>` for `torchfrtrace`.
 """

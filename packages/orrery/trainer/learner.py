@@ -33,6 +33,8 @@ from orrery.wire.routed_experts import route_shape
 
 @dataclass(frozen=True)
 class StepResult:
+    """The metrics of a step, and the (begin, end) of its phases as `time.time()`."""
+
     metrics: dict[str, float | int | None]
     wait_s: float
     forward_backward: tuple[float, float]

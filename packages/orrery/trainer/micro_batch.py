@@ -21,6 +21,8 @@ _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """One forward pass over T packed tokens, M of them scored."""
+
     token_id: torch.Tensor  # i64 [T]
     position: torch.Tensor  # i64 [T], counted from 0 in each document
     cu_seqlens: torch.Tensor  # i32 [documents + 1]

@@ -39,7 +39,7 @@ from orrery.wire.weight_wire.transfer import SETTLE_S, WeightSender
 class Publisher:
     """Publish on the wire `files`. `wire` is None except on rank 0.
 
-    The launcher frees its shared memory.
+    `close` keeps the last version for engines. The launcher frees its shared memory.
     """
 
     def __init__(self, policy: Policy, wire: WeightPublisher | None):

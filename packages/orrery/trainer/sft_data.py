@@ -50,7 +50,7 @@ class Chat:
 
 
 class Chats(Protocol):
-    """Raise OrreryError for a malformed chat."""
+    """A sequence of chats. Raise OrreryError for a malformed chat."""
 
     def __len__(self) -> int: ...
 

@@ -1,6 +1,7 @@
 """List and apply the patches of vLLM, each with its target, reason and test.
 
 - `python -m orrery.inference.patches.registry` prints each patch as a line of JSON, without vLLM.
+- No patch changes vLLM's files.
 """
 
 import json

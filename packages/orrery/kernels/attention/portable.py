@@ -154,7 +154,7 @@ class Grids:
 
 @lru_cache(maxsize=32)
 def _grids(cu_seqlens: tuple[int, ...], device: torch.device) -> Grids:
-    """Build the grids."""
+    """Build the grids. They are cached, because layers and passes share them."""
     offsets = np.asarray(cu_seqlens, dtype=np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")

@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 def quantize(
     x_MK: Tensor, groups: RowGroups | None = None, has_rows: bool = True, has_columns: bool = True
 ) -> tuple[Quantized, Quantized]:
-    """Return x quantized by rows and by columns.
+    """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.

@@ -21,7 +21,7 @@ IS_FUSED = False
 
 
 def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
-    """Return values and scales of rows, then of columns."""
+    """Return values and scales of rows, then of columns. Unwanted tensors are empty."""
     num_rows, width = x_MK.shape
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
     options = {"device": x_MK.device}

@@ -1,6 +1,6 @@
 """Read the data of a report once from a run directory.
 
-- Spans are of the newest attempt.
+- For a step of several attempts the newest row counts. Spans are of the newest attempt.
 - Rows become columns (`columns.py`), so that a run of weeks fits into memory.
 """
 

@@ -210,7 +210,7 @@ class EngineClient:
         await self._control("/resume")
 
     async def update_weights(self, published: "Published") -> None:
-        """Make all workers load the published weights.
+        """Make all workers load the published weights. If one fails, all discard the update.
 
         Raises UpdateFailed with the name of a damaged or missing tensor.
         """

@@ -290,7 +290,7 @@ class EnginePool:
         """Update every engine while requests are in flight. Return the slowest engine's report.
 
         Return None if the trainer has stepped past `published`: a newer version will follow. Raises
-        a RunFailed that names the engine and any bad tensor.
+        a RunFailed that names the engine and any bad tensor. A failed engine stays paused.
         """
         async with self.updating:
             self.registry.want(published.version)

@@ -274,7 +274,7 @@ class Phases:
     """The seconds of one step, divided in three ways.
 
     `by_kind` counts only exposed communication and adds up to `step_s`. `by_pass` counts
-    overlapping kernels twice.
+    overlapping kernels twice. `longest` lists kernels as (name, kind, seconds, count).
     """
 
     step_s: float

@@ -130,7 +130,7 @@ def _work(
 ) -> dict[str, float | None]:
     """Return the operations, rates and MFU of these steps, by the names in `WORK`.
 
-    `every`: document lengths by step.
+    `every`: document lengths by step. `device_s`: mean seconds of a step, summed over devices.
     """
     model, trainer = request.model, request.trainer
     if not is_counted(model):

@@ -143,7 +143,10 @@ class FlatShards:
 
 
 class BucketedOptimizer:
-    """Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional."""
+    """Update weights bucket by bucket.
+
+    Call `set_rate` and `step` once per training step. `prefetch` and `prepare` are optional.
+    """
 
     def __init__(self, groups: list[ParamGroup], offload: bool, bucket_bytes: int | None = None):
         self.groups = [group for group in groups if group.weights]

@@ -165,6 +165,7 @@ class UlyssesCore(nn.Module):
 
 
 def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Exchange this rank's tokens [t, H, K] for its heads [T, H/cp, K]."""
     leaving = [x.unflatten(1, (group.size(), -1)).transpose(0, 1) for x in tensors]
     return tuple(x.flatten(0, 1) for x in all_to_all(leaving, group))
 

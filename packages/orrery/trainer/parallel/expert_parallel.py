@@ -215,7 +215,7 @@ def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
 
 @cache
 def _buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """A collective."""
+    """Return the group's buffer, shared by all layers. A collective."""
     from deep_ep import Buffer
 
     size = group.size()

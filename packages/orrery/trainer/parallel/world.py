@@ -36,7 +36,7 @@ COLLECTIVE_BLOCKS = 16  # default NCCL_MAX_CTAS
 
 @dataclass(frozen=True)
 class World:
-    """With a single rank every collective is the identity."""
+    """One rank's place in the meshes. With a single rank every collective is the identity."""
 
     rank: int
     size: int

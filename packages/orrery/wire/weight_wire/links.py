@@ -135,7 +135,7 @@ class GroupLink:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Raises RuntimeError after `limit_s`."""
+    """Run `call()` in a thread and return its result. Raises RuntimeError after `limit_s`."""
     results: list[T] = []
     errors: list[BaseException] = []
 

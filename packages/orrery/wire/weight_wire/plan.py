@@ -1,7 +1,7 @@
 """Plan a transfer: which trainer rank sends which slices to which engine rank, in buckets.
 
 - Sources are trainer ranks, targets are engine ranks. A source holds one box of a tensor, a target
-  needs boxes of it. A box has a `[start, stop)` for every dimension.
+  needs boxes of it. A box has a `[start, stop)` for every dimension. A scalar's box is ().
 - Every needed element goes to its target exactly once. Among replicas, the source with the fewest
   bytes so far sends.
 - A move is a part of its source's box, so no rank buffers foreign data.

@@ -417,7 +417,7 @@ class WeightReceiver:
         self.tensors: dict[str, TensorInfo] = {}
 
     def join(self, folder: Path, needs: Callable[[list[TensorInfo]], Needs]) -> None:
-        """`needs` returns this rank's boxes."""
+        """Connect to the wire in `folder`, unless connected. `needs` returns this rank's boxes."""
         address = find_wire(folder)
         if address == self._address:
             return
