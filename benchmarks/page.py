@@ -186,6 +186,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "trainer/memory_options_qwen3_30b_a3b_16k_planned",
                 "Planned peak memory of a GPU, Qwen3-30B-A3B",
             ),
+            Line("trainer/planned", "Recorded steps whose planned time is within a tenth"),
             Line("trainer/checkpoint", "Training blocked by a checkpoint"),
             Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
             Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
