@@ -118,7 +118,7 @@ def server_arguments(
 
 def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
     lora = manifest.trainer.lora
-    assert lora is not None, "manifest.support"
+    assert lora is not None, "refused by the manifest"
     room = next(rank for rank in RANKS if rank >= lora.rank)
     targets = [name for target in lora.targets for name in PROJECTIONS[target]]
     return [

@@ -146,7 +146,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
     """Return the variables that make vLLM keep routes as long as their blocks."""
     inference, offload = manifest.inference, manifest.inference.kv_offload
     if not manifest.transport.routed_experts or offload.kind != "tiers":
-        return {}  # `manifest.support` refuses routes with a Mooncake Store
+        return {}  # a manifest with routes and a Mooncake Store is refused
     # Twice the blocks, because caches and routes are evicted in different orders. `host_bytes` is
     # for all devices of an engine, `kv_cache_bytes` for one.
     kept = 1 + 2 * offload.host_bytes / (inference.tensor_parallel * inference.kv_cache_bytes)

@@ -292,7 +292,7 @@ class Receiver(Backend):
                 )
 
     def _expected_names(self) -> set[str]:
-        """Return the names in the first checkpoint, without a tied head."""
+        """Return the tensor names of the first checkpoint, without the head if it is tied."""
         from safetensors import safe_open
 
         names: set[str] = set()

@@ -32,7 +32,7 @@ SERVERS_START_S = 600.0  # longest imports and compilation of vLLM, scaled
 
 
 async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> EnginePool:
-    """Wait until all engines and any router listen.
+    """Wait until all engines and any router listen. Return their pool.
 
     Raise Preempted, with the stage's start step, if the stage is preempted meanwhile.
     """

@@ -94,7 +94,10 @@ def host_number() -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory pages, unregistered before they are freed. `weakref.finalize` would run too late."""
+    """Pinned memory pages.
+
+    `__del__` unregisters them before they are freed. `weakref.finalize` would run too late.
+    """
 
     address: int | None = None  # set while registered
     unregister: Callable[[int], Any]

@@ -15,6 +15,7 @@ L layers · H query heads · K head size · D hidden · V vocabulary · C latent
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orrery.manifest.budget.parameters import block_weights
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 
@@ -42,17 +43,14 @@ def active_parameters(model: Model) -> Flops:
     """
     if not is_counted(model):
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
-    projections = model.num_layers * _attention_parameters(model)
-    experts = 0
-    num_dense_layers = model.num_layers
-    if (moe := model.moe) is not None:
-        num_dense_layers = moe.num_dense_layers
-        num_sparse_layers = model.num_layers - num_dense_layers
-        expert = 3 * model.hidden_size * moe.expert_intermediate_size
-        experts = num_sparse_layers * moe.num_experts_per_token * expert
-        router = moe.num_experts * model.hidden_size
-        projections += num_sparse_layers * (router + moe.num_shared_experts * expert)
-    projections += num_dense_layers * 3 * model.hidden_size * model.intermediate_size
+    projections, experts = 0, 0
+    for layer in range(model.num_layers):
+        for weight in block_weights(model, layer):
+            if weight.part == "experts":
+                moe = model.mixture
+                experts += weight.size // moe.num_experts * moe.num_experts_per_token
+            elif weight.part in ("attention", "router", "feed_forward"):
+                projections += weight.size
     return Flops(projections, experts, 0, model.vocab_size * model.hidden_size)
 
 
@@ -79,16 +77,6 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
         3.5 * core + ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
-
-
-def _attention_parameters(model: Model) -> int:
-    hidden_size, num_heads = model.hidden_size, model.num_heads
-    if (mla := model.mla) is None:
-        return hidden_size * (2 * num_heads + 2 * model.num_kv_heads) * model.head_dim
-    queries = mla.q_lora_rank * (hidden_size + num_heads * model.head_dim)
-    latent = hidden_size * (mla.kv_lora_rank + mla.rope_head_dim)
-    keys_and_values = mla.kv_lora_rank * num_heads * (mla.nope_head_dim + mla.value_head_dim)
-    return queries + latent + keys_and_values + num_heads * mla.value_head_dim * hidden_size
 
 
 def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:

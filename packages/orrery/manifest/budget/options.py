@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from orrery.manifest.budget.parameters import ParameterCounts, is_sparse
+from orrery.manifest.budget.rates import PCIE_BYTES
 from orrery.manifest.budget.trainer_memory import MemoryPlan, Workload, plan_memory
 from orrery.manifest.schema import FullCheckpointing, Model, Record, SelectiveCheckpointing, Trainer
 
@@ -20,7 +21,6 @@ KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention", "projections"),
     ("attention",),
 )
-HOST_LINK_BYTES_PER_S = 50e9  # pinned copies over PCIe 5
 WORTH_BYTES = 64 << 20
 
 
@@ -168,7 +168,7 @@ def _offload_options(
 
     def transfers(category: str, times: int) -> str:
         num_bytes = max(moment[category] for moment in before.moments.values())
-        return f", {times * num_bytes / HOST_LINK_BYTES_PER_S:.1f} s in all"
+        return f", {times * num_bytes / PCIE_BYTES:.1f} s in all"
 
     if not memory.activation_offload and model.num_layers > 2:
         cost = (

@@ -12,7 +12,7 @@ from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
 MEASURED_ON = "h200"  # the device whose shares stand in for others
-PCIE_BYTES = 50e9  # PCIe 5, pinned
+PCIE_BYTES = 50e9  # a second, of pinned copies over PCIe 5
 
 
 @dataclass(frozen=True)

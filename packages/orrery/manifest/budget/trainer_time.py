@@ -21,13 +21,13 @@ from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
 HALF_RATE_TOKENS = 2600  # attention reaches half of its rate in documents of this length
-SHARDING_SHARE = 2 / 3  # of memory's rate in FSDP's copies, which collectives slow down
+SHARDING_SHARE = 2 / 3  # share of memory's rate that FSDP's copies reach beside collectives
 LAUNCH_S = 0.7e-3  # least seconds of the host per block and micro-batch, both passes
-IDLE_SHARE = 0.015  # of a step
-EAGER = 2.5  # elementwise bytes without the compiler, over those with it
-FORWARD_SHARE = 0.3  # of a micro-batch's computation
-BOTH_WAYS = 0.75  # of the host link's rate, while copies go both ways
-QUEUED_SHARE = 0.5  # of computation that hides gathers, if exchanges of cp queue behind them
+IDLE_SHARE = 0.015  # share of a step without work on the device
+EAGER = 2.5  # ratio of elementwise bytes without and with the compiler
+FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
+BOTH_WAYS = 0.75  # share of the host link's rate while copies go both ways
+QUEUED_SHARE = 0.5  # share of computation that hides gathers if exchanges of cp wait for them
 
 
 def step_s(

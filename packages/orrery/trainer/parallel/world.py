@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orrery.runtime.role_context import RoleContext
 
 COLLECTIVE_DEADLINE_S = 600.0
-JOIN_DEADLINE_S = 600.0  # slow imports from a shared disk
+JOIN_DEADLINE_S = 600.0  # covers slow imports from a shared disk
 COLLECTIVE_BLOCKS = 16  # default NCCL_MAX_CTAS
 
 

@@ -100,7 +100,7 @@ class StoreConnection:
 
     @contextlib.contextmanager
     def during(self, transfer: int | None) -> Iterator[None]:
-        """End all waits in the body when the transfer is over."""
+        """Within the `with` body, end every wait once the transfer is over."""
         before, self._transfer = self._transfer, transfer
         try:
             yield

@@ -201,7 +201,7 @@ class PullSender:
 
     def send(self, side: int, target: int, offset: int, num_bytes: int) -> Wait:
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the bucket is full only then
+            torch.cuda.current_stream().synchronize()  # fills the bucket
         key = f"{self._key}.{target}/{self._count[target]}"
         self._count[target] += 1
         self._announced.add(key)
