@@ -239,6 +239,7 @@ def test_make_refuses_an_unknown_kind_of_hardware(machine):
     checkout, _add, setup = machine
     code, said = setup("HARDWARE=rocm")
     assert code != 0 and "HARDWARE=rocm: choose cpu or cuda, or leave it out" in said
+    assert "uv took" not in said
     assert not (checkout / ".venv").exists()
 
 
