@@ -7,6 +7,6 @@ pin=$(grep -oE '^triton==[0-9.]+' locks/trainer.cuda.txt)
 [ -d "$site/${pin/==/-}.dist-info" ] || { rm -rf "$site" && uv pip install --quiet --no-deps --python .venv/bin/python --target "$site" "$pin"; }
 PYTHONPATH=$site python -c "import triton" # otherwise its tests would be skipped
 TRITON_INTERPRET=1 PYTHONPATH=$site pytest "$@" -o cache_dir=.pytest_cache/interpreted \
-    tests/kernels/test_kernels_{adapted_matmul,expert_rows,fp8,grouped_matmul,token_logprob}.py \
+    tests/kernels/test_kernels_{adapted_matmul,expert_rows,fp8,grouped_matmul,sparse_attention,token_logprob}.py \
     tests/wire/test_wire_slice_fingerprints.py
 PYTHONPATH=$site pytest -q tests/kernels/test_kernels_compiled.py -o cache_dir=.pytest_cache/interpreted

@@ -1,4 +1,6 @@
-"""Machine code of the FP8 kernels for Hopper, compiled without a GPU.
+"""Machine code of Triton kernels for Hopper, compiled without a GPU.
+
+Sparse MLA spills no registers, fits shared memory, and multiplies with wgmma.
 
 ptxas 12.8 compiled a tile that was rounded to FP8 once and stored twice, as it is and transposed,
 to code that takes every second transposed byte from a register before anything is written to it.
@@ -12,6 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -20,9 +23,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from orrery.kernels import sparse_mla_triton  # noqa: E402
 from orrery.kernels.fp8 import quantize_triton  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED_BYTES = 227 * 1024  # of a block on Hopper
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
 WRITES_NONE = ("ST", "RED", "BAR", "EXIT", "BRA", "NOP")
 WRITES_PREDICATES = ("ISETP", "FSETP", "PLOP3")
@@ -63,6 +69,40 @@ def operands_of(line: str) -> tuple[set[str], set[str]]:
     return read, {str(first + index) for index in range(width)} if target else set()
 
 
+class Compiler:
+    """Stand in for a kernel: `kernel[grid](...)` compiles what a launch would run."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, []
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps, num_stages=3, **constants):
+        types = [POINTERS[x.dtype] if torch.is_tensor(x) else scalar_type(x) for x in args]
+        aligned = [i for i, x in enumerate(args) if torch.is_tensor(x) or x % 16 == 0]
+        names = self.kernel.arg_names
+        source = ASTSource(
+            fn=self.kernel,
+            signature=dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr"),
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+        )
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.compiled.append(compiled)
+
+
+def scalar_type(value) -> str:
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def stack_bytes(compiled) -> int:
+    """Return the bytes of a thread's stack: registers that spill."""
+    usage = run_cuobjdump("-res-usage", compiled.asm["cubin"])
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
 def machine_code(kernel, types: dict[str, str], **constants) -> list[str]:
     types = types | dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -78,12 +118,16 @@ def machine_code(kernel, types: dict[str, str], **constants) -> list[str]:
     return disassembled(compiled.asm["cubin"])
 
 
-def disassembled(binary: bytes) -> list[str]:
+def run_cuobjdump(option: str, binary: bytes) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [CUOBJDUMP, "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [CUOBJDUMP, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(binary: bytes) -> list[str]:
+    text = run_cuobjdump("-sass", binary)
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text)
     assert len(lines) > 100
     return lines
@@ -108,3 +152,29 @@ def test_rows_and_columns_come_from_written_registers(is_grouped, has_rows, has_
     types |= dict.fromkeys(("num_rows", "width", "rows_stride", "length"), "i32")
     flags = dict(IS_GROUPED=is_grouped, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns)
     assert unwritten_reads(machine_code(quantize_triton._quantize, types, **flags)) == []
+
+
+SPARSE_MLA = (
+    "attend",
+    "delta",
+    "logit_gradients",
+    "query_gradients",
+    "pair_gradients",
+    "sum_pairs",
+)
+
+
+@pytest.mark.parametrize("num_heads", [64, 128])
+def test_sparse_mla_at_true_widths_fits_hopper(num_heads, monkeypatch):
+    kernels = {name: Compiler(getattr(sparse_mla_triton, f"_{name}")) for name in SPARSE_MLA}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(sparse_mla_triton, f"_{name}", kernel)
+    q = torch.zeros(2, num_heads, 576, dtype=torch.bfloat16)
+    kv, indices = torch.zeros(256, 576, dtype=torch.bfloat16), torch.zeros(2, 256).int()
+    out, lse = sparse_mla_triton.forward(q, kv, indices, 0.1, 512)
+    sparse_mla_triton.backward(out, q, kv, indices, out, lse, 0.1)
+    for name, kernel in kernels.items():
+        (compiled,) = kernel.compiled
+        assert compiled.metadata.shared <= SHARED_BYTES and stack_bytes(compiled) == 0, name
+        has_product = name not in ("delta", "sum_pairs")
+        assert ("wgmma.mma_async" in compiled.asm["ptx"]) == has_product, name

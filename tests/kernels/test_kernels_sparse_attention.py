@@ -1,14 +1,32 @@
-"""The contract of sparse attention's two ops, for every backend that the device chooses."""
+"""The contract of sparse attention's two ops, for each backend.
+
+The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
+"""
+
+import math
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from orrery.kernels import sparse_index
+from orrery.kernels import flash_mla, sparse_index
 from orrery.kernels import sparse_mla as mla_module
 from orrery.kernels.sparse_index import reference_select_keys, select_keys
 from orrery.kernels.sparse_mla import reference_sparse_mla, sparse_mla
 
-NUM_HEADS, WIDTH, VALUE_WIDTH = 4, 24, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(
+        find_spec("triton") is None
+        or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+        reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
+    ),
+)
+BACKENDS = pytest.mark.parametrize("backend", ["plain", TRITON])
+
+NUM_HEADS, WIDTH, VALUE_WIDTH = 16, 48, 32
 LENGTHS = (7, 1, 40, 16)  # of packed documents
 NUM_TOKENS = sum(LENGTHS)
 
@@ -30,18 +48,38 @@ def indexed(seed=0, dtype=torch.float32):
 
 def attended(top_k, dtype=torch.float32, num_queries=NUM_TOKENS):
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(num_queries, NUM_HEADS, WIDTH, generator=generator).to(dtype)
-    kv = torch.randn(sum(LENGTHS), WIDTH, generator=generator).to(dtype)
-    indices = select_keys(*indexed(), top_k)[:num_queries]
+    q = torch.randn(num_queries, NUM_HEADS, WIDTH, generator=generator).to(DEVICE, dtype)
+    kv = torch.randn(sum(LENGTHS), WIDTH, generator=generator).to(DEVICE, dtype)
+    indices = select_keys(*indexed(), top_k)[:num_queries].to(DEVICE)
     return q.requires_grad_(), kv.requires_grad_(), indices
 
 
-def outcome(function, q, kv, indices):
+def outcome(function, q, kv, indices, **options):
     q.grad = kv.grad = None
-    out, lse = function(q, kv, indices, 0.3, VALUE_WIDTH)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    out, lse = function(q, kv, indices, 0.3, VALUE_WIDTH, **options)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     out.backward(grad)
     return out.detach(), lse.detach(), q.grad, kv.grad
+
+
+def exact(q, kv, indices):
+    """Return the reference's results in float64."""
+    wide = [x.detach().double().requires_grad_() for x in (q, kv)]
+    return outcome(reference_sparse_mla, *wide, indices)
+
+
+def dtype_and_tolerance(backend):
+    if backend == "plain":
+        return torch.float64, 1e-12
+    # On a GPU four tensors round to bfloat16 (2⁻⁹ each); the interpreter sums float32.
+    return (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+
+
+def assert_near(found, wanted, tolerance):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.isfinite().equal(other.isfinite())
+        one, other = (torch.where(x.isfinite(), x, 0).double() for x in (one, other))
+        assert (one - other).norm() <= tolerance * other.norm()
 
 
 @pytest.mark.parametrize("top_k", [4, 16, 64])
@@ -84,19 +122,41 @@ def test_scores_of_other_queries_and_documents_change_no_choice():
     assert torch.equal(whole[part], torch.where(alone < 0, alone, alone + begin))
 
 
+@BACKENDS
 @pytest.mark.parametrize("top_k", [4, 64])
-def test_attention_to_chosen_keys_agrees_with_the_plain_formula(top_k, monkeypatch):
+def test_attention_to_chosen_keys_agrees_with_the_plain_formula(backend, top_k, monkeypatch):
+    dtype, tolerance = dtype_and_tolerance(backend)
     monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", 5 * top_k * WIDTH)
-    arguments = attended(top_k, torch.float64)
-    found = outcome(sparse_mla, *arguments)
-    for one, other in zip(found, outcome(reference_sparse_mla, *arguments), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    arguments = attended(top_k, dtype)
+    assert_near(outcome(sparse_mla, *arguments, backend=backend), exact(*arguments), tolerance)
+
+
+@pytest.mark.parametrize("query_first", [True, False])
+@pytest.mark.parametrize("backend", [TRITON])
+def test_tiles_and_chunks_of_any_size_agree(backend, query_first):
+    from orrery.kernels import sparse_mla_triton as kernels
+
+    dtype, tolerance = dtype_and_tolerance(backend)
+    q, kv, indices = (x.detach() for x in attended(24, dtype))
+    out, lse, *wanted = exact(q, kv, indices)
+    tiles = kernels.Tiles(
+        logits=(16, 16, 4, 1),
+        queries=(32, 32, 4, 1),
+        pairs=(16, 16, 4, 1),
+        sums=(4, 16, 4, 1),
+        chunk_rows=24 * 10,
+        query_first=query_first,
+    )
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    saved = (indices, out.to(dtype), lse.float())
+    found = kernels.backward(grad.to(dtype), q, kv, *saved, 0.3, tiles)
+    assert_near(found, wanted, tolerance)
 
 
 def test_all_past_keys_give_dense_causal_attention():
     q, kv, _ = attended(64)
-    indices = torch.arange(64, dtype=torch.int32).expand(64, -1)
-    indices = torch.where(indices <= torch.arange(64)[:, None], indices, -1)
+    indices = torch.arange(64, dtype=torch.int32, device=DEVICE).expand(64, -1)
+    indices = torch.where(indices <= torch.arange(64, device=DEVICE)[:, None], indices, -1)
     mask = indices >= 0
     logits = torch.einsum("thd,sd->ths", q, kv) * 0.3
     p = logits.masked_fill(~mask[:, None], -torch.inf).softmax(dim=-1)
@@ -104,40 +164,52 @@ def test_all_past_keys_give_dense_causal_attention():
     assert torch.allclose(found, p @ kv[:, :VALUE_WIDTH], atol=1e-5)
 
 
-def test_none_may_stand_in_any_place_and_a_query_without_keys_gets_zeros():
-    q, kv, indices = attended(8, torch.float64)
+@BACKENDS
+def test_none_may_stand_in_any_place_and_a_query_without_keys_gets_zeros(backend):
+    dtype, tolerance = dtype_and_tolerance(backend)
+    q, kv, indices = attended(8, dtype)
     indices = indices.clone()
     indices[3] = -1
-    mixed = torch.cat((torch.full((len(indices), 3), -1), indices.flip(1)), dim=1).int()
-    found, wanted = outcome(sparse_mla, q, kv, mixed), outcome(sparse_mla, q, kv, indices)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
-    out, lse, grad_q, grad_kv = found
+    mixed = torch.cat((torch.full_like(indices[:, :3], -1), indices.flip(1)), dim=1)
+    found = outcome(sparse_mla, q, kv, mixed, backend=backend)
+    assert_near(found, exact(q, kv, indices), tolerance)
+    out, lse, grad_q, _ = found
     assert not out[3].any() and lse[3].isneginf().all() and not grad_q[3].any()
-    assert grad_kv.isfinite().all()
 
 
-def test_queries_may_be_a_part_of_the_keys_tokens():
-    q, kv, indices = attended(8, torch.float64, num_queries=20)
-    found = outcome(sparse_mla, q, kv, indices)
-    for one, other in zip(found, outcome(reference_sparse_mla, q, kv, indices), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+@BACKENDS
+def test_queries_may_be_a_part_of_the_keys_tokens(backend):
+    dtype, tolerance = dtype_and_tolerance(backend)
+    arguments = attended(8, dtype, num_queries=20)
+    assert_near(outcome(sparse_mla, *arguments, backend=backend), exact(*arguments), tolerance)
 
 
-def test_half_precision_sums_in_float32():
-    q, kv, indices = attended(16, torch.bfloat16)
-    exact = (q.detach().double().requires_grad_(), kv.detach().double().requires_grad_(), indices)
-    found, wanted = outcome(sparse_mla, q, kv, indices), outcome(reference_sparse_mla, *exact)
-    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
-    for one, other in zip(found, wanted, strict=True):
-        # One rounding to bfloat16 (2^-9), of the output in delta too.
-        assert (one - other).norm() < 1e-2 * other.norm()
+def half(backend):
+    """Return bfloat16, or float16 for the interpreter, whose `dot` takes no bfloat16."""
+    return torch.float16 if backend == "triton" and DEVICE == "cpu" else torch.bfloat16
 
 
-def test_equal_inputs_give_equal_bits():
-    arguments = attended(16, torch.bfloat16)
-    first, second = outcome(sparse_mla, *arguments), outcome(sparse_mla, *arguments)
+@BACKENDS
+def test_half_precision_sums_in_float32(backend):
+    arguments = attended(16, half(backend))
+    found = outcome(sparse_mla, *arguments, backend=backend)
+    assert found[0].dtype == half(backend) and found[1].dtype == torch.float32
+    # A rounding costs at most 2⁻⁹. Triton rounds p, d logit and rows of pairs too.
+    assert_near(found, exact(*arguments), 1e-2 if backend == "plain" else 2e-2)
+
+
+@BACKENDS
+def test_equal_inputs_give_equal_bits(backend):
+    arguments = attended(16, half(backend))
+    first, second = (outcome(sparse_mla, *arguments, backend=backend) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_both_bases_of_flash_mlas_log_sum_exp_are_known():
+    assert flash_mla.lse_factor(math.log(64), 64) == 1.0
+    assert flash_mla.lse_factor(6.0, 64) == math.log(2.0)
+    with pytest.raises(ValueError, match="in no known base"):
+        flash_mla.lse_factor(1.0, 64)
 
 
 def test_both_ops_are_one_graph_to_the_compiler():
@@ -145,14 +217,15 @@ def test_both_ops_are_one_graph_to_the_compiler():
         return sparse_mla(q, kv, select_keys(*arguments, 8), 0.3, VALUE_WIDTH)[0]
 
     q, kv, _ = attended(8)
+    keys = [x.to(DEVICE) for x in indexed()]
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, kv, *indexed()), both(q, kv, *indexed()))
+    assert torch.equal(compiled(q, kv, *keys), both(q, kv, *keys))
 
 
 def test_shapes_that_do_not_match_are_refused():
     q, kv, indices = attended(8)
-    with pytest.raises(ValueError, match="value_width 25 do not go together"):
-        sparse_mla(q, kv, indices, 0.3, 25)
+    with pytest.raises(ValueError, match="value_width 49 do not go together"):
+        sparse_mla(q, kv, indices, 0.3, 49)
     with pytest.raises(ValueError, match=r"must be torch\.int32 \[64, K\]"):
         sparse_mla(q, kv, indices.long(), 0.3, VALUE_WIDTH)
     index_q, k, weights, first, last = indexed()

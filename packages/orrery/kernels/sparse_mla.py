@@ -7,23 +7,39 @@ T queries · H heads · S keys · K chosen keys a query · D key width · V valu
 
 All heads share one key, and the first V columns of a key are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+All backends go through queries in chunks: memory beside the results does not grow with T.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+from importlib.util import find_spec
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
+from orrery.kernels import flash_mla
+
+Backend = Literal["flash_mla", "triton", "plain"]
+
 CHUNK_ELEMENTS = 2**24  # of gathered keys: 64 MiB in float32
+HAS_TRITON = find_spec("triton") is not None
 
 
 def sparse_mla(
-    q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, value_width: int
+    q_THD: Tensor,
+    kv_SD: Tensor,
+    indices_TK: Tensor,
+    scale: float,
+    value_width: int,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
-    q and kv of one floating dtype. indices: i32 rows of kv, each at most once a query. −1 is none,
-    in any place. A query without keys gets zeros and lse −∞. q and kv get gradients, `lse` does not
-    pass any. Raise ValueError if shapes or dtypes do not match.
+    q and kv of one floating dtype. Queries may be any part of the keys' tokens, as in context
+    parallel. indices: i32 rows of kv, each at most once a query. −1 is none, in any place, and
+    costs least at the end. A query without keys gets zeros and lse −∞. q and kv get gradients,
+    `lse` does not pass any. Equal inputs give equal bits. `backend` defaults to the fastest; the
+    backward pass of `flash_mla` is Triton's. Raise ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -36,8 +52,19 @@ def sparse_mla(
             f"indices {indices_TK.dtype} {list(indices_TK.shape)} "
             f"must be torch.int32 [{q_THD.shape[0]}, K]"
         )
-    out_THV, lse_TH = torch.ops.orrery.sparse_mla(q_THD, kv_SD, indices_TK, scale, value_width)
+    if backend is None:
+        backend = fastest_backend(q_THD, value_width, indices_TK.shape[1])
+    out_THV, lse_TH = torch.ops.orrery.sparse_mla(
+        q_THD, kv_SD, indices_TK, scale, value_width, backend
+    )
     return out_THV, lse_TH.detach()
+
+
+def fastest_backend(q_THD: Tensor, value_width: int, num_chosen: int) -> Backend:
+    is_half = q_THD.dtype in (torch.bfloat16, torch.float16)
+    if not (HAS_TRITON and q_THD.is_cuda and is_half and _triton().supports(q_THD, value_width)):
+        return "plain"
+    return "flash_mla" if flash_mla.supports(q_THD, value_width, num_chosen) else "triton"
 
 
 def reference_sparse_mla(
@@ -56,6 +83,12 @@ def reference_sparse_mla(
     return out_THV.to(q_THD.dtype), lse_TH
 
 
+def _triton() -> Any:
+    from orrery.kernels import sparse_mla_triton
+
+    return sparse_mla_triton
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -68,8 +101,13 @@ def _chunks(indices_TK: Tensor, width: int) -> list[slice]:
 
 @torch.library.custom_op("orrery::sparse_mla", mutates_args=())
 def _forward(
-    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_width: int
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, value_width: int, backend: str
 ) -> tuple[Tensor, Tensor]:
+    if backend == "flash_mla":
+        return flash_mla.forward(q, kv, indices, scale, _triton().lengths(indices))
+    if backend == "triton":
+        tensors = (q.contiguous(), kv.contiguous(), indices.contiguous())
+        return _triton().forward(*tensors, scale, value_width)
     out = q.new_empty(*q.shape[:2], value_width)
     lse = q.new_empty(q.shape[:2], dtype=_wide(q))
     for rows in _chunks(indices, kv.shape[1]):
@@ -79,16 +117,26 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q, kv, indices, scale, value_width):
+def _(q, kv, indices, scale, value_width, backend):
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(*q.shape[:2], value_width), lse
 
 
 @torch.library.custom_op("orrery::sparse_mla_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, kv: Tensor, indices: Tensor, out: Tensor, lse: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients. d logit = p (grad · value − grad · out), summed in float32."""
+    if backend != "plain":
+        tensors = (x.contiguous() for x in (grad, q, kv, indices, out, lse))
+        return _triton().backward(*tensors, scale)
     dtype, value_width = _wide(q), grad.shape[-1]
     grad_q, grad_kv = torch.empty_like(q), torch.zeros_like(kv, dtype=dtype)
     for rows in _chunks(indices, kv.shape[1]):
@@ -116,20 +164,20 @@ def _add_rows(total_SD: Tensor, row_M: Tensor, value_MD: Tensor) -> None:
 
 
 @_backward.register_fake
-def _(grad, q, kv, indices, out, lse, scale):
+def _(grad, q, kv, indices, out, lse, scale, backend):
     return torch.empty_like(q), torch.empty_like(kv)
 
 
 def _setup_context(ctx, inputs, output):
-    q, kv, indices, ctx.scale, _ = inputs
+    q, kv, indices, ctx.scale, _, ctx.backend = inputs
     ctx.save_for_backward(q, kv, indices, *output)
 
 
 def _gradients(ctx, grad_out, grad_lse):
     grads = torch.ops.orrery.sparse_mla_backward(
-        grad_out.contiguous(), *ctx.saved_tensors, ctx.scale
+        grad_out.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.backend
     )
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)

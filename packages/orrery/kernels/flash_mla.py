@@ -1,0 +1,101 @@
+"""Load FlashMLA and run its sparse forward pass on Hopper GPUs.
+
+- The library is the file `_flashmla_C` of vLLM's wheel. vLLM itself is not imported.
+- `load` tries it on one query, which also tells the base of its log-sum-exp: releases differ.
+"""
+
+import importlib.util
+import logging
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("orrery.kernels.flash_mla")
+
+HOPPER = (9, 0)
+WIDTH, VALUE_WIDTH = 576, 512
+HEADS, KEYS = 64, 128  # of a tile: both counts are multiples
+
+
+class FlashMLA(NamedTuple):
+    operation: Any
+    lse_factor: float  # from its log-sum-exp to the natural one
+
+
+@cache
+def load() -> FlashMLA | None:
+    """Return FlashMLA, or None if it or a Hopper GPU is missing."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return None
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return None
+    library = Path(vllm.origin).parent / "_flashmla_C.abi3.so"
+    if not library.is_file():
+        return None
+    try:
+        torch.ops.load_library(library)
+        operation = torch.ops._flashmla_C.sparse_prefill_fwd.default
+        return FlashMLA(operation, lse_factor(_lse_of_zeros(operation), KEYS // 2))
+    except (OSError, RuntimeError, AttributeError, ValueError) as error:
+        log.warning("FlashMLA fails here, and Triton runs in its place: %s", error)
+        return None
+
+
+def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
+    _, num_heads, width = q_THD.shape
+    return (
+        q_THD.is_cuda
+        and q_THD.dtype == torch.bfloat16
+        and (width, value_width) == (WIDTH, VALUE_WIDTH)
+        and num_heads % HEADS == 0
+        and num_chosen % KEYS == 0
+        and load() is not None
+    )
+
+
+def forward(
+    q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, V] and lse f32 [T, H]. Keys from `length_T` on are not read."""
+    library = load()
+    assert library is not None
+    out_THV, lse_TH = _call(library.operation, q_THD, kv_SD, indices_TK, scale, length_T)
+    is_empty_TH = (length_T == 0)[:, None]
+    out_THV = out_THV.masked_fill_(is_empty_TH[..., None], 0.0)
+    return out_THV, (lse_TH * library.lse_factor).masked_fill_(is_empty_TH, -torch.inf)
+
+
+def lse_factor(lse: float, num_keys: int) -> float:
+    """Return the factor to natural logarithms, from the log-sum-exp of `num_keys` zeros."""
+    for factor in (1.0, math.log(2.0)):
+        if abs(lse * factor - math.log(num_keys)) < 1e-3:
+            return factor
+    raise ValueError(f"the log-sum-exp of {num_keys} zeros is {lse:.4g}, in no known base")
+
+
+def _lse_of_zeros(operation: Any) -> float:
+    q = torch.zeros(1, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
+    indices = torch.arange(KEYS, dtype=torch.int32, device="cuda")[None]
+    indices = torch.where(indices < KEYS // 2, indices, -1)
+    length = torch.full((1,), KEYS, dtype=torch.int32, device="cuda")
+    _, lse = _call(operation, q, q.new_zeros(KEYS, WIDTH), indices, 1.0, length)
+    return float(lse[0, 0])
+
+
+def _call(
+    operation: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, length: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call any release. The first had five arguments, later ones name optional ones."""
+    known = {argument.name for argument in operation._schema.arguments}
+    optional = {"attn_sink": None, "topk_length": length, "out": None, "out_": None}
+    named = {name: value for name, value in optional.items() if name in known}
+    out, _, lse = operation(
+        q.contiguous(), kv[:, None].contiguous(), indices[:, None].contiguous(), scale,
+        VALUE_WIDTH, **named,
+    )  # fmt: skip
+    return out, lse
