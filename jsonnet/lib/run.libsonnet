@@ -31,6 +31,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
     moe: null,
     mla: null,
     hf_config: null,
+    num_mtp_layers: 0,
     fp8: null,
   },
 

@@ -17,6 +17,7 @@
     rope_theta: 1000000,
     rms_norm_eps: 1e-5,
     tie_embeddings: false,
+    num_mtp_layers: 1,
     moe: {
       num_experts: 256,
       num_experts_per_token: 8,

@@ -423,6 +423,11 @@ SENTENCES = [
         "layers, the first 'full', or set it to null",
     ),
     (
+        broken(("model", "num_mtp_layers"), 1, SPARSE_ATTENTION),
+        "model.num_mtp_layers 1: layers for multi-token prediction come from a pretrained "
+        "checkpoint of glm4_moe, glm5, deepseek_v3, deepseek_v32, kimi_k2 only; set it to 0",
+    ),
+    (
         broken(("model", "moe", "num_experts_per_token"), 9, SPARSE),
         "model.moe.num_experts_per_token 9 exceeds num_experts 4; set it to at most that",
     ),

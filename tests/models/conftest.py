@@ -60,6 +60,7 @@ def make_model():
                 "moe": moe,
                 "mla": mla if is_latent else None,
                 "hf_config": None,
+                "num_mtp_layers": 0,
                 "fp8": None,
                 "rotary_fraction": 0.5 if family == "glm4_moe" else 1.0,
                 "rope_scaling": None,

@@ -42,7 +42,7 @@ CASES = {
     "tied": ("qwen3", {}, None),
     "untied": ("qwen3", {"tie_embeddings": False, "num_layers": 1}, None),
     "mixture": ("qwen3_moe", {"tie_embeddings": False, "num_experts": 5}, None),
-    "glm": ("glm4_moe", {"tie_embeddings": False}, None),
+    "glm": ("glm4_moe", {"tie_embeddings": False, "num_mtp_layers": 1}, None),
     "hugging_face": ("hugging_face", {"hf_config": GEMMA2}, None),
     "spread, each rank two experts": ("qwen3_moe", {"tie_embeddings": False, "num_experts": 8}, 0),
     "spread, each expert in two parts": (
@@ -50,6 +50,10 @@ CASES = {
         {"tie_embeddings": False, "num_experts": 2},
         1,
     ),
+}
+MTP_LAYER = {  # carried through `save`, in files of different ranks
+    f"model.layers.2.{name}": torch.arange(60 * 50).reshape(60, 50).bfloat16()
+    for name in ("eh_proj.weight", "embed_tokens.weight", "shared_head.head.weight")
 }
 cases = pytest.mark.parametrize("case", CASES)
 computing = pytest.mark.parametrize(
@@ -139,7 +143,8 @@ def compute(rank: int, directory: Path, cut: int | None) -> None:
         written.append(path.name),
         write_file(path, tensors),
     )
-    weights.save(loaded, model, directory / "from_ranks", max_file_bytes=20_000)
+    start = directory / "whole"
+    weights.save(loaded, model, directory / "from_ranks", max_file_bytes=20_000, start=start)
     hf_folder.write_file = write_file
     (directory / f"written_{rank}.json").write_text(json.dumps(written))
     slices = {
@@ -164,9 +169,12 @@ def ranks(make_model, make_pack, tmp_path_factory):
     root, wholes, pack = tmp_path_factory.mktemp("ranks"), {}, make_pack([7, 9, 4])
     for case, (family, fields, _) in CASES.items():
         model = make_model(family, **{"tie_embeddings": True, **fields})
-        module = build(model)
+        module = build(model.model_copy(update={"num_mtp_layers": 0}))
         weights.initialize(module, model)
         weights.save(module, model, root / case / "whole")
+        if model.num_mtp_layers:
+            file = root / case / "whole" / "model.safetensors"
+            save_file(load_file(file) | MTP_LAYER, file)
         (root / case / "model.json").write_text(model.model_dump_json())
         save_file(
             dict(zip(("token_ids", "positions", "cu_seqlens"), pack, strict=True)),
@@ -220,6 +228,10 @@ def test_ranks_write_the_weights_of_one_each_rank_its_share_of_the_files(case, r
         module.named_parameters(), again.named_parameters(), strict=True
     ):
         assert torch.equal(before, after), name
+    if model.num_mtp_layers:
+        files = (directory / "from_ranks").glob("*.safetensors")
+        found = {name: one for file in files for name, one in load_file(file).items()}
+        assert all(torch.equal(found[name], one) for name, one in MTP_LAYER.items())
     written = [
         json.loads((directory / f"written_{rank}.json").read_text()) for rank in range(WORLD_SIZE)
     ]

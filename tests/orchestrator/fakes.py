@@ -70,7 +70,8 @@ def manifest(**orchestrator: Any) -> Manifest:
             "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
             "max_positions": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
             "tie_embeddings": True, "moe": None, "mla": None,
-            "hf_config": None, "fp8": None, "rotary_fraction": 1.0, "rope_scaling": None,
+            "hf_config": None, "num_mtp_layers": 0, "fp8": None, "rotary_fraction": 1.0,
+            "rope_scaling": None,
             "attention_bias": False, "qk_norm": True,
         },
         "hardware": {

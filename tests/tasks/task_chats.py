@@ -120,6 +120,7 @@ def character_model(alphabet: str = ALPHABET, **changes) -> Model:
         "moe": None,
         "mla": None,
         "hf_config": None,
+        "num_mtp_layers": 0,
         "fp8": None,
         "rotary_fraction": 1.0,
         "rope_scaling": None,

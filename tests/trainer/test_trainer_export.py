@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_trainer_memory import MOE
 from trainer_cases import make_learner, manifest, write_start_weights
 from trainer_rank import train
@@ -22,6 +23,7 @@ WHOLE = {
     "reduce_gradients": "micro_batch",
     "cpu_offload": False,
 }  # no process group
+PRETRAINED = {"kind": "pretrained", "path": "not read", "revision": "main", "sha256": "0" * 64}
 CASES = {
     "dense": {},
     "bfloat16": {
@@ -33,6 +35,7 @@ CASES = {
     },
     "moe": {"model": {"family": "qwen3_moe", "moe": MOE}},
     "buffers": {"model": GLM},
+    "mtp layer": {"model": {**GLM, "num_mtp_layers": 1, "init": PRETRAINED}},
     "adapters": {"model": {"family": "qwen3_moe", "moe": MOE}, "trainer": {"lora": LORA}},
 }
 
@@ -40,7 +43,14 @@ CASES = {
 def run_with_checkpoints(run_dir, steps, **fields):
     """(manifest, learner after the last of `steps`, run directory with a checkpoint of each)."""
     spec = manifest(**{"stages": {"sft": None}, **fields})
-    learner = make_learner(spec, write_start_weights(spec, run_dir / "weights" / "init"))
+    drawn = {"num_mtp_layers": 0, "init": manifest().model.init}
+    plain = spec.model_copy(update={"model": spec.model.model_copy(update=drawn)})
+    start = write_start_weights(plain, run_dir / "weights" / "init")
+    if spec.model.num_mtp_layers:
+        file = start / "model.safetensors"
+        layer = {f"model.layers.{spec.model.num_layers}.eh_proj.weight": torch.ones(8, 4)}
+        save_file(load_file(file) | layer, file)
+    learner = make_learner(spec, start)
     (run_dir / "weights" / "init" / "tokenizer.json").write_text("{}")
     (run_dir / "manifest.json").write_bytes(canonical_json(spec))
     for step in steps:
@@ -54,7 +64,8 @@ def run_with_checkpoints(run_dir, steps, **fields):
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_has_the_bytes_of_the_policy_that_was_saved(tmp_path, case):
     spec, learner, run_dir = run_with_checkpoints(tmp_path / "run", [1], **CASES[case])
-    weights.save(learner.policy.network, spec.model, tmp_path / "saved")
+    start, most = run_dir / "weights" / "init", weights.MAX_FILE_BYTES
+    weights.save(learner.policy.network, spec.model, tmp_path / "saved", most, start)
     found = export.export_checkpoint(run_dir)
     assert found == run_dir / "weights" / "step_1"
     for file in (tmp_path / "saved").iterdir():
@@ -63,12 +74,12 @@ def test_an_export_has_the_bytes_of_the_policy_that_was_saved(tmp_path, case):
     assert (found / "model.safetensors").read_bytes() != (
         run_dir / "weights" / "init" / "model.safetensors"
     ).read_bytes()
-    weights.save(learner.policy.network, spec.model, tmp_path / "in_parts", 20_000)
+    weights.save(learner.policy.network, spec.model, tmp_path / "in_parts", 20_000, start)
     (tmp_path / "parts").mkdir()
     export.write(
         CheckpointReader(run_dir / "checkpoints" / "step_1.attempt_1" / "trainer"),
         spec,
-        run_dir / "weights" / "init",
+        start,
         tmp_path / "parts",
         20_000,
     )

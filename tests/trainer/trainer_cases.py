@@ -158,6 +158,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "moe": None,
                 "mla": None,
                 "hf_config": None,
+                "num_mtp_layers": 0,
                 "fp8": None,
                 "rotary_fraction": 1.0,
                 "rope_scaling": None,

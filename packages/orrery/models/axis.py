@@ -23,7 +23,8 @@ from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import FP8_BLOCK
 from orrery.models import hugging_face_config, pretrained
 from orrery.models.families import YARN_FIELDS, build
-from orrery.models.hf_folder import CONFIG_FILE, weight_files
+from orrery.models.hf_folder import CONFIG_FILE, tensor_names, weight_files
+from orrery.models.mtp import num_mtp_layers
 from orrery.models.weights import open_checkpoint
 
 OWN_TYPES = {  # families by transformers' model types
@@ -40,6 +41,7 @@ DEFAULTS = {
     "moe": None,
     "mla": None,
     "hf_config": None,
+    "num_mtp_layers": 0,
 }
 LEFT_OUT = (
     "quantization_config",
@@ -77,7 +79,9 @@ def model_of(
     if kind in OWN_TYPES:
         try:
             family = OWN_TYPES[kind]
-            own = _checked({**inputs, "family": family, **_own_fields(family, config)})
+            fields = _own_fields(family, config)
+            fields["num_mtp_layers"] = _num_mtp_layers(folder, content)
+            own = _checked({**inputs, "family": family, **fields})
             pretrained.check_config(own, folder)
             return own, None
         except OrreryError as error:
@@ -86,6 +90,14 @@ def model_of(
     generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
     pretrained.check_config(generic, folder)
     return generic, reason
+
+
+def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
+    """Return the number in the weights, for some repositories left those of `config.json` out."""
+    stated = content.get("num_nextn_predict_layers") or 0
+    if not stated or not any(folder.glob("*.safetensors")):
+        return stated
+    return num_mtp_layers(tensor_names(folder), content["num_hidden_layers"])
 
 
 def _is_readable(quantization: Any) -> bool:
@@ -160,6 +172,7 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         "moe": moe if mla or family.endswith("moe") else None,
         "mla": mla or None,
         "hf_config": None,
+        "num_mtp_layers": 0,
         "fp8": None,
     }
 
@@ -192,6 +205,7 @@ def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": False,
         "moe": None,
         "mla": None,
+        "num_mtp_layers": 0,
         "fp8": None,
         "hf_config": {key: one for key, one in content.items() if key not in LEFT_OUT},
     }

@@ -10,6 +10,7 @@
 - `hugging_face`: any causal language model of transformers, built from `hf_config`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -120,7 +121,7 @@ def glm4_moe_config(config: Model) -> dict[str, Any]:
         "routed_scaling_factor": moe.routed_scale,
         "n_group": 1,
         "topk_group": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": config.num_mtp_layers,
     }
 
 
@@ -211,7 +212,8 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of further tensors that a checkpoint may hold.
+    - `ignored`: regular expressions of further tensors that a checkpoint may hold, and that are
+      left out of results.
     - `fsdp_units`: one `fully_shard` call each, in order, before the root's. `layers.*` means a
       unit per layer. `trainer/parallel` disables `cast_forward_inputs`: temperatures stay float32.
     - `expert_modules`: patterns of modules whose parameters have the expert as dimension 0.
@@ -232,18 +234,16 @@ TIED_FSDP_UNITS = (("layers.*",),)
 _EXPERT_MODULES = ("layers.*.mlp.experts",)
 # Old checkpoints store rotary frequencies.
 _ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-# Multi-token prediction (MTP) layers after the last layer, for speculative decoding.
-_MTP = (r"model\.layers\.{num_layers}\..*",)
 
 FAMILIES = {
     "qwen3": ModelFamily(qwen3_config),
     "qwen3_moe": ModelFamily(qwen3_moe_config, expert_modules=_EXPERT_MODULES),
     "llama": ModelFamily(llama_config, _ROTARY),
-    "glm4_moe": ModelFamily(glm4_moe_config, _MTP, expert_modules=_EXPERT_MODULES),
-    "glm5": ModelFamily(glm5_config, _MTP, expert_modules=_EXPERT_MODULES),
-    "deepseek_v3": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
-    "deepseek_v32": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
-    "kimi_k2": ModelFamily(deepseek_config, _MTP, expert_modules=_EXPERT_MODULES),
+    "glm4_moe": ModelFamily(glm4_moe_config, expert_modules=_EXPERT_MODULES),
+    "glm5": ModelFamily(glm5_config, expert_modules=_EXPERT_MODULES),
+    "deepseek_v3": ModelFamily(deepseek_config, expert_modules=_EXPERT_MODULES),
+    "deepseek_v32": ModelFamily(deepseek_config, expert_modules=_EXPERT_MODULES),
+    "kimi_k2": ModelFamily(deepseek_config, expert_modules=_EXPERT_MODULES),
     "hugging_face": ModelFamily(hugging_face_config, fsdp_units=TIED_FSDP_UNITS),
 }
 
@@ -312,9 +312,8 @@ def hf_names(module: CausalLm, name: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def ignored_hf_names(model: Model) -> tuple[str, ...]:
-    patterns = FAMILIES[model.family].ignored
-    return tuple(pattern.replace("{num_layers}", str(model.num_layers)) for pattern in patterns)
+def is_ignored(model: Model, hf_name: str) -> bool:
+    return any(re.fullmatch(pattern, hf_name) for pattern in FAMILIES[model.family].ignored)
 
 
 def fsdp_units(module: CausalLm) -> list[list[nn.Module]]:

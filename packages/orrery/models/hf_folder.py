@@ -8,8 +8,7 @@
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,44 +61,56 @@ class HfTensor:
 
 @contextmanager
 def open_tensors(
-    directory: Path, wanted: Sequence[HfTensor], ignored: Sequence[str] = (), tied: bool = False
+    directory: Path,
+    wanted: Sequence[HfTensor],
+    is_expected: Callable[[str], bool] = lambda name: False,
+    tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the open file of each `wanted` tensor by its HF name, for `read`.
+    """Yield the open file of each tensor by its HF name, for `read`.
 
-    The folder may also hold tensors that match `ignored`, and the head of a tied model. Raise
-    OrreryError if a tensor is missing, unexpected, misshapen, or in an unreadable file.
+    The folder may also hold tensors for which `is_expected` is true, and the head of a tied model.
+    Raise OrreryError if a tensor is missing, unexpected, misshapen, or in an unreadable file.
     """
     with ExitStack() as stack:
-        found = {}
-        for path in weight_files(directory):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise OrreryError(
-                    f"{path}: not a readable safetensors file ({error}). Copy the directory again"
-                ) from error
-            found.update(dict.fromkeys(file.keys(), file))
+        found = _open_files(stack, directory)
         if tied:
             found.pop(TIED_HEAD, None)
         names = {hf.name for hf in wanted}
         _refuse(directory, "has no tensor", [hf.name for hf in wanted if hf.name not in found])
-        expected = [re.compile(pattern) for pattern in ignored]
-        quantized = {name for name in names if _slice(found, name).get_dtype() == FP8}
+        quantized = {name for name in found if _slice(found, name).get_dtype() == FP8}
         scales = {name + SCALE for name in quantized}
         _refuse(
             directory,
             "has a tensor in FP8, but not its scales",
             [name for name in sorted(scales) if name not in found],
         )
-        odd = [name for name in found if name not in names | scales]
-        odd = [name for name in odd if not any(one.fullmatch(name) for one in expected)]
+        odd = [name for name in found if not (name in names | scales or is_expected(name))]
         _refuse(directory, "has a tensor that this model lacks:", odd)
         for hf in wanted:
             _check_shape(directory, found, hf.name, hf.shape)
-            if hf.name in quantized:
-                blocks = tuple(-(-size // FP8_BLOCK) for size in hf.shape)
-                _check_shape(directory, found, hf.name + SCALE, blocks)
-        yield {name: found[name] for name in names | scales}
+        for name in sorted(quantized):
+            shape = _slice(found, name).get_shape()
+            blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+            _check_shape(directory, found, name + SCALE, blocks)
+        yield found
+
+
+def _open_files(stack: ExitStack, directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in weight_files(directory):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise OrreryError(
+                f"{path}: not a readable safetensors file ({error}). Copy the directory again"
+            ) from error
+        found.update(dict.fromkeys(file.keys(), file))
+    return found
+
+
+def tensor_names(directory: Path) -> list[str]:
+    with ExitStack() as stack:
+        return sorted(_open_files(stack, directory))
 
 
 def read(files: dict[str, Any], hf: HfTensor, box: Box | None = None) -> Tensor:

@@ -23,9 +23,10 @@ from torch import Tensor
 from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
-from orrery.models.families import build, hf_config, hf_names, ignored_hf_names
+from orrery.models.families import build, hf_config, hf_names, is_ignored
 from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged
+from orrery.models.mtp import check_layers, is_mtp_name, mtp_tensors
 from orrery.models.placement import (
     Box,
     full_tensor,
@@ -96,29 +97,32 @@ def write_initial(
     """Write the bytes that `initialize` and `save` would. Return the parameter count."""
     directory = Path(directory)
     module = build(model, dtype, "meta")
-    files = hf_folder.assign_files(hf_tensors(module), max_file_bytes)
     hf_folder.remove_weights(directory)
     # A generator uses one core, so tensors are drawn in threads. Reading is disk-bound.
     num_cores = len(os.sched_getaffinity(0)) if model.init.kind == "random" else 1
     pool = ThreadPoolExecutor(min(num_cores, MAX_DRAWING_THREADS))
-    with _initial_tensors(module, model) as tensor, pool:
+    with _initial_tensors(module, model) as (tensors, tensor), pool:
+        files = hf_folder.assign_files(tensors, max_file_bytes)
         for file, group in files.items():
             values = pool.map(lambda hf: tensor(hf).to(hf.dtype), group)
-            tensors = {hf.name: value for hf, value in zip(group, values, strict=True)}
-            hf_folder.write_file(directory / file, tensors)
-            del tensors
+            content = {hf.name: value for hf, value in zip(group, values, strict=True)}
+            hf_folder.write_file(directory / file, content)
+            del content
     hf_folder.finish(directory, files, _config(model, module))
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 @contextmanager
-def _initial_tensors(module: CausalLm, model: Model) -> Iterator[Callable[[HfTensor], Tensor]]:
-    init = model.init
+def _initial_tensors(
+    module: CausalLm, model: Model
+) -> Iterator[tuple[list[HfTensor], Callable[[HfTensor], Tensor]]]:
+    init, tensors = model.init, hf_tensors(module)
     if init.kind == "random":
-        yield lambda hf: _draw(module, hf, init)
+        yield tensors, lambda hf: _draw(module, hf, init)
         return
     with _open_pretrained(module, model, init) as files:
-        yield lambda hf: hf_folder.read(files, hf)
+        carried = mtp_tensors(model, files, next(module.parameters()).dtype)
+        yield tensors + carried, lambda hf: hf_folder.read(files, hf)
 
 
 @contextmanager
@@ -166,17 +170,30 @@ def _fill(
         on_tensor()
 
 
-def open_checkpoint(module: CausalLm, directory: Path) -> Any:
+@contextmanager
+def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
+    """Check a folder's tensors against a module, and yield its files as `open_tensors` does."""
     config = module.config
-    ignored = ignored_hf_names(config)
-    return hf_folder.open_tensors(directory, hf_tensors(module), ignored, config.tie_embeddings)
+
+    def is_expected(name: str) -> bool:
+        return is_mtp_name(config, name) or is_ignored(config, name)
+
+    wanted = hf_tensors(module)
+    with hf_folder.open_tensors(directory, wanted, is_expected, config.tie_embeddings) as files:
+        check_layers(config, directory, files)
+        yield files
 
 
 def save(
-    module: CausalLm, model: Model, directory: Path | str, max_file_bytes: int = MAX_FILE_BYTES
+    module: CausalLm,
+    model: Model,
+    directory: Path | str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    start: Path | None = None,
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
+    MTP layers come from the folder `start`, which a model with such layers needs.
     Other files in the folder stay. A collective on a sharded module: ranks write in parallel to a
     shared folder, and hold at most one file in host memory. Return once everything is on disk.
     """
@@ -187,28 +204,46 @@ def save(
         hf_folder.remove_weights(directory)
     if sharded:
         dist.barrier()
-    files = hf_folder.assign_files(hf_tensors(module), max_file_bytes)
-    stream = named_hf_tensors(module)
-    held: dict[str, Tensor] = {}
-    held_file = ""
-    for index, (file, group) in enumerate(files.items()):
-        for hf in group:
-            name, tensor = next(stream)
-            assert name == hf.name, f"the stream gave {name} for {hf.name}"
-            if index % num_ranks == rank:
-                # A view would keep its whole gathered parameter.
-                held[name] = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
-                held_file = file
-        ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
-        if held and ends_round:
-            hf_folder.write_file(directory / held_file, held)
-            held = {}
+    with _open_start(module, start) as base:
+        dtype = next(module.parameters()).dtype
+        carried = mtp_tensors(model, base, dtype)
+        files = hf_folder.assign_files(hf_tensors(module) + carried, max_file_bytes)
+        stream = named_hf_tensors(module)
+        held: dict[str, Tensor] = {}
+        held_file = ""
+        for index, (file, group) in enumerate(files.items()):
+            is_mine = index % num_ranks == rank
+            for hf in group:
+                if hf.parameter_name:
+                    name, tensor = next(stream)
+                    assert name == hf.name, f"the stream gave {name} for {hf.name}"
+                elif is_mine:
+                    tensor = hf_folder.read(base, hf)
+                if is_mine:
+                    # A view would keep its whole gathered parameter.
+                    tensor = torch.empty(hf.shape, dtype=hf.dtype, device="cpu").copy_(tensor)
+                    held[hf.name], held_file = tensor, file
+            ends_round = index % num_ranks == num_ranks - 1 or index == len(files) - 1
+            if held and ends_round:
+                hf_folder.write_file(directory / held_file, held)
+                held = {}
     if sharded:
         dist.barrier()
     if rank == 0:
         hf_folder.finish(directory, files, _config(model, module))
     if sharded:
         dist.barrier()
+
+
+@contextmanager
+def _open_start(module: CausalLm, start: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield the files with the MTP layers of a model that has such layers, else no files."""
+    if not module.config.num_mtp_layers:
+        yield {}
+        return
+    assert start is not None, "MTP layers are not in the module, so their folder must be named"
+    with open_checkpoint(module, start) as files:
+        yield files
 
 
 def _config(model: Model, module: CausalLm) -> dict[str, Any]:

@@ -27,10 +27,11 @@ from orrery.manifest.publish import make_folder, publish_folder
 from orrery.manifest.schema import Manifest, Model
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
-from orrery.models.families import hf_config, ignored_hf_names
+from orrery.models.families import hf_config
 from orrery.models.hf_folder import HfTensor
 from orrery.models.lora import adapters, merged
-from orrery.models.weights import MAX_FILE_BYTES, hf_tensors, save
+from orrery.models.mtp import mtp_tensors
+from orrery.models.weights import MAX_FILE_BYTES, hf_tensors, open_checkpoint, save
 from orrery.runtime.run_directory import MANIFEST, weights_path
 from orrery.trainer.checkpoint import CheckpointReader, base_sha256
 from orrery.trainer.parallel import build_network
@@ -41,18 +42,19 @@ from orrery.wire import checkpoints
 PREFIX = "weight/network."  # precedes parameter names in checkpoints
 
 
-def export_policy(
-    policy: Policy, world: World, model: Model, tokenizer: Path, folder: Path
-) -> None:
-    """Write the policy and the files of `tokenizer` to `folder`, synced. A collective."""
+def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
+    """Write the policy, and tokenizer and MTP layers of `start`, to `folder`, synced.
+
+    A collective.
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
     world.barrier()
-    save(policy.network, model, partial)
+    save(policy.network, model, partial, start=start)
     if world.is_first:
-        _copy_tokenizer(tokenizer, partial)
+        _copy_tokenizer(start, partial)
         publish_folder(partial, folder)
     world.barrier()
 
@@ -117,17 +119,17 @@ def write(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     network = build_network(manifest.model, manifest.trainer, "meta")
-    tensors = hf_tensors(network)
-    files = hf_folder.assign_files(tensors, max_file_bytes)
-    ignored, is_tied = ignored_hf_names(network.config), network.config.tie_embeddings
+    param_dtype = next(network.parameters()).dtype
     hf_folder.remove_weights(folder)
-    with hf_folder.open_tensors(start, tensors, ignored, is_tied) as base:
+    with open_checkpoint(network, start) as base:
+        tensors = hf_tensors(network) + mtp_tensors(network.config, base, param_dtype)
+        files = hf_folder.assign_files(tensors, max_file_bytes)
         source = _Tensors(stored, network, base)
         for file, group in files.items():
             content = {hf.name: source[hf].to(hf.dtype, copy=True).contiguous() for hf in group}
             hf_folder.write_file(folder / file, content)
             del content
-    dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+    dtype = str(param_dtype).removeprefix("torch.")
     hf_folder.finish(folder, files, {**hf_config(manifest.model), "dtype": dtype})
 
 

@@ -62,6 +62,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
     "kimi_k2": {"mla.indexer": (None,), **_LATENT},
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
+MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # models with layers for multi-token prediction
 PARTS = {  # families that have a part of the model
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,
@@ -148,6 +149,13 @@ def _model_misfits(model: Model) -> Iterator[str]:
                 f"model.rope_scaling.kind {scaling.kind!r}: family {model.family!r} scales by "
                 f"{kind!r} only; set rope_scaling to that or to null"
             )
+    if model.num_mtp_layers and (
+        model.family not in MTP_FAMILIES or model.init.kind != "pretrained"
+    ):
+        yield (
+            f"model.num_mtp_layers {model.num_mtp_layers}: layers for multi-token prediction come "
+            f"from a pretrained checkpoint of {', '.join(MTP_FAMILIES)} only; set it to 0"
+        )
     if mla is not None:
         yield from _latent_misfits(model, mla)
 

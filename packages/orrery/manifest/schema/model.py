@@ -174,6 +174,8 @@ class Model(Record):
     - `glm5` is GLM-5 (transformers' `glm_moe_dsa`), `glm4_moe` is GLM-4.5. `kimi_k2` is
       DeepSeek-V3's network without groups of experts.
     - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.
+    - `num_mtp_layers` layers for multi-token prediction follow the last one in checkpoints. They go
+      from `init` into every result unchanged: engines may draft tokens with them.
     - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
       are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """
@@ -199,6 +201,7 @@ class Model(Record):
     moe: MoE | None
     mla: MLA | None
     hf_config: dict[str, Any] | None
+    num_mtp_layers: NonNegativeInt
     fp8: list[Fp8Part] | None
 
     @property

@@ -1,0 +1,66 @@
+"""Carry layers for multi-token prediction (MTP) from checkpoint to checkpoint, unchanged.
+
+GLM and DeepSeek store `model.num_mtp_layers` of them after the last layer, as
+`model.layers.<num_layers>.eh_proj.weight` and so on. Engines draft tokens with them (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.2). The trainer neither computes nor trains them.
+
+- A tensor keeps its dtype and bytes. FP8 blocks are read like other weights (`hf_folder.read`).
+- Engines read them from the stage's start weights. Later versions do not contain them.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.schema import Model
+from orrery.manifest.schema.constraints import MTP_FAMILIES
+from orrery.models.hf_folder import FP8, HfTensor
+from orrery.wire.weight_wire.fp8_blocks import SCALE
+
+JOIN = "eh_proj.weight"  # joins embedding and hidden state, so each MTP layer has it
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def is_mtp_name(model: Model, name: str) -> bool:
+    found = LAYER.fullmatch(name)
+    return model.family in MTP_FAMILIES and found is not None and int(found[1]) >= model.num_layers
+
+
+def num_mtp_layers(names: Any, num_layers: int) -> int:
+    """Return the number of MTP layers that a checkpoint with these tensors has."""
+    found = [LAYER.fullmatch(name) for name in names]
+    indices = [int(one[1]) for one in found if one is not None and one[2] == JOIN]
+    return max([index + 1 - num_layers for index in indices if index >= num_layers], default=0)
+
+
+def check_layers(model: Model, directory: Path, names: Any) -> None:
+    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`."""
+    if model.family not in MTP_FAMILIES:
+        return
+    if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
+        raise OrreryError(
+            f"model.num_mtp_layers {model.num_mtp_layers}: {directory} has {found} layers for "
+            f"multi-token prediction. Write model.num_mtp_layers: {found}"
+        )
+
+
+def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
+    """Return the MTP tensors of an open checkpoint. Those in FP8 become `dtype`."""
+    tensors = []
+    for name in sorted(name for name in files if is_mtp_name(model, name)):
+        if name.removesuffix(SCALE) != name and name.removesuffix(SCALE) in files:
+            continue
+        part = files[name].get_slice(name)
+        kept = dtype if (kind := part.get_dtype()) == FP8 else DTYPES.get(kind)
+        if kept is None:
+            raise OrreryError(
+                f"model.num_mtp_layers {model.num_mtp_layers}: tensor {name} is in {kind}; convert "
+                f"it to one of {', '.join(DTYPES)}, or take its layer out of the checkpoint"
+            )
+        shape = tuple(part.get_shape())
+        tensors.append(HfTensor(name, "", tuple((0, size) for size in shape), shape, kept))
+    return tensors
