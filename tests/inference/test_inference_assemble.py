@@ -18,10 +18,8 @@ from starlette.testclient import TestClient
 
 from orrery.inference import kv_store
 from orrery.inference.assemble import (
-    MAX_GRAPH_TOKENS,
     PLUGIN,
     engine_environment,
-    graph_sizes,
     server_arguments,
     weights_dir,
 )
@@ -34,6 +32,7 @@ from orrery.inference.kv_connectors import (
 )
 from orrery.inference.router import router_arguments
 from orrery.inference.token import RequireToken
+from orrery.manifest.budget.engine import MAX_GRAPH_TOKENS, graph_sizes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load

@@ -23,7 +23,12 @@ from trainer_cases import MEMORY, manifest
 from orrery.kernels import expert_rows
 from orrery.kernels.attention import Documents
 from orrery.manifest.budget.options import choose_options, format_value, memory_options
-from orrery.manifest.budget.trainer_memory import Workload, activation_bytes, plan_memory
+from orrery.manifest.budget.trainer_memory import (
+    Workload,
+    activation_bytes,
+    plan_memory,
+    stage_workload,
+)
 from orrery.manifest.errors import OutOfMemory, RunFailed
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.identity import load as load_manifest
@@ -40,7 +45,6 @@ from orrery.trainer.out_of_memory import (
     describe_device_error,
     explain_out_of_memory,
     predict_out_of_memory,
-    stage_workload,
 )
 from orrery.trainer.parallel import blocks
 

@@ -18,9 +18,10 @@ from orrery.inference.kv_connectors import (
     transfer_environment,
 )
 from orrery.inference.patches import registry
+from orrery.manifest.budget.engine import graph_sizes
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync_tree
-from orrery.manifest.schema import Inference, Manifest
+from orrery.manifest.schema import Manifest
 from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
 from orrery.runtime.role_context import log_level
 from orrery.runtime.run_directory import stage_dir, weights_path
@@ -33,7 +34,6 @@ ADAPTER_BACKEND = "orrery_adapters"
 # vLLM on CPU would turn the name "uni" into "mp".
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENGINE_READY_S = 600  # longest start of vLLM's engine core, with loading and compilation
-MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
 KEEP_ALIVE_S = 600  # long, so that clients close idle connections first
 # Experts never take adapters, because vLLM's kernels for these need a GPU.
 PROJECTIONS = {
@@ -126,21 +126,6 @@ def _adapter_arguments(manifest: Manifest, folder: Path) -> list[str]:
         *("--lora-target-modules", *targets),
         *("--lora-modules", f"{served_model(manifest, 'rl')}={folder}"),
     ]
-
-
-def graph_sizes(inference: Inference) -> list[int]:
-    """Return the token counts for which vLLM captures a CUDA graph.
-
-    With hundreds of requests most steps also prefill and exceed vLLM's limit of 512 tokens, so
-    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all pad to the fullest.
-    """
-    sizes = [1, 2, 4, *range(8, 256, 8), 256]
-    most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # The exact sizes of steps that only sample, and of full steps.
-    sizes += [inference.max_num_sequences, inference.max_batched_tokens]
-    return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
 # vLLM's names of the layers to leave in bfloat16 if `model.fp8` lacks the part.

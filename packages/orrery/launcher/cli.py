@@ -90,6 +90,8 @@ def adopt(
 
 
 PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
+TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: inference.max_model_len_tokens."
+JSON_HELP = "Print memory and time as JSON instead."
 WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."
 
 
@@ -98,15 +100,24 @@ def plan(
     word: manifest_cli.Run,
     stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help=PLAN_STAGE_HELP)] = None,
     to: Annotated[Path | None, typer.Option("--write", metavar="FOLDER", help=WRITE_HELP)] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=2, help=TOKENS_HELP)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Print nodes, devices, images, submission and commands of a run's stages. Start nothing."""
+    """Print a run's stages, nodes and commands, then its memory and time. Start nothing."""
+    import json
+
     from orrery.launcher.pipeline import describe_stage, write_plan
     from orrery.launcher.runs import planned
     from orrery.launcher.site import load_site
+    from orrery.manifest.budget import table
+    from orrery.manifest.budget.run import plan_run
     from orrery.manifest.identity import find_workspace
 
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
+    if as_json:
+        print(json.dumps(plan_run(run.manifest, tokens).as_json(), indent=2))
+        return
     stages = [stage] if stage else run.stages
     if to is not None:
         print(*write_plan(run, stages, site, workspace, to), sep="\n")
@@ -114,6 +125,11 @@ def plan(
     for name in stages:
         lines = describe_stage(run.manifest, name, site, workspace)
         print("\n".join(line for line in lines if stage or not line.startswith("  srun")))
+    if stage is None:
+        try:
+            print("", *table.lines(plan_run(run.manifest, tokens)), sep="\n")
+        except OrreryError as error:
+            print(f"memory and time are not planned: {error}")
 
 
 STATUS_HELP = "Without it: the newest run, and a line for each other run."

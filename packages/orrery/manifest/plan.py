@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
 
@@ -205,6 +206,8 @@ def check_supported(manifest: Manifest) -> None:
                 f"{field} {value!r}: this is not built yet. Choose from "
                 f"{', '.join(map(repr, built))}"
             )
+    if found := list(memory_misfits(manifest)):
+        raise OrreryError("; ".join(found))
 
 
 def refusal(manifest: Manifest) -> str | None:

@@ -14,16 +14,14 @@ from contextlib import contextmanager
 
 import torch
 
-from orrery.manifest.budget.options import ChosenOptions, choose_options
-from orrery.manifest.budget.trainer_memory import Workload, plan_memory
+from orrery.manifest.budget.options import advice, choose_options
+from orrery.manifest.budget.trainer_memory import Workload, plan_memory, stage_workload
 from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.schema import Manifest, Model, Trainer
-from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.models.counts import count_parameters
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner
-from orrery.wire.weight_wire import DIRECT_KINDS
 
 MARGIN = 0.02  # share of the device's memory, for fragmentation
 END_S = 10.0  # longest orderly end, with collectives
@@ -146,24 +144,6 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
-    tokens = trainer.memory.max_tokens_per_micro_batch
-    longest = manifest.inference.max_model_len_tokens
-    if stage == "sft":
-        longest = min(tokens, manifest.model.max_positions)
-        if (sft := manifest.stages.sft) is not None:
-            samples = sft.examples_per_batch
-            trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
-    per_rank = -(-samples // trainer.mesh.num_data_ranks)
-    is_direct = manifest.transport.weights in DIRECT_KINDS
-    merged_width = 0
-    if stage == "rl" and trainer.lora is not None and is_direct:
-        merged_width = DTYPE_BYTES[manifest.inference.dtype]
-    micro_batches = -(-per_rank // max(1, tokens // longest))
-    return trainer, Workload(tokens, longest, micro_batches, merged_width)
-
-
 def describe_device_error(
     error: str,
     rank: int,
@@ -211,28 +191,6 @@ def _line(error: RuntimeError) -> str:
 
 def _when(step: int | None) -> str:
     return "while it was being built" if step is None else f"in step {step}"
-
-
-def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
-    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
-    if not options:
-        return (
-            "no memory option of the manifest frees any; it takes a smaller model, "
-            "shorter contexts or other devices"
-        )
-    needed = f"{needed_bytes / 2**30:.1f} GiB"
-    places = " and ".join(dict.fromkeys(option.place for option in options))
-    if len(options) == 1:
-        text = f"{options[0]} frees {freed} (cost: {options[0].cost}); set it in {places}"
-    else:
-        each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
-        text = (
-            f"no memory option alone frees the {needed} that are missing; "
-            f"together these free {freed}: {each}; set them in {places}"
-        )
-    if chosen.is_enough:
-        return text
-    return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
 
 
 def _bytes(text: str, before: str, after: str = "") -> int | None:

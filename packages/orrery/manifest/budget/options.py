@@ -251,3 +251,25 @@ def format_value(value: Any) -> str:
     if isinstance(value, Record):
         return str(value.model_dump(mode="json"))
     return repr(value) if isinstance(value, str) else str(value)
+
+
+def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
+    options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
+    if not options:
+        return (
+            "no memory option of the manifest frees any; it takes a smaller model, "
+            "shorter contexts or other devices"
+        )
+    needed = f"{needed_bytes / 2**30:.1f} GiB"
+    places = " and ".join(dict.fromkeys(option.place for option in options))
+    if len(options) == 1:
+        text = f"{options[0]} frees {freed} (cost: {options[0].cost}); set it in {places}"
+    else:
+        each = "; ".join(f"{option} (cost: {option.cost})" for option in options)
+        text = (
+            f"no memory option alone frees the {needed} that are missing; "
+            f"together these free {freed}: {each}; set them in {places}"
+        )
+    if chosen.is_enough:
+        return text
+    return f"{text}. That is less than the {needed} that are missing: it takes more devices too"

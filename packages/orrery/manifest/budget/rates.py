@@ -1,17 +1,19 @@
 """The rates of devices: measured ones from `manifest/rates/<device>.json`, others from data sheets.
 
-A device without a file gets the share of its data sheet that an H200 reaches of its own.
+A device without a file gets the share of its data sheet that an H200 reaches of its own, and the
+plan names the source.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from orrery.manifest.devices import DEVICES
+from orrery.manifest.devices import DEVICES, Device
 from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
 MEASURED_ON = "h200"  # the device whose shares stand in for others
+USABLE = 0.99  # of the memory that a data sheet names in GB and that counts in GiB
 PCIE_BYTES = 50e9  # a second, of pinned copies over PCIe 5
 
 
@@ -19,7 +21,7 @@ PCIE_BYTES = 50e9  # a second, of pinned copies over PCIe 5
 class Rates:
     """Operations a second of kernels, and bytes a second of memory and links.
 
-    - `attention_flops`: of long documents.
+    - `attention_flops`: of long documents. Documents of `attention_half_tokens` get half of it.
     - `link_bytes`: to a peer in one direction. `collective_bytes`: of a gather or a reduction that
       shares the device with computation.
     - `host_link_bytes`: of pinned copies in one direction.
@@ -30,6 +32,7 @@ class Rates:
     fp8_flops: float
     grouped_flops: float
     attention_flops: float
+    attention_half_tokens: float
     memory_bytes: float
     link_bytes: float
     collective_bytes: float
@@ -52,8 +55,15 @@ def rates_of(accelerator: str) -> Rates:
         fp8_flops=measured.fp8_flops * device.fp8_flops / theirs.fp8_flops,
         grouped_flops=measured.grouped_flops * dense,
         attention_flops=measured.attention_flops * dense,
+        attention_half_tokens=measured.attention_half_tokens,
         memory_bytes=measured.memory_bytes * memory,
         link_bytes=measured.link_bytes * link,
         collective_bytes=measured.collective_bytes * link,
         host_link_bytes=PCIE_BYTES,
     )
+
+
+def usable_bytes(accelerator: str) -> int | None:
+    """Return the bytes that a process can allocate on a device, or None on a CPU."""
+    device: Device | None = DEVICES.get(accelerator)
+    return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

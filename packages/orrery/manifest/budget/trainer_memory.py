@@ -19,8 +19,9 @@ from orrery.manifest.budget.parameters import (
     is_sparse,
 )
 from orrery.manifest.budget.tiles import auto_chunk_tokens, blocks
-from orrery.manifest.schema import Model, Optimizer, Trainer
+from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
+from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 CATEGORIES = (
     "weights",
@@ -213,6 +214,25 @@ class Workload:
     document_tokens: int
     micro_batches: int
     merged_width: int = 0
+
+
+def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
+    """Return the stage's trainer and largest workload, with samples of full length."""
+    trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
+    tokens = trainer.memory.max_tokens_per_micro_batch
+    longest = manifest.inference.max_model_len_tokens
+    if stage == "sft":
+        longest = min(tokens, manifest.model.max_positions)
+        if (sft := manifest.stages.sft) is not None:
+            samples = sft.examples_per_batch
+            trainer = trainer.model_copy(update={"optimizer": sft.optimizer})
+    per_rank = -(-samples // trainer.mesh.num_data_ranks)
+    is_direct = manifest.transport.weights in DIRECT_KINDS
+    merged_width = 0
+    if stage == "rl" and trainer.lora is not None and is_direct:
+        merged_width = DTYPE_BYTES[manifest.inference.dtype]
+    micro_batches = -(-per_rank // max(1, tokens // longest))
+    return trainer, Workload(tokens, longest, micro_batches, merged_width)
 
 
 @dataclass(frozen=True)

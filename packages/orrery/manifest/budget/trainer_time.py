@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from orrery.manifest.budget.flops import hardware_flops
 from orrery.manifest.budget.parameters import (
@@ -20,7 +21,6 @@ from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
-HALF_RATE_TOKENS = 2600  # attention reaches half of its rate in documents of this length
 SHARDING_SHARE = 2 / 3  # share of memory's rate that FSDP's copies reach beside collectives
 LAUNCH_S = 0.7e-3  # least seconds of the host per block and micro-batch, both passes
 IDLE_SHARE = 0.015  # share of a step without work on the device
@@ -30,18 +30,49 @@ BOTH_WAYS = 0.75  # share of the host link's rate while copies go both ways
 QUEUED_SHARE = 0.5  # share of computation that hides gathers if exchanges of cp wait for them
 
 
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second of one device in exchanges of the trainer's groups.
+
+    `shards`: gathers and reductions. `all`, `cp` and `ep`: exchanges between the ranks of a group.
+    """
+
+    shards: float
+    all: float
+    cp: float
+    ep: float
+
+
+def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
+    """Return the rates of groups within a node, or over several with `network` bytes a device.
+
+    A ring over nodes divides its bytes among the network cards of a node.
+    """
+
+    def of(ranks: int) -> float:
+        return rates.link_bytes if ranks <= devices_per_node else network
+
+    mesh = trainer.mesh
+    shards = rates.collective_bytes
+    if mesh.world_size > devices_per_node:
+        shards = min(shards, devices_per_node * network)
+    return Links(shards, of(mesh.world_size), of(mesh.cp), of(mesh.ep))
+
+
 def step_s(
     model: Model,
     trainer: Trainer,
     micro_batches: int,
     lengths: Sequence[int],
     rates: Rates,
+    link: Links | None = None,
 ) -> dict[str, float]:
     """Return the seconds of a step, for each kind of work and in total.
 
     `lengths`: the lengths of a cp group's documents in all micro-batches. Raise OrreryError for a
     network of transformers.
     """
+    link = link or Links(rates.collective_bytes, *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
     seconds = _computation(model, trainer, lengths, rates)
@@ -52,12 +83,12 @@ def step_s(
     seconds["copies"] = _offload_s(model, trainer, tokens, sum(seconds.values()), rates)
     computing = sum(seconds.values())
     in_all, exposed = _communication(
-        model, trainer, counted, micro_batches, tokens, computing, rates
+        model, trainer, counted, micro_batches, tokens, computing, link
     )
     computing_s, offloaded_s, exchange_s = 0.0, 0.0, 0.0
     trained = sum(unit.trained for unit in counted.units) / (mesh.dp_shard * mesh.cp)
     if trained:
-        computing_s, offloaded_s, exchange_s = _optimizer_s(model, trainer, trained, rates)
+        computing_s, offloaded_s, exchange_s = _optimizer_s(model, trainer, trained, rates, link)
     seconds["optimizer"] = max(computing_s, offloaded_s)
     # Exposed copies of offloaded states hide Muon's all-to-alls.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
@@ -78,7 +109,7 @@ def _computation(
 ) -> dict[str, float]:
     cp, work = trainer.mesh.cp, hardware_flops(model, trainer, lengths)
     tokens, mean = sum(lengths) / cp, sum(n * n for n in lengths) / max(1, sum(lengths))
-    attention = rates.attention_flops * mean / (mean + HALF_RATE_TOKENS)
+    attention = rates.attention_flops * mean / (mean + rates.attention_half_tokens)
     head_bytes = 4 * tokens * model.vocab_size
     elementwise = tokens * model.num_layers * _elementwise_bytes(model, trainer)
     return {
@@ -148,7 +179,7 @@ def _communication(
     micro_batches: int,
     tokens: float,
     computing: float,
-    rates: Rates,
+    link: Links,
 ) -> tuple[float, float]:
     """Return the seconds of exchanges (in all, beside no computation), without Muon's.
 
@@ -159,25 +190,25 @@ def _communication(
     shards = mesh.dp_shard * mesh.cp
     others = (shards - 1) / shards
     c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
-    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / rates.collective_bytes
+    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / link.shards
     trained = sum(unit.gathered_trained(mesh.ep) for unit in units)
-    reduction = r * others * trained / rates.collective_bytes
+    reduction = r * others * trained / link.shards
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
-    exchanged = 0.0
+    exchange = 0.0
     if mesh.ep > 1 and model.moe is not None:
         layers = sum(is_sparse(model, layer) for layer in range(model.num_layers))
         rows = tokens * model.moe.num_experts_per_token * (mesh.ep - 1) / mesh.ep
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
-        exchanged += (6 if recomputes else 4) * rows * model.hidden_size * c * layers
+        exchange += (6 if recomputes else 4) * rows * model.hidden_size * c * layers / link.ep
     if mesh.cp > 1:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         if (mla := model.mla) is not None:  # latent keys are gathered
             width = (mla.kv_lora_rank + mla.rope_head_dim) * mesh.cp
-        exchanged += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp
+        exchange += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp / link.cp
     regathers = trainer.fsdp.reshard_after_forward
     backward = gather if regathers else 0.0
     hiding = computing / micro_batches * (QUEUED_SHARE if mesh.cp > 1 else 1)
-    exposed = in_all = exchanged / rates.link_bytes
+    exposed = in_all = exchange
     for number in range(micro_batches):
         is_gathered = regathers or number == 0
         into = gather if is_gathered else 0.0
@@ -190,7 +221,7 @@ def _communication(
 
 
 def _optimizer_s(
-    model: Model, trainer: Trainer, trained: float, rates: Rates
+    model: Model, trainer: Trainer, trained: float, rates: Rates, link: Links
 ) -> tuple[float, float, float]:
     """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
 
@@ -219,7 +250,7 @@ def _optimizer_s(
     if trainer.memory.optimizer_offload:
         offloaded_s = 4 * num_states / (BOTH_WAYS * rates.host_link_bytes)
     computing_s = num_bytes / rates.memory_bytes + products_s
-    return computing_s, offloaded_s, exchanged_bytes / rates.link_bytes
+    return computing_s, offloaded_s, exchanged_bytes / link.all
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:

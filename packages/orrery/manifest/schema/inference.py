@@ -130,14 +130,18 @@ class Inference(Record):
         return self.data_parallel * self.tensor_parallel
 
 
-def _block_bytes(model: Model, inference: Inference) -> int:
+def token_bytes(model: Model, inference: Inference) -> int:
+    """Return the cache bytes of a token on one device."""
     if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent vector, its rotary part and the indexer's key
         numbers = mla.kv_lora_rank + mla.rope_head_dim
         numbers += mla.indexer.head_dim if mla.indexer is not None else 0
-    numbers *= inference.kv_block_tokens * model.num_layers
-    return numbers * DTYPE_BYTES[inference.dtype]
+    return numbers * model.num_layers * DTYPE_BYTES[inference.dtype]
+
+
+def _block_bytes(model: Model, inference: Inference) -> int:
+    return inference.kv_block_tokens * token_bytes(model, inference)
 
 
 def longest_blocks(inference: Inference) -> int:

@@ -104,6 +104,9 @@ class Tasks(Record):
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
 
 
+DIRECT_KINDS = ("nccl", "nixl")  # weight transports without files
+
+
 class Transport(Record):
     """The transport of batches to the trainer, and of weights to the engines.
 

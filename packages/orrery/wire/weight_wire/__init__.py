@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Manifest
+from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 from orrery.wire.weight_wire.files import (
     WeightPublisher,
     WeightWatch,
@@ -52,7 +53,6 @@ __all__ = [
     "weight_dir",
 ]
 
-DIRECT_KINDS = ("nccl", "nixl")
 ADAPTER = "adapter"
 
 

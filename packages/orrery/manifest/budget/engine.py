@@ -1,0 +1,186 @@
+"""Plan the memory and the speed of one engine (vLLM) from the manifest.
+
+- A step takes the longer of its bytes and its operations, its exchanges, and the host's work. See
+  "LLM inference unveiled" (arXiv 2402.16363), section 3, for the roofline of both phases.
+- The last four constants are fitted to `benchmarks/inference` and `benchmarks/async/memory_h100`.
+"""
+
+from dataclasses import dataclass
+
+from orrery.manifest.budget.flops import active_parameters, attended_keys
+from orrery.manifest.budget.parameters import block_weights, is_sparse
+from orrery.manifest.budget.rates import Rates
+from orrery.manifest.schema import Inference, Model
+from orrery.manifest.schema.inference import token_bytes
+from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
+
+MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
+CONTEXT_BYTES = 700 << 20  # CUDA's context and libraries of a process
+NCCL_BYTES = 400 << 20  # NCCL's buffers of a process with peers
+LOGIT_COPIES = 4  # of a step's float32 logits, while tokens are sampled
+GRAPH_COPIES = 5  # bytes of graphs, over those of one hidden state of each graph's tokens
+SEQUENCE_S = 20e-6  # the host's work for a sampled token: scheduling, log-probs, the answer
+LAYER_S = 15e-6  # of a decode step, for short kernels and their gaps
+PRODUCTS_SHARE = 0.7  # of the dense rate, in prefill
+
+Bytes = dict[str, int]
+
+
+def graph_sizes(inference: Inference) -> list[int]:
+    """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
+
+    With hundreds of requests most steps also prefill and exceed vLLM's limit of 512 tokens, so
+    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all pad to the fullest.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), 256]
+    most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
+    # The exact sizes of steps that only sample, and of full steps.
+    sizes += [inference.max_num_sequences, inference.max_batched_tokens]
+    return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
+
+
+def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
+    """Return a device's bytes of (all weights, routed experts).
+
+    Tensor parallel divides heads and feed-forwards, and all devices of a replica divide experts.
+    Norms, routers, indexers and the narrow projections of latent attention are on every device.
+    """
+    value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
+    kinds: dict[tuple[bool, str], tuple[float, float]] = {}
+    total = experts = 0.0
+    for layer in range(model.num_layers):
+        indexer = None if model.mla is None else model.mla.indexer
+        types = None if indexer is None else indexer.types
+        kind = is_sparse(model, layer), "full" if types is None else types[layer]
+        if kind not in kinds:
+            kinds[kind] = _block_bytes(model, inference, layer)
+        total += kinds[kind][0]
+        experts += kinds[kind][1]
+    ends = (1 if model.tie_embeddings else 2) * model.vocab_size * model.hidden_size
+    total += value_bytes * ends / tensor
+    return int(total), int(experts)
+
+
+def _block_bytes(model: Model, inference: Inference, layer: int) -> tuple[float, float]:
+    total = experts = 0.0
+    narrow = set()
+    if (mla := model.mla) is not None:
+        narrow = {mla.q_lora_rank, mla.kv_lora_rank + mla.rope_head_dim}
+    for weight in block_weights(model, layer):
+        num_bytes = weight.size * _value_bytes(model, inference, weight.part)
+        is_cut = weight.part == "attention" and weight.shape[0] not in narrow
+        if weight.part == "experts":
+            experts += num_bytes / inference.devices_per_replica
+        elif is_cut or weight.part == "feed_forward":
+            total += num_bytes / inference.tensor_parallel
+        else:
+            total += num_bytes
+    return total + experts, experts
+
+
+def _value_bytes(model: Model, inference: Inference, part: str) -> float:
+    is_part = part in ("attention", "feed_forward", "experts")
+    if inference.quantization == "fp8" and is_part and part in (model.fp8 or (part,)):
+        return 1 + 4 / FP8_BLOCK**2
+    return DTYPE_BYTES[inference.dtype]
+
+
+def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
+    """Return the bytes of one device by kind."""
+    weights, _ = weight_bytes(model, inference)
+    value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
+    wide = model.intermediate_size
+    if (moe := model.moe) is not None:
+        per_token = moe.num_experts_per_token * moe.expert_intermediate_size
+        wide = max(per_token // inference.devices_per_replica, model.hidden_size)
+    rows = inference.max_batched_tokens * value_bytes
+    found = {
+        "weights": weights,
+        "cache": inference.kv_cache_bytes,
+        "activations": rows * (4 * model.hidden_size + 3 * wide // tensor),
+        "logits": LOGIT_COPIES * 4 * inference.max_num_sequences * model.vocab_size,
+    }
+    if not is_gpu:
+        return found
+    if inference.dtype == "bfloat16":  # engines multiply by the head in float32
+        found["weights"] += 4 * model.vocab_size * model.hidden_size // tensor
+    if not inference.enforce_eager:
+        graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes
+        found["graphs"] = GRAPH_COPIES * graphs * (2 if has_adapters else 1)
+    if inference.devices_per_replica > 1:
+        found["communication buffers"] = NCCL_BYTES
+    return found | {"context": CONTEXT_BYTES}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The load of a replica: prompt and sampled tokens of a rollout, rollouts in flight."""
+
+    prompt: float
+    sampled: float
+    in_flight: float
+
+    @property
+    def mean_context(self) -> float:
+        return self.prompt + self.sampled / 2
+
+
+def batch_size(model: Model, inference: Inference, load: Serving) -> float:
+    """Return the sequences of a data-parallel rank: admitted, allowed, and held by the cache."""
+    held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
+    admitted = load.in_flight / inference.data_parallel
+    return max(1.0, min(inference.max_num_sequences, admitted, held))
+
+
+def decode_s(
+    model: Model, inference: Inference, batch: float, context: float, rates: Rates, network: float
+) -> float:
+    """Return the seconds of a step that samples one token of each of `batch` sequences."""
+    weights, experts = weight_bytes(model, inference)
+    tokens = batch * inference.data_parallel
+    touched = 1.0
+    if (moe := model.moe) is not None:
+        touched = 1 - (1 - moe.num_experts_per_token / moe.num_experts) ** tokens
+    read = weights - experts * (1 - touched) + batch * _read_bytes(model, inference, context)
+    work = 2 * batch * active_parameters(model).total / inference.tensor_parallel
+    computing = max(read / rates.memory_bytes, work / rates.dense_flops)
+    host = LAYER_S * model.num_layers + SEQUENCE_S * batch
+    return computing + host + _exchange_s(model, inference, batch, rates, network)
+
+
+def _read_bytes(model: Model, inference: Inference, context: float) -> float:
+    """Return the bytes of cache that one sequence reads in a step."""
+    mla = model.mla
+    if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
+        return context * token_bytes(model, inference)
+    value_bytes = DTYPE_BYTES[inference.dtype] * model.num_layers
+    latent = mla.kv_lora_rank + mla.rope_head_dim
+    return value_bytes * (context * mla.indexer.head_dim + mla.indexer.top_k * latent)
+
+
+def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
+    """Return the seconds in which a data-parallel rank prefills a prompt."""
+    heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
+    top_k = prompt
+    if model.mla is not None and model.mla.indexer is not None:
+        top_k = min(prompt, model.mla.indexer.top_k)
+    core = heads * attended_keys(int(prompt), int(top_k)) / rates.attention_flops
+    dense = rates.dense_flops if inference.quantization == "none" else rates.fp8_flops
+    products = 2 * prompt * active_parameters(model).total / (PRODUCTS_SHARE * dense)
+    return (core + products) / inference.tensor_parallel
+
+
+def _exchange_s(
+    model: Model, inference: Inference, tokens: float, rates: Rates, network: float
+) -> float:
+    """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts)."""
+    num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
+    tensor, devices = inference.tensor_parallel, inference.devices_per_replica
+    total = 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes
+    if (moe := model.moe) is not None and devices > tensor:
+        link = rates.link_bytes if devices <= 8 else network
+        rows = num_bytes * min(moe.num_experts_per_token, devices)
+        total += 2 * rows * (devices - 1) / devices / link
+    return total

@@ -1,0 +1,303 @@
+"""Plan a run: memory of each role, time of a step, and the bytes between roles.
+
+- A rollout has all tokens that `inference.max_model_len_tokens` allows, unless the caller says how
+  many it has on average. The prompt is what a rollout's turns leave of it.
+- Trainer and engines work at the same time. The slower one sets the step.
+- Staleness follows from Little's law: with N rollouts in flight and B in a batch, a rollout lasts
+  N / B steps, so its tokens are N / 2B steps old on average, and half a step more in the batch.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orrery.manifest.budget import engine, trainer_time
+from orrery.manifest.budget.engine import CONTEXT_BYTES, NCCL_BYTES, Serving
+from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.parameters import ParameterCounts, count_parameters, is_sparse
+from orrery.manifest.budget.rates import Rates, rates_of, usable_bytes
+from orrery.manifest.budget.trainer_memory import (
+    MemoryPlan,
+    num_states,
+    plan_memory,
+    stage_workload,
+)
+from orrery.manifest.schema import Manifest
+from orrery.manifest.schema.model import DTYPE_BYTES
+from orrery.manifest.schema.orchestrator import DIRECT_KINDS
+
+Bytes = dict[str, int]
+FRAGMENTATION = 0.065  # of the allocated bytes, the median of benchmarks/trainer
+NETWORK_BYTES = 50e9  # a device's share of the network if the site does not say: 400 Gb/s
+COLUMN_BYTES = 17  # a trained token: id, mask, log-prob, version, advantage
+UPDATE_BYTES = 100e9  # bytes a second of a direct weight update, with conversion and attestation
+UPDATE_S = 0.05  # pause and resume of the engines
+FILE_BYTES = 1e9  # bytes a second of files, of a weight update and of a checkpoint
+KINDS = {  # kinds of the trainer's memory, by the categories of its plan
+    "weights": ("weights", "gathered weights"),
+    "gradients": ("gradients", "reduction"),
+    "optimizer": ("optimizer state",),
+    "activations": ("activations", "recomputation"),
+    "logits": ("LM head",),
+}
+
+
+@dataclass(frozen=True)
+class RoleBudget:
+    """Bytes of a device of the role by kind, and bytes of a node that it uses beside devices."""
+
+    role: str
+    num_devices: int
+    memory: Bytes
+    host_bytes: int
+    pinned_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class RunBudget:
+    """The plan of a run. Times in seconds, rates in tokens or bytes a second."""
+
+    roles: tuple[RoleBudget, ...]
+    capacity_bytes: int | None
+    tokens: dict[str, float]  # of a rollout: all, prompt, sampled
+    trainer_s: dict[str, float]
+    trainer_tokens_per_s: float
+    engines: dict[str, float]
+    step_s: float
+    slower: str
+    staleness: float
+    update: dict[str, float]
+    checkpoint: dict[str, float]
+    traffic_bytes: dict[str, float]  # of a step
+    layer_gather_bytes: dict[str, int]
+    assumptions: tuple[str, ...]
+    misfits: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_run(
+    manifest: Manifest, tokens: float | None = None, network: float | None = None
+) -> RunBudget:
+    """Return the plan. `tokens`: mean of a rollout. `network`: bytes a second of a device.
+
+    Raise OrreryError for a network of transformers.
+    """
+    one = _RunPlan(manifest, tokens, network)
+    step_s, slower, staleness = one.pace()
+    return RunBudget(
+        roles=one.roles(),
+        capacity_bytes=usable_bytes(manifest.hardware.accelerator),
+        tokens={"all": one.tokens, "prompt": one.prompt, "sampled": one.tokens - one.prompt},
+        trainer_s=one.trainer_s,
+        trainer_tokens_per_s=one.batch_tokens / one.trainer_s["step"],
+        engines=one.engines,
+        step_s=step_s,
+        slower=slower,
+        staleness=staleness,
+        update=one.update(),
+        checkpoint=one.checkpoint(),
+        traffic_bytes=one.traffic(),
+        layer_gather_bytes=one.layer_gather(),
+        assumptions=one.assumptions(),
+        misfits=tuple(memory_misfits(manifest)),
+    )
+
+
+def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
+    """Return the memory plan of the stage's trainer on the devices that the manifest names."""
+    trainer, load = stage_workload(manifest, stage)
+    capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU's is the host's
+    return plan_memory(manifest.model, trainer, load, capacity, counted)
+
+
+def engine_memory(manifest: Manifest) -> Bytes:
+    is_gpu = manifest.hardware.accelerator != "cpu"
+    has_adapters = manifest.transport.weights == "adapters"
+    return engine.memory(manifest.model, manifest.inference, is_gpu, has_adapters)
+
+
+class _RunPlan:
+    def __init__(self, manifest: Manifest, tokens: float | None, network: float | None) -> None:
+        self.manifest, self.model = manifest, manifest.model
+        self.trainer, self.inference = manifest.trainer, manifest.inference
+        self.counted = count_parameters(self.model, self.trainer.lora)
+        self.rates: Rates = rates_of(manifest.hardware.accelerator)
+        self.is_gpu = manifest.hardware.accelerator != "cpu"
+        self.given_network = network
+        self.network = network or min(NETWORK_BYTES, self.rates.link_bytes)
+        longest = self.inference.max_model_len_tokens
+        self.tokens = min(float(longest), tokens or float(longest))
+        turns = max(use.max_turns for use in manifest.tasks.train)
+        sampled = manifest.orchestrator.sampling.max_tokens_per_turn * turns
+        prompt = longest - sampled if sampled < longest else longest // 2
+        self.prompt = prompt if self.tokens == longest else min(prompt, self.tokens / 2)
+        self.batch_tokens = manifest.orchestrator.rollouts_per_batch * self.tokens
+        self.trainer_s = self._trainer_s()
+        self.engines = self._engines()
+
+    def roles(self) -> tuple[RoleBudget, ...]:
+        hardware, mesh = self.manifest.hardware, self.trainer.mesh
+        plan = trainer_plan(self.manifest, "rl", self.counted)
+        fullest = plan.moments[plan.fullest]
+        memory = {kind: sum(fullest[each] for each in names) for kind, names in KINDS.items()}
+        if self.is_gpu:
+            memory["fragmentation"] = int(FRAGMENTATION * plan.peak_bytes)
+            memory["context"] = CONTEXT_BYTES
+        if mesh.world_size > 1:
+            memory["communication buffers"] = NCCL_BYTES
+        here = min(mesh.world_size, hardware.devices_per_node)
+        copy = int(self.checkpoint()["rank_bytes"])
+        trainer = RoleBudget(
+            "trainer", mesh.world_size, memory, here * (plan.host_bytes + copy),
+            here * plan.host_bytes * self.is_gpu, 0,
+        )  # fmt: skip
+        inference, offload = self.inference, self.inference.kv_offload
+        devices = inference.num_replicas * inference.devices_per_replica
+        replicas = max(1, min(devices, hardware.devices_per_node) // inference.devices_per_replica)
+        host = disk = 0
+        if offload.kind == "tiers":
+            host, disk = offload.host_bytes, offload.disk_bytes
+            host, disk = host * inference.data_parallel, disk * inference.data_parallel
+        elif offload.kind == "mooncake":
+            host = offload.segment_bytes
+        engines = RoleBudget(
+            "inference", devices, engine_memory(self.manifest), replicas * host,
+            replicas * host * self.is_gpu, replicas * disk,
+        )  # fmt: skip
+        return trainer, engines
+
+    def _trainer_s(self) -> dict[str, float]:
+        mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
+        per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
+        room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
+        micro_batches = -(-per_group // room)
+        lengths = [int(self.tokens)] * per_group
+        per_node = self.manifest.hardware.devices_per_node
+        link = trainer_time.links(self.trainer, self.rates, per_node, self.network)
+        return trainer_time.step_s(
+            self.model, self.trainer, micro_batches, lengths, self.rates, link
+        )
+
+    def _engines(self) -> dict[str, float]:
+        """Return the engines' speed: a wave of a rank's sequences is prefilled, then decoded.
+
+        Where prefill is apart, the slower of both kinds sets the speed.
+        """
+        inference, model = self.inference, self.model
+        prefills = inference.prefill_replicas
+        decoding = inference.num_replicas - prefills
+        in_flight = self.manifest.orchestrator.admission.max_in_flight / decoding
+        sampled = self.tokens - self.prompt
+        load = Serving(self.prompt, sampled, in_flight)
+        batch = engine.batch_size(model, inference, load)
+        rates, network = self.rates, self.network
+        step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
+        prefill = engine.prefill_s(model, inference, self.prompt, rates)
+        decode_s = sampled * step / batch  # of one rollout, beside others
+        here = prefill if not prefills else 0.0
+        per_s = decoding * inference.data_parallel / (decode_s + here)
+        if prefills:
+            per_s = min(per_s, prefills * inference.data_parallel / prefill)
+        return {
+            "sequences_a_rank": batch,
+            "decode_step_s": step,
+            "prefill_tokens_per_s_of_a_rank": self.prompt / prefill,
+            "decode_tokens_per_s_of_a_rank": batch / step,
+            "rollouts_per_s": per_s,
+            "sampled_tokens_per_s": per_s * sampled,
+            "step_s": self.manifest.orchestrator.rollouts_per_batch / per_s,
+        }
+
+    def pace(self) -> tuple[float, str, float]:
+        """Return a step's seconds, the slower side, and the mean staleness of its tokens."""
+        orchestrator = self.manifest.orchestrator
+        sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
+        slower = max(sides, key=sides.__getitem__)
+        in_flight = orchestrator.admission.max_in_flight
+        staleness = in_flight / orchestrator.rollouts_per_batch / 2 + 0.5
+        if slower == "the trainer":
+            staleness += orchestrator.max_batches_ahead
+        step_s = sides[slower]
+        if self.manifest.hardware.shared_devices:
+            step_s, slower = sum(sides.values()), "both, on the same devices"
+        return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
+
+    def update(self) -> dict[str, float]:
+        """Return a weight update's bytes and seconds. Trainer ranks send, engine devices receive.
+
+        A direct update is bound by the busier side of its link.
+        """
+        kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
+        value_bytes = DTYPE_BYTES[self.inference.dtype]
+        adapters = sum(unit.trained for unit in self.counted.units) * value_bytes
+        if kind == "adapters":
+            return {"bytes": replicas * adapters, "seconds": UPDATE_S + adapters / FILE_BYTES}
+        values = self.counted.total - (adapters // value_bytes if self.trainer.lora else 0)
+        whole = values * value_bytes
+        if kind not in DIRECT_KINDS:
+            seconds = UPDATE_S + 2 * whole / FILE_BYTES
+            return {"bytes": replicas * whole, "seconds": seconds}
+        apart = self.manifest.hardware.num_nodes > 1
+        link = min(UPDATE_BYTES, self.network if apart else self.rates.link_bytes)
+        received = whole / self.inference.devices_per_replica
+        sent = replicas * whole / self.trainer.mesh.world_size
+        seconds = UPDATE_S + max(received, sent) / link
+        return {"bytes": replicas * whole, "seconds": seconds}
+
+    def checkpoint(self) -> dict[str, float]:
+        """Return the bytes of a checkpoint, and the seconds that training waits and writing takes.
+
+        Ranks of one replica save weights and optimizer state once.
+        """
+        values = sum(unit.trained for unit in self.counted.units)
+        values += num_states(self.trainer.optimizer, self.counted)
+        whole = values * DTYPE_BYTES[self.trainer.param_dtype]
+        mesh = self.trainer.mesh
+        rank = whole / (mesh.dp_shard * mesh.cp)
+        per_node = self.manifest.hardware.devices_per_node
+        nodes = max(1, mesh.dp_shard * mesh.cp // per_node)
+        return {
+            "bytes": whole,
+            "rank_bytes": rank,
+            "waits_s": rank / self.rates.host_link_bytes,
+            "writes_s": whole / nodes / FILE_BYTES,
+        }
+
+    def traffic(self) -> dict[str, float]:
+        """Return the bytes of a step between roles, and of the trainer's gathers."""
+        found = {
+            "weights to engines": self.update()["bytes"],
+            "batches to trainer": self.batch_tokens * COLUMN_BYTES,
+        }
+        if self.manifest.transport.routed_experts and (moe := self.model.moe) is not None:
+            layers = sum(is_sparse(self.model, layer) for layer in range(self.model.num_layers))
+            number = 1 if moe.num_experts <= 256 else 2
+            routes = self.batch_tokens * layers * moe.num_experts_per_token * number
+            found["routed experts to trainer"] = routes
+        return found
+
+    def layer_gather(self) -> dict[str, int]:
+        """Return the bytes of the largest block as gathered, whole and under expert parallel."""
+        c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
+        largest = max(self.counted.layers, key=lambda unit: unit.total)
+        found = {"without expert parallel": c * largest.gathered(1)}
+        return found | ({f"with ep {ep}": c * largest.gathered(ep)} if ep > 1 else {})
+
+    def assumptions(self) -> tuple[str, ...]:
+        accelerator = self.manifest.hardware.accelerator
+        said = [
+            f"rollouts of {self.tokens:,.0f} tokens, {self.prompt:,.0f} of them a prompt that is "
+            "in no cache",
+            f"rates of {accelerator}: {self.rates.source}",
+            f"files at {FILE_BYTES / 1e9:g} GB/s a node",
+        ]
+        if self.manifest.hardware.num_nodes > 1:
+            whose = "the site's" if self.given_network else "assumed"
+            said.append(f"network of {8 * self.network / 1e9:,.0f} Gb/s a device ({whose})")
+        return tuple(said)

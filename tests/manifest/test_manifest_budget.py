@@ -1,0 +1,121 @@
+"""The plan of memory and time: refusals and their remedies, measured engines, and the table."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orrery.manifest.budget import engine, table
+from orrery.manifest.budget.misfits import memory_misfits
+from orrery.manifest.budget.rates import rates_of, usable_bytes
+from orrery.manifest.budget.run import plan_run
+from orrery.manifest.devices import DEVICES
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.identity import load
+from orrery.manifest.plan import check_supported
+from orrery.manifest.schema import Manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = sorted((ROOT / "manifests").glob("*.json"))
+TOO_LARGE = {"glm5_run", "glm5_run_32"}  # bf16 engines and whole gradients of 744B
+
+
+def run(name, **sections):
+    data = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
+    for path, value in sections.items():
+        *parents, last = path.split("__")
+        place = data
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+    return Manifest.model_validate(data)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_shipped_run_fits_and_has_a_table_of_100_columns(path):
+    manifest = load(path)
+    budget = plan_run(manifest)
+    assert bool(budget.misfits) == (path.stem in TOO_LARGE)
+    lines = list(table.lines(budget))
+    assert max(len(line) for line in lines if not line.startswith("does not fit")) <= 100
+    assert budget.step_s > 0 and all(sum(role.memory.values()) > 0 for role in budget.roles)
+    json.dumps(budget.as_json(), allow_nan=False)
+
+
+def test_wrong_edits_are_refused_with_remedies_that_hold():
+    sentences = list(memory_misfits(run("glm5_run")))
+    assert len(sentences) == 2
+    assert "inference.quantization: 'fp8' frees 87.3 GiB" in sentences[0]
+    assert "trainer.fsdp.reduce_gradients: 'micro_batch' instead of 'step'" in sentences[1]
+    fp8 = run("glm5_run", inference__quantization="fp8")
+    assert not any(text.startswith("inference") for text in memory_misfits(fp8))
+    reduced = run("glm5_run", trainer__fsdp__reduce_gradients="micro_batch")
+    assert not any(text.startswith("trainer") for text in memory_misfits(reduced))
+
+
+def test_a_cache_that_leaves_no_room_for_weights_is_refused_by_check_and_at_the_start():
+    large = run("qwen3_30b_a3b_16k", inference__kv_cache_bytes=120 << 30)
+    with pytest.raises(OrreryError, match=r"inference: .* 56\.9 GiB .* or inference\.kv_cache_b"):
+        check_supported(large)
+    (text,) = memory_misfits(large)
+    smaller = int(text.split("kv_cache_bytes: ")[1].split()[0])
+    assert not list(memory_misfits(run("qwen3_30b_a3b_16k", inference__kv_cache_bytes=smaller)))
+
+
+def test_roles_on_one_device_must_fit_together():
+    alone = run("smollm2_problems_seed_1", inference__kv_cache_bytes=70 << 30)
+    assert not list(memory_misfits(alone))
+    both = run("smollm2_problems_seed_1", inference__kv_cache_bytes=74 << 30)
+    (text,) = memory_misfits(both)
+    assert text.startswith("trainer of stage") and "beside the engine" in text
+
+
+def test_the_engines_memory_is_within_a_tenth_of_the_measured_process():
+    path = ROOT / "benchmarks" / "async" / "memory_h100.json"
+    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+    measured = rows["smollm2_problems_seed_1"]["peak_bytes"]["orrery.inference"]
+    manifest = run("smollm2_problems_seed_1")
+    planned = engine.memory(manifest.model, manifest.inference, True, False)
+    assert sum(planned.values()) == pytest.approx(measured, rel=0.1)
+
+
+def test_a_devices_share_of_the_weights_follows_tensor_and_expert_parallel():
+    model, inference = run("glm5_run").model, run("glm5_run").inference
+    alone = inference.model_copy(update={"tensor_parallel": 1, "expert_parallel": False})
+    whole, experts = engine.weight_bytes(model, alone)
+    share, own_experts = engine.weight_bytes(model, inference)
+    assert own_experts == pytest.approx(experts / 8)
+    assert whole / 8 < share < whole / 7  # narrow projections and indexers are not divided
+
+
+def test_shorter_rollouts_make_a_shorter_step_and_more_fits_into_the_cache():
+    manifest = run("qwen3_30b_a3b_131k")
+    long, short = plan_run(manifest), plan_run(manifest, tokens=32768)
+    assert short.step_s < long.step_s / 4
+    assert short.engines["sequences_a_rank"] > long.engines["sequences_a_rank"]
+    assert short.tokens == {"all": 32768, "prompt": 1024, "sampled": 31744}
+
+
+def test_a_slower_network_slows_updates_and_gathers_over_nodes():
+    manifest = run("glm5_run")
+    fast, slow = plan_run(manifest, network=50e9), plan_run(manifest, network=1e9)
+    assert slow.update["seconds"] > 10 * fast.update["seconds"]
+    assert slow.trainer_s["communication"] > fast.trainer_s["communication"]
+
+
+def test_every_device_has_rates_and_only_measured_ones_have_a_file():
+    h200 = rates_of("h200")
+    for name, device in DEVICES.items():
+        rates = rates_of(name)
+        assert 0 < rates.dense_flops <= device.bf16_flops and usable_bytes(name) > 0
+        assert (rates.source == h200.source) == (name == "h200")
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys; from orrery.manifest.budget import run, table, misfits; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
