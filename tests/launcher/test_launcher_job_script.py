@@ -135,4 +135,5 @@ def test_no_secret_and_no_address_stands_on_a_command_line(tmp_path):
     )
     for line in describe_stage(one, "rl", site, Workspace(tmp_path)):
         assert "TOKEN" not in line and "0.0.0.0" not in line
-        shlex.split(line)
+        if not line.startswith("  note: "):
+            shlex.split(line)

@@ -39,7 +39,7 @@ def test_every_shipped_run_fits_and_has_a_table_of_100_columns(path):
     budget = plan_run(manifest)
     assert bool(budget.misfits) == (path.stem in TOO_LARGE)
     lines = list(table.lines(budget))
-    assert max(len(line) for line in lines if not line.startswith("does not fit")) <= 100
+    assert max(map(len, lines)) <= 100
     assert budget.step_s > 0 and all(sum(role.memory.values()) > 0 for role in budget.roles)
     json.dumps(budget.as_json(), allow_nan=False)
 
@@ -65,7 +65,7 @@ def test_a_cache_that_leaves_no_room_for_weights_is_refused_by_check_and_at_the_
 
 
 def test_roles_on_one_device_must_fit_together():
-    alone = run("smollm2_problems_seed_1", inference__kv_cache_bytes=70 << 30)
+    alone = run("smollm2_problems_seed_1", inference__kv_cache_bytes=66 << 30)
     assert not list(memory_misfits(alone))
     both = run("smollm2_problems_seed_1", inference__kv_cache_bytes=74 << 30)
     (text,) = memory_misfits(both)

@@ -113,7 +113,7 @@ def test_an_axis_replaces_its_own_file_and_no_other(driver, workspace):
 FITTED = [
     ("asynchrony_h200_1", (H100,), (1, 1, True)),
     ("asynchrony_h200_1", (DEVICES["rtx_4090"].names[0],) * 2, (1, 1, True)),
-    ("asynchrony_h200_8", (H100,) * 4, (2, 2, False)),
+    ("asynchrony_h200_8", (DEVICES["b200"].names[0],) * 4, (2, 2, False)),
     ("reverse_text", (H100,) * 2, (1, 1, False)),
 ]
 

@@ -122,14 +122,20 @@ def plan(
     if to is not None:
         print(*write_plan(run, stages, site, workspace, to), sep="\n")
         return
+    told: set[str] = set()
     for name in stages:
         lines = describe_stage(run.manifest, name, site, workspace)
-        print("\n".join(line for line in lines if stage or not line.startswith("  srun")))
+        if stage is None:  # a note of all stages once
+            lines = [line for line in lines if line not in told and not line.startswith("  srun")]
+            told |= {line for line in lines if line.startswith("  note: ")}
+        print("\n".join(lines))
     if stage is None:
         try:
-            print("", *table.lines(plan_run(run.manifest, tokens)), sep="\n")
+            budget = plan_run(run.manifest, tokens)
         except OrreryError as error:
-            print(f"memory and time are not planned: {error}")
+            print(f"\nmemory and time are not planned: {error}")
+        else:
+            print("\nthe RL stage, planned", *table.lines(budget), sep="\n")
 
 
 STATUS_HELP = "Without it: the newest run, and a line for each other run."

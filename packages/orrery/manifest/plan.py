@@ -220,7 +220,11 @@ def refusal(manifest: Manifest) -> str | None:
 
 def notes(manifest: Manifest) -> list[str]:
     """Return remarks that the run cannot start, repeats work, may not compile or cannot learn."""
-    said = [] if (told := refusal(manifest)) is None else [f"  note: {told}"]
+    told = refusal(manifest)
+    said = [] if told is None else [f"  note: {told}"]
+    if told is not None:
+        more = (text for text in memory_misfits(manifest) if text not in told)
+        said += [f"  note: it does not fit either: {text}" for text in more]
     trainer, mesh = manifest.trainer, manifest.trainer.mesh
     keep = getattr(trainer.memory.activation_checkpointing, "keep", ())
     lost = [name for name in keep if name in trainer.unseen]

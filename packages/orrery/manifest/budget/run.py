@@ -62,7 +62,8 @@ class RunBudget:
     """The plan of a run. Times in seconds, rates in tokens or bytes a second."""
 
     roles: tuple[RoleBudget, ...]
-    capacity_bytes: int | None
+    capacity_bytes: int | None  # of a device, None on a CPU
+    shares_devices: bool
     tokens: dict[str, float]  # of a rollout: all, prompt, sampled
     trainer_s: dict[str, float]
     trainer_tokens_per_s: float
@@ -93,6 +94,7 @@ def plan_run(
     return RunBudget(
         roles=one.roles(),
         capacity_bytes=usable_bytes(manifest.hardware.accelerator),
+        shares_devices=manifest.hardware.shared_devices,
         tokens={"all": one.tokens, "prompt": one.prompt, "sampled": one.tokens - one.prompt},
         trainer_s=one.trainer_s,
         trainer_tokens_per_s=one.batch_tokens / one.trainer_s["step"],
@@ -129,7 +131,6 @@ class _RunPlan:
         self.counted = count_parameters(self.model, self.trainer.lora)
         self.rates: Rates = rates_of(manifest.hardware.accelerator)
         self.is_gpu = manifest.hardware.accelerator != "cpu"
-        self.given_network = network
         self.network = network or min(NETWORK_BYTES, self.rates.link_bytes)
         longest = self.inference.max_model_len_tokens
         self.tokens = min(float(longest), tokens or float(longest))
@@ -284,6 +285,8 @@ class _RunPlan:
 
     def layer_gather(self) -> dict[str, int]:
         """Return the bytes of the largest block as gathered, whole and under expert parallel."""
+        if self.trainer.mesh.world_size == 1:
+            return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep
         largest = max(self.counted.layers, key=lambda unit: unit.total)
         found = {"without expert parallel": c * largest.gathered(1)}
@@ -292,12 +295,11 @@ class _RunPlan:
     def assumptions(self) -> tuple[str, ...]:
         accelerator = self.manifest.hardware.accelerator
         said = [
-            f"rollouts of {self.tokens:,.0f} tokens, {self.prompt:,.0f} of them a prompt that is "
-            "in no cache",
+            f"rollouts of {self.tokens:,.0f} tokens; --tokens plans another mean",
+            f"{self.prompt:,.0f} of them are a prompt that no cache holds",
             f"rates of {accelerator}: {self.rates.source}",
             f"files at {FILE_BYTES / 1e9:g} GB/s a node",
         ]
         if self.manifest.hardware.num_nodes > 1:
-            whose = "the site's" if self.given_network else "assumed"
-            said.append(f"network of {8 * self.network / 1e9:,.0f} Gb/s a device ({whose})")
+            said.append(f"network of {8 * self.network / 1e9:,.0f} Gb/s a device")
         return tuple(said)

@@ -1,77 +1,116 @@
-"""The plan of a run as text of at most 100 columns."""
+"""The plan of a run's RL stage as text of at most 100 columns."""
 
 from collections.abc import Iterator
 
 from orrery.manifest.budget.run import RunBudget
 
 GIB = 2**30
-PARTS = (  # rows of the step, in the order of the table
+PARTS = (  # rows of the trainer's step, in the order of the table
     "dense products", "grouped products", "attention", "lm head", "elementwise",
-    "sharding copies", "copies", "communication", "optimizer", "idle", "step",
+    "sharding copies", "copies", "communication", "optimizer", "idle",
 )  # fmt: skip
+NAMES = {
+    "dense products": "matrix products",
+    "grouped products": "products of experts",
+    "lm head": "LM head",
+    "sharding copies": "copies of FSDP",
+    "copies": "copies to the host",
+    "communication": "communication, not hidden",
+}
 
 
 def lines(budget: RunBudget) -> Iterator[str]:
     yield from _memory(budget)
-    for sentence in budget.misfits:
-        yield f"does not fit: {sentence}"
     yield ""
-    yield from _time(budget)
+    yield from _trainer_step(budget)
     yield ""
-    for name, num_bytes in budget.traffic_bytes.items():
-        rate = 8 * num_bytes / budget.step_s / 1e9
-        yield f"{name}: {_gb(num_bytes)} a step, {rate:.2g} Gb/s"
-    gathers = (f"{_gb(size)} {how}" for how, size in budget.layer_gather_bytes.items())
-    yield f"largest gather of a layer: {', '.join(gathers)}"
-    update, checkpoint = budget.update, budget.checkpoint
-    yield f"weight update: {_gb(update['bytes'])} in {update['seconds']:,.2f} s"
-    yield (
-        f"checkpoint: {_gb(checkpoint['bytes'])}, training waits {checkpoint['waits_s']:,.1f} s, "
-        f"written after {checkpoint['writes_s']:,.1f} s"
-    )
+    yield from _speed(budget)
+    yield ""
+    yield from _traffic(budget)
+    yield ""
+    yield "assumptions"
     for text in budget.assumptions:
-        yield f"assumed: {text}"
+        yield f"  {text}"
 
 
 def _memory(budget: RunBudget) -> Iterator[str]:
     roles = budget.roles
     heads = "".join(f"{f'{role.role} × {role.num_devices}':>18}" for role in roles)
-    yield f"{'a device, GiB':26}{heads}"
+    yield f"{'memory of a device, GiB':28}{heads}"
     for kind in dict.fromkeys(kind for role in roles for kind in role.memory):
-        yield f"  {kind:24}" + "".join(_cell(role.memory.get(kind)) for role in roles)
-    yield f"  {'in all':24}" + "".join(_cell(role.total_bytes) for role in roles)
+        if any(role.memory.get(kind) for role in roles):
+            yield _row(kind, [role.memory.get(kind) for role in roles])
+    yield _row("sum", [role.total_bytes for role in roles])
     if budget.capacity_bytes is not None:
-        yield f"  {'capacity':24}" + _cell(budget.capacity_bytes) * len(roles)
-    yield f"{'a node, GiB':26}"
-    for what in ("host", "pinned", "scratch"):
-        yield f"  {what:24}" + "".join(_cell(getattr(role, f"{what}_bytes")) for role in roles)
+        yield _row("capacity", [budget.capacity_bytes for _ in roles])
+        if budget.shares_devices:
+            yield _row("sum of both on one device", [sum(role.total_bytes for role in roles)])
+    rows = {"host memory": "host_bytes", "of it pinned": "pinned_bytes", "scratch": "scratch_bytes"}
+    found = {name: [getattr(role, field) for role in roles] for name, field in rows.items()}
+    if any(map(any, found.values())):
+        yield "memory of a node, GiB"
+    for name, row in found.items():
+        if any(row):
+            yield _row(name, row)
 
 
-def _time(budget: RunBudget) -> Iterator[str]:
-    yield f"{'trainer, s a step':26}"
+def _trainer_step(budget: RunBudget) -> Iterator[str]:
+    yield "time of a trainer's step, s"
     for part in PARTS:
         if seconds := budget.trainer_s[part]:
-            yield f"  {part:24}{seconds:18,.3f}"
-    engines = budget.engines
-    yield (
-        f"trainer: {budget.trainer_tokens_per_s:,.0f} tokens/s; engines: "
-        f"{engines['sampled_tokens_per_s']:,.0f} sampled tokens/s, "
-        f"{engines['step_s']:,.1f} s a batch"
-    )
-    yield (
-        f"engine rank: {engines['sequences_a_rank']:,.0f} sequences, decodes "
+            yield f"  {NAMES.get(part, part):26}{seconds:18,.3f}"
+    yield f"  {'sum':26}{budget.trainer_s['step']:18,.3f}"
+
+
+def _speed(budget: RunBudget) -> Iterator[str]:
+    engines, update, checkpoint = budget.engines, budget.update, budget.checkpoint
+    yield f"speed: {_s(budget.step_s)} a step, set by {budget.slower}"
+    trainer_s = budget.trainer_s["step"]
+    yield _line("trainer", f"{_s(trainer_s)} a batch, {budget.trainer_tokens_per_s:,.0f} tokens/s")
+    sampled = engines["sampled_tokens_per_s"]
+    yield _line("engines", f"{_s(engines['step_s'])} a batch, {sampled:,.0f} sampled tokens/s")
+    yield _line(
+        "one engine rank",
+        f"{engines['sequences_a_rank']:,.0f} sequences, decodes "
         f"{engines['decode_tokens_per_s_of_a_rank']:,.0f} and prefills "
-        f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s"
+        f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
     )
-    yield (
-        f"step: {budget.step_s:,.1f} s, set by {budget.slower}; "
-        f"mean staleness about {budget.staleness:.1f}"
+    yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
+    yield _line("weight update", f"{_s(update['seconds'])}")
+    yield _line(
+        "checkpoint",
+        f"{_gb(checkpoint['bytes'])}, training waits {_s(checkpoint['waits_s'])}, "
+        f"on disk {_s(checkpoint['writes_s'])} later",
     )
 
 
-def _cell(num_bytes: int | None) -> str:
-    return f"{'' if num_bytes is None else format(num_bytes / GIB, ',.2f'):>18}"
+def _traffic(budget: RunBudget) -> Iterator[str]:
+    yield "bytes of a step"
+    for name, num_bytes in budget.traffic_bytes.items():
+        rate = 8 * num_bytes / budget.step_s / 1e9
+        yield _line(name, f"{_gb(num_bytes)}, {rate:.2g} Gb/s")
+    gathers = [f"{_gb(size)} {how}" for how, size in budget.layer_gather_bytes.items()]
+    if gathers:
+        yield _line("gather of largest layer", ", ".join(gathers))
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:26}{text}"
+
+
+def _row(name: str, row: list[int | None]) -> str:
+    cells = (f"{each / GIB:,.2f}" if each else "-" for each in row)
+    return f"  {name:26}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+def _s(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.2g} s"
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e12:,.3g} TB"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.3g} {unit}"
+    return f"{num_bytes / 1e3:,.3g} kB"
