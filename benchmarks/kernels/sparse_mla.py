@@ -1,0 +1,318 @@
+"""Check and time sparse latent attention on one GPU: 64 heads, key width 576, value width 512.
+
+Forward and backward of each backend are checked against float32 first, on few queries, and the
+backward pass for equal bits. Timed: 4,096 queries at the end of 8,192 to 131,072 keys, top-k 2,048,
+with random indices, and with half local and half shared ones. Then several sizes of tiles. The
+bound is the greater of FLOPs at 650 TFLOP/s, and each tensor's bytes once at 4.2 TB/s.
+No row starts after `--seconds`. A row that fails says why, and the others go on.
+
+    python benchmarks/kernels/sparse_mla.py
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, relative_error
+
+from orrery.kernels import flash_mla
+from orrery.kernels.sparse_mla import HAS_TRITON, Backend, reference_sparse_mla, sparse_mla
+from record import record
+
+STARTED = time.monotonic()
+GOAL = 210  # TFLOP/s, backward with random indices of 131,072 keys
+TOLERANCE = 1.5e-2  # p, d logit and rows of pairs round to bfloat16: at most 2⁻⁹ each
+SCALE = 256**-0.5
+
+
+class Shape(NamedTuple):
+    queries: int
+    keys: int
+    top_k: int
+    heads: int = 64
+    width: int = 576
+    value_width: int = 512
+
+    @property
+    def forward_flops(self) -> float:
+        return 2.0 * self.queries * self.heads * self.top_k * (self.width + self.value_width)
+
+    @property
+    def backward_flops(self) -> float:
+        per_key = 3 * self.width + 2 * self.value_width
+        return 2.0 * self.queries * self.heads * self.top_k * per_key
+
+    def bound_ms(self, flops: float, num_passes: int) -> float:
+        """Return the bound if q, out and kv (and their gradients) pass once or twice."""
+        rows = self.queries * self.heads * (self.width + self.value_width) + self.keys * self.width
+        num_bytes = 2 * num_passes * rows + 4 * self.queries * self.top_k
+        return 1e3 * max(flops / GEMM_FLOPS, num_bytes / BYTES)
+
+
+CHECKED = (
+    Shape(33, 300, 128),
+    Shape(24, 300, 128, heads=128),
+    Shape(70, 200, 40, 16, 96, 64),
+    Shape(64, 8_192, 2_048),
+)
+TIMED = (Shape(4_096, 8_192, 2_048), Shape(4_096, 32_768, 2_048), Shape(4_096, 131_072, 2_048))
+RANK = Shape(32_768, 131_072, 2_048)  # one of four ranks of context parallel
+SMOKE = Shape(8, 40, 16, 16, 48, 32)
+
+FORWARD_TILES = ((32, 8, 2), (64, 8, 2), (32, 8, 3), (32, 8, 1), (16, 8, 3))
+BACKWARD_TILES: dict[str, tuple[Any, ...]] = {
+    "query_first": (False,),
+    "logits": ((128, 64, 4, 3), (128, 64, 8, 4), (256, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 4)),
+    "queries": (
+        (64, 256, 8, 3),
+        (64, 64, 4, 4),
+        (128, 128, 4, 3),
+        (64, 512, 8, 2),
+        (32, 512, 8, 3),
+    ),
+    "pairs": ((128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 4, 2), (128, 128, 8, 1), (64, 64, 4, 3)),
+    "sums": ((32, 64, 4, 2), (8, 1024, 8, 2), (8, 1024, 4, 2), (32, 128, 4, 2), (4, 1024, 4, 3)),
+    "chunk_rows": (2**20, 2**22, 2**23),
+}
+
+
+def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
+    """Return q, kv, the incoming gradient, and indices. Queries are the last of the keys."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device).bfloat16()
+
+    queries, keys, top_k = shape[:3]
+    rows = (queries, shape.heads)
+    return [
+        normal(*rows, shape.width),
+        normal(keys, shape.width),
+        normal(*rows, shape.value_width),
+        chosen(queries, keys, top_k, kind, generator),
+    ]
+
+
+def chosen(queries: int, keys: int, top_k: int, kind: str, generator: torch.Generator) -> Tensor:
+    """Return indices, rising in each query. A key may repeat among random ones of a timing."""
+    device = generator.device
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    if kind == "distinct":
+        noise = torch.rand(queries, keys, generator=generator, device=device)
+        noise = noise.masked_fill(torch.arange(keys, device=device) > last, 2.0)
+        value, index = noise.topk(top_k, largest=False)
+        return torch.where(value < 2.0, index, -1).int()
+    if kind == "random":
+        drawn = torch.rand(queries, top_k, generator=generator, device=device)
+        index = (drawn * (last + 1)).long()
+    else:
+        near = (last - torch.arange(top_k // 2, device=device)).clamp(min=0)
+        far = torch.randperm(keys // 4, generator=generator, device=device)[: top_k // 2]
+        index = torch.cat((near, far.expand(queries, -1)), dim=1)
+    return index.sort(dim=1).values.int()
+
+
+def outcome(function: Callable[..., Any], data: list[Tensor], width: int, **options: Any) -> Any:
+    q, kv = (x.detach().requires_grad_() for x in data[:2])
+    out, lse = function(q, kv, data[3], SCALE, width, **options)
+    return [out.detach(), lse, *torch.autograd.grad(out, (q, kv), data[2].to(out.dtype))]
+
+
+def guarded(
+    variant: str, until_s: float, measure: Callable[..., dict[str, Any]], *given: Any
+) -> dict[str, Any]:
+    """Return a row: what `measure` returns, or why it failed or did not run."""
+    row: dict[str, Any] = {"variant": variant, "unit": "TFLOP/s", "value": None, "goal": None}
+    if time.monotonic() - STARTED > until_s:
+        row["left_out"] = "out of time"
+    else:
+        try:
+            row |= measure(*given)
+        except Exception as error:
+            row["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
+    facts = {key: value for key, value in row.items() if key not in ("variant", "unit", "goal")}
+    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
+    print(f"{variant}: {', '.join(shown)}", flush=True)
+    return row
+
+
+def checked(shape: Shape, backend: Backend, device: str) -> dict[str, Any]:
+    data = example(shape, "distinct", device)
+    wide = [x.float() if x.is_floating_point() else x for x in data]
+    wanted = outcome(reference_sparse_mla, wide, shape.value_width)
+    found = outcome(sparse_mla, data, shape.value_width, backend=backend)
+    again = outcome(sparse_mla, data, shape.value_width, backend=backend)
+    errors = [relative_error(one, other) for one, other in zip(found, wanted, strict=True)]
+    same = [torch.equal(one, other) for one, other in zip(found, again, strict=True)]
+    passes = all(error <= TOLERANCE for error in errors) and all(same)
+    return {"unit": "largest error", "value": max(errors), "errors": errors, "passes": passes}
+
+
+def forward_time(
+    shape: Shape, data: list[Tensor], backend: Backend, tiles: Any = None
+) -> dict[str, Any]:
+    q, kv, _, indices = data
+    given = (q, kv, indices, SCALE, shape.value_width)
+    if tiles is None:
+        ms = milliseconds(lambda: sparse_mla(*given, backend), 5)
+    else:
+        from orrery.kernels import sparse_mla_triton
+
+        sizes = sparse_mla_triton.TILES._replace(forward=tiles)
+        ms = milliseconds(lambda: sparse_mla_triton.forward(*given, sizes), 5)
+    flops = shape.forward_flops
+    return {
+        "value": flops / ms / 1e9,
+        "ms": ms,
+        "share_of_bound": shape.bound_ms(flops, 1) / ms,
+    }
+
+
+def backward_call(shape: Shape, data: list[Tensor], backend: Backend, tiles: Any = None) -> Any:
+    q, kv, grad, indices = data
+    out, lse = sparse_mla(q, kv, indices, SCALE, shape.value_width, backend)
+    if backend == "plain":
+        given = (grad, q, kv, indices, out, lse, SCALE, "plain")
+        return lambda: torch.ops.orrery.sparse_mla_backward(*given)
+    from orrery.kernels import sparse_mla_triton
+
+    tiles = tiles or sparse_mla_triton.TILES
+    return lambda: sparse_mla_triton.backward(grad, q, kv, indices, out, lse, SCALE, tiles)
+
+
+def backward_time(
+    shape: Shape, data: list[Tensor], backend: Backend, tiles: Any = None
+) -> dict[str, Any]:
+    call = backward_call(shape, data, backend, tiles)
+    ms, flops = milliseconds(call, 5), shape.backward_flops
+    first, second = call(), call()
+    same = all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    bound_ms = shape.bound_ms(flops, 2)
+    return {
+        "value": flops / ms / 1e9,
+        "ms": ms,
+        "share_of_bound": bound_ms / ms,
+        "equal_bits": same,
+    }
+
+
+def parts(shape: Shape, data: list[Tensor], backend: Backend) -> dict[str, Any]:
+    """Return the device time of each kernel of one backward pass."""
+    call = backward_call(shape, data, backend)
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    times = {event.key[:60]: event.device_time_total / 1e3 for event in profile.key_averages()}
+    largest = dict(sorted(times.items(), key=lambda one: -one[1])[:12])
+    return {"unit": "ms", "value": sum(times.values()), "parts": largest}
+
+
+def tuned(shape: Shape, data: dict[str, list[Tensor]], until_s: float) -> list[dict[str, Any]]:
+    """Time one pass's tiles at a time beside the default, then the fastest of all together."""
+    from orrery.kernels.sparse_mla_triton import TILES
+
+    rows, best = [], TILES
+    for kind, tensors in data.items():
+        for size in FORWARD_TILES:
+            name = f"forward, triton, {kind}, tiles {size}"
+            rows.append(guarded(name, until_s, forward_time, shape, tensors, "triton", size))
+    for part, choices in BACKWARD_TILES.items():
+        found: dict[Any, float] = {}
+        for choice in (getattr(TILES, part), *choices):
+            tiles, values = TILES._replace(**{part: choice}), []
+            for kind, tensors in data.items():
+                name = f"backward, {kind}, {part} {choice}"
+                given = (shape, tensors, "triton", tiles)
+                rows.append(guarded(name, until_s, backward_time, *given))
+                values.append(rows[-1]["value"] or 0.0)
+            found[choice] = min(values) and sum(values)
+        best = best._replace(**{part: max(found, key=lambda choice: found[choice])})
+    for kind, tensors in data.items():
+        name = f"backward, {kind}, the fastest tiles"
+        row = guarded(name, until_s, backward_time, shape, tensors, "triton", best)
+        rows.append(row | {"tiles": repr(best)})
+    print(best)
+    return rows
+
+
+def check_all(backends: list[Backend], smoke: bool, device: str, until_s: float) -> list[Any]:
+    rows = []
+    for shape in (SMOKE,) if smoke else CHECKED:
+        for backend in backends:
+            if backend == "flash_mla" and shape[3:] != (64, 576, 512):
+                continue
+            name = f"check, {backend}, {tuple(shape)}"
+            rows.append(guarded(name, until_s, checked, shape, backend, device))
+    return rows
+
+
+def time_all(backends: list[Backend], smoke: bool, device: str, until_s: float) -> list[Any]:
+    rows, shapes = [], (SMOKE,) if smoke else TIMED
+    for shape in shapes:
+        for kind in ("random", "local"):
+            data = example(shape, kind, device)
+            where = f"{kind}, {shape.keys} keys"
+            for backend in backends:
+                name = f"forward, {backend}, {where}"
+                rows.append(guarded(name, until_s, forward_time, shape, data, backend))
+            name, given = f"backward, {backends[-1]}, {where}", (shape, data, backends[-1])
+            rows.append(guarded(name, until_s, backward_time, *given))
+            if shape == TIMED[-1]:
+                rows.append(guarded(f"parts, {where}", until_s, parts, *given))
+    if backends[-1] == "triton" and not smoke:
+        both = {kind: example(TIMED[-1], kind, device) for kind in ("random", "local")}
+        rows += tuned(TIMED[-1], both, until_s)
+        del both
+        rank = (RANK, example(RANK, "local", device), backends[-1])
+        rows.append(guarded("backward, 32768 queries", until_s, backward_time, *rank))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
+    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time")
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    if not options.smoke and not has_gpu:
+        sys.exit("sparse_mla: there is no GPU here; run it on a host with one, or with --smoke")
+    backends: list[Backend] = ["triton"] if has_gpu and HAS_TRITON else ["plain"]
+    if flash_mla.load() is not None:
+        backends.insert(0, "flash_mla")
+    given = (backends, options.smoke, "cuda" if has_gpu else "cpu", options.seconds)
+    checks = check_all(*given)
+    rows = time_all(*given)
+    failed = [row["variant"] for row in checks if not row.get("passes")]
+    if options.smoke:
+        sys.exit(f"wrong: {failed}" if failed else 0)
+    last = TIMED[-1]
+    name = f"backward, {backends[-1]}, random, {last.keys} keys"
+    chosen_row = next(row for row in rows if row["variant"] == name)
+    if chosen_row["value"] is None:
+        sys.exit(f"the backward pass did not run: {chosen_row}")
+    path = Path(__file__).with_suffix(".json")
+    record(
+        path,
+        figure="sparse MLA backward, 4,096 queries, random 2,048 of 131,072 keys, 64 heads",
+        value=chosen_row["value"],
+        unit="TFLOP/s",
+        goal=GOAL,
+        better="higher",
+        details={"checks": checks, "seconds": round(time.monotonic() - STARTED, 1)},
+        rows=rows,
+    )
+    copy_out(path)
+    if failed:
+        sys.exit(f"wrong: {failed}")
+
+
+if __name__ == "__main__":
+    main()
