@@ -43,7 +43,7 @@ local cuda_lock = std.sha256(importstr 'locks/cuda.txt');
       dp_shard: run.layout.trainer_ranks / (self.dp_replicate * self.cp),
       cp: 1,
       ep: 1,
-      cp_style: 'ulysses',
+      cp_style: if run.model.mla == null then 'ulysses' else 'dsa',
       ep_backend: 'torch',
     },
     fsdp: { reshard_after_forward: true, reduce_gradients: 'step', cpu_offload: false },

@@ -170,11 +170,6 @@ def check_supported(manifest: Manifest) -> None:
             "one process, as vLLM exchanges tokens between experts only on GPUs. Set both to 1, "
             f"and inference.num_replicas to {devices} for as many engines"
         )
-    if manifest.model.mla is not None and (cp := manifest.trainer.mesh.cp) > 1:
-        raise OrreryError(
-            f"trainer.mesh.cp {cp}: sparse attention cannot be spread over ranks yet. Set "
-            "trainer.mesh.cp to 1"
-        )
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(

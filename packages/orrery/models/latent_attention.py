@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA), dense or to the keys that an indexer chooses.
 
-T tokens · D hidden · H heads · N, R, V widths of a head without rotation, with it, of values
-C latent width (`kv_lora_rank`) · J indexer heads · K chosen keys
+T tokens · S keys, T unless ranks share documents · D hidden · H heads · J indexer heads
+N, R, V widths of a head without rotation, with it, of values · C latent width (`kv_lora_rank`)
+W = C + R · I width of the indexer's keys · K chosen keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
@@ -10,6 +11,7 @@ C latent width (`kv_lora_rank`) · J indexer heads · K chosen keys
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,26 +53,51 @@ class KeyIndexer(nn.Module):
         self.requires_grad_(False)
 
     @torch.no_grad()
+    def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> Tensor:
+        return self._rotate(self.k_norm(self.wk(x_TD))[:, None], angles)[:, 0]
+
+    @torch.no_grad()
     def forward(
-        self, x_TD: Tensor, q_TC: Tensor, angles: Sequence[Tensor], documents: Documents
+        self,
+        x_TD: Tensor,
+        q_TC: Tensor,
+        angles: Sequence[Tensor],
+        k_SI: Tensor,
+        ranges: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return i32 [T, top_k] global indices of keys, −1 for none."""
+        """Return i32 [T, top_k] indices of keys in k, −1 for none."""
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC).unflatten(-1, (num_heads, width)), angles)
-        k_TI = self._rotate(self.k_norm(self.wk(x_TD))[:, None], angles)[:, 0]
         weight_TJ = self.weights_proj(x_TD).float() * (num_heads * width) ** -0.5
-        return select_keys(q_TJI, k_TI, weight_TJ, *key_ranges(documents, x_TD), self.indexer.top_k)
+        return select_keys(q_TJI, k_SI, weight_TJ, *ranges, self.indexer.top_k)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
         turning, still = x_TJI[..., : self.rotary_dim], x_TJI[..., self.rotary_dim :]
         return torch.cat((self.rotate(turning, angles), still), dim=-1)
 
 
-def key_ranges(documents: Documents, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and last key of each query, i32 [T] each: its document up to itself."""
-    last_T = torch.arange(x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
-    document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
-    return documents.cu_seqlens[document_T], last_T
+class LocalKeys(nn.Module):
+    """Give queries the keys of this device. Context parallelism replaces the module.
+
+    `send` may return early, so that queries are made while keys travel. `receive` waits.
+    """
+
+    def send(self, keys: Sequence[Tensor], documents: Documents, is_sparse: bool) -> Any:
+        """Begin to turn each [T, ·] into [S, ·]."""
+        return keys
+
+    def receive(self, sent: Any) -> Sequence[Tensor]:
+        return sent
+
+    def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
+        """Return the first and last key of each query, i32 [T]: its document up to itself."""
+        last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
+        document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
+        return documents.cu_seqlens[document_T], last_T
+
+    def sides(self, documents: Documents) -> tuple[Documents, Documents]:
+        """Return the documents of queries and of keys in dense attention."""
+        return documents, documents
 
 
 class LatentAttention(nn.Module):
@@ -89,6 +116,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
+        self.keys: nn.Module = LocalKeys()
         self.indexer = None
         if (indexer := mla.indexer) and (indexer.types is None or indexer.types[index] == "full"):
             self.indexer = KeyIndexer(hidden_size, mla, indexer, config.family == "glm5")
@@ -105,49 +133,59 @@ class LatentAttention(nn.Module):
         A layer without an indexer attends to `chosen_TK` of the layer before it.
         """
         mla = self.mla
-        q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
-        q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
+        is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
         latent_TC, k_TR = self.kv_a_proj_with_mqa(x_TD).split(
             (mla.kv_lora_rank, mla.rope_head_dim), dim=-1
         )
-        latent_TC = self.kv_a_layernorm(latent_TC)
-        q_THR, k_T1R = rotate_pairs(q_THR, angles), rotate_pairs(k_TR[:, None], angles)
-        if mla.indexer is None or documents.max_seqlen <= mla.indexer.top_k:
-            out_THV = self._attend_densely(q_THN, q_THR, latent_TC, k_T1R, documents)
+        k_TR = rotate_pairs(k_TR[:, None], angles)[:, 0]
+        keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
+        if is_sparse and self.indexer is not None:
+            keys.append(self.indexer.keys(x_TD, angles))
+        sent = self.keys.send(keys, documents, is_sparse)
+        q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
+        q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
+        q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
+        q_THR = rotate_pairs(q_THR, angles)
+        kv_SW, *k_SI = self.keys.receive(sent)
+        if not is_sparse:
+            out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
             return self.o_proj(out_THV.flatten(1)), None
         if self.indexer is not None:
-            chosen_TK = self.indexer(x_TD, q_TC, angles, documents)
+            ranges = self.keys.ranges(documents, x_TD.shape[0])
+            chosen_TK = self.indexer(x_TD, q_TC, angles, *k_SI, ranges)
         assert chosen_TK is not None  # the schema wants an indexer in the first layer
-        out_THV = self._attend_sparsely(q_THN, q_THR, latent_TC, k_T1R, chosen_TK)
+        out_THV = self._attend_sparsely(q_THN, q_THR, kv_SW, chosen_TK)
         return self.o_proj(out_THV.flatten(1)), chosen_TK
 
     def _attend_densely(
-        self, q_THN: Tensor, q_THR: Tensor, latent_TC: Tensor, k_T1R: Tensor, documents: Documents
+        self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
         """Expand keys and values, and pad the narrower of both with zeros to one width."""
         mla = self.mla
-        expanded = self.kv_b_proj(latent_TC).unflatten(-1, (q_THN.shape[1], -1))
-        k_THN, v_THV = expanded.split((mla.nope_head_dim, mla.value_head_dim), dim=-1)
+        latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
+        expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))
+        k_SHN, v_SHV = expanded.split((mla.nope_head_dim, mla.value_head_dim), dim=-1)
         q_THK = torch.cat((q_THN, q_THR), dim=-1)
-        k_THK = torch.cat((k_THN, k_T1R.expand(q_THR.shape)), dim=-1)
+        k_SHR = k_SR[:, None].expand(-1, q_THN.shape[1], -1)
+        k_SHK = torch.cat((k_SHN, k_SHR), dim=-1)
         key_width, value_width = q_THK.shape[-1], mla.value_head_dim
         width = max(key_width, value_width)
         if (factor := self.scale * width**0.5) != 1.0:  # attention scales by the padded width
             q_THK = q_THK * factor
-        q_THK, k_THK = (F.pad(x, (0, width - key_width)) for x in (q_THK, k_THK))
-        v_THK = F.pad(v_THV, (0, width - value_width))
-        return varlen_attention(q_THK, k_THK, v_THK, documents)[..., :value_width]
+        q_THK, k_SHK = (F.pad(x, (0, width - key_width)) for x in (q_THK, k_SHK))
+        v_SHK = F.pad(v_SHV, (0, width - value_width))
+        of_q, of_k = self.keys.sides(documents)
+        out_THK = varlen_attention(q_THK, k_SHK, v_SHK, of_q, documents_k=of_k)
+        return out_THK[..., :value_width]
 
     def _attend_sparsely(
-        self, q_THN: Tensor, q_THR: Tensor, latent_TC: Tensor, k_T1R: Tensor, chosen_TK: Tensor
+        self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, chosen_TK: Tensor
     ) -> Tensor:
         """Attend in latent space: heads share keys, and `kv_b_proj` moves to queries and output."""
         mla = self.mla
         up_HUC = self.kv_b_proj.weight.unflatten(0, (q_THN.shape[1], -1))
         key_HNC, value_HVC = up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
-        q_THS = torch.cat((q_THC, q_THR), dim=-1)
-        kv_TS = torch.cat((latent_TC, k_T1R[:, 0]), dim=-1)
-        out_THC, _ = sparse_mla(q_THS, kv_TS, chosen_TK, self.scale, mla.kv_lora_rank)
+        q_THW = torch.cat((q_THC, q_THR), dim=-1)
+        out_THC, _ = sparse_mla(q_THW, kv_SW, chosen_TK, self.scale, mla.kv_lora_rank)
         return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))

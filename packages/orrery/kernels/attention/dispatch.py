@@ -78,16 +78,18 @@ def varlen_attention(
     v_TGD: Tensor,
     cu_seqlens: Tensor | Documents,
     max_seqlen: int | None = None,
+    documents_k: Documents | None = None,
 ) -> Tensor:
     """Return causal attention inside each packed document, [T, H, D] in q's dtype. Differentiable.
 
     Scores are scaled by head_dim^-1/2. q [T, H, D]. k, v [T, G, D] with H a multiple of G: query
     head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`.
+    With `documents_k` k and v have offsets of their own, and the ends of a document are aligned.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)
-    offsets, longest = cu_seqlens.cu_seqlens, cu_seqlens.max_seqlen
-    sides = (offsets, offsets, longest, longest, True)
+    q, k = cu_seqlens, documents_k or cu_seqlens
+    sides = (q.cu_seqlens, k.cu_seqlens, q.max_seqlen, k.max_seqlen, True)
     return _attend(q_THD, k_TGD, v_TGD, *sides)[0]
 
 

@@ -242,7 +242,8 @@ def _checkpointing(
 def _can_split_attention(model: Model, trainer: Trainer, cp: int) -> bool:
     heads, groups = model.num_heads, model.num_kv_heads
     divides = heads % cp == 0 and (groups % cp == 0 or cp % groups == 0)
-    return model.family != "hugging_face" and (trainer.mesh.cp_style == "ring" or divides)
+    is_free = trainer.mesh.cp_style != "ulysses"
+    return model.family != "hugging_face" and (is_free or divides)
 
 
 def format_value(value: Any) -> str:

@@ -22,7 +22,8 @@ class Mesh(Record):
 
     - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
     - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
-      values around a ring, with tokens in zig-zag order.
+      values around a ring, with tokens in zig-zag order. "dsa" gathers the keys of latent attention
+      (`model.mla`), in the same order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
     """
 
@@ -30,7 +31,7 @@ class Mesh(Record):
     dp_shard: Count
     cp: Count
     ep: Count
-    cp_style: Literal["ulysses", "ring"]
+    cp_style: Literal["ulysses", "ring", "dsa"]
     ep_backend: Literal["torch", "deepep"]
 
     @property

@@ -119,15 +119,20 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
         return {}
     # The checkpointed code is eager, with graphs or FSDP hooks inside.
     if kept or trainer.mesh.ep > 1:
-        return {"context_fn": partial(recomputation_contexts, kept, _called_by_graphs(trainer))}
+        called = _called_by_graphs(trainer, model)
+        return {"context_fn": partial(recomputation_contexts, kept, called)}
     return {}
 
 
-def _called_by_graphs(trainer: Trainer) -> frozenset[Any]:
-    """Return the operations called inside graphs: attention without cp, experts without ep."""
+def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
+    """Return the operations called inside graphs: attention without cp, experts without ep.
+
+    Latent attention gathers its keys beforehand, so graphs call it even with cp.
+    """
     if not trainer.compile:
         return frozenset()
-    ranks = {"attention": trainer.mesh.cp, "experts": trainer.mesh.ep}
+    context_ranks = trainer.mesh.cp if model.mla is None else 1
+    ranks = {"attention": context_ranks, "experts": trainer.mesh.ep}
     names = [name for name, count in ranks.items() if count == 1]
     return frozenset(operation for name in names for operation in _operations(name))
 

@@ -1,10 +1,11 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-`apply` replaces `Attention.core`, and `shard` cuts a micro-batch. A scored token belongs to the
-rank that predicts it. `trainer.mesh.cp_style` selects a core and its way to cut:
+`apply` replaces a module of each attention, and `shard` cuts a micro-batch. A scored token belongs
+to the rank that predicts it. `trainer.mesh.cp_style` selects the module and its way to cut:
 
     ulysses   contiguous shares, and an all-to-all gives each rank all tokens of 1/cp of the heads
     ring      pieces r and 2·cp − 1 − r of each document, and keys and values pass around
+    dsa       the same pieces, and each rank gathers the latent keys of all (latent attention only)
 
 Ranks get equal numbers of tokens. Padding repeats a real token and is never scored. It stands at a
 document's end or in a document without real tokens, so no real token attends to it.
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Mesh, Trainer
+from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention
 from orrery.trainer.loss import Targets
 from orrery.trainer.micro_batch import MicroBatch, unweighted_token
+from orrery.trainer.parallel.gathered_keys import GatheredKeys
 from orrery.trainer.parallel.ring_attention import RingCore
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
@@ -34,20 +37,28 @@ from orrery.trainer.policy import Policy
 def apply(policy: Policy, world: World, trainer: Trainer) -> None:
     if trainer.mesh.cp == 1:
         return
-    attentions = [module for module in policy.network.modules() if isinstance(module, Attention)]
-    if not attentions:
+    num_spread, group = 0, world.group("cp")
+    is_kept = "attention" in trainer.kept and not trainer.memory.activation_offload
+    for module in policy.network.modules():
+        if isinstance(module, Attention):
+            module.core = CORES[trainer.mesh.cp_style](group)
+        elif isinstance(module, LatentAttention):
+            module.keys = GatheredKeys(group, is_kept)
+        else:
+            continue
+        num_spread += 1
+    if not num_spread:
         family = policy.network.config.family
         raise OrreryError(
             f"trainer.mesh.cp {trainer.mesh.cp}: attention of family {family!r} cannot be spread; "
             "set trainer.mesh.cp to 1"
         )
-    for attention in attentions:
-        attention.core = KINDS[trainer.mesh.cp_style][0](world.group("cp"))
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
+    """Call `observe` with a tensor of each exchange whose gradient is local to this rank."""
     for module in policy.modules():
-        if isinstance(module, UlyssesCore | RingCore):
+        if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
             module.watch = observe
 
 
@@ -55,7 +66,7 @@ def shard(batch: MicroBatch, world: World, mesh: Mesh) -> MicroBatch:
     if mesh.cp == 1:
         return batch
     lengths, rank = batch.cu_seqlens.diff().tolist(), world.axis_rank("cp")
-    tokens = KINDS[mesh.cp_style][1](lengths, mesh.cp, rank)
+    tokens = SHARDS[mesh.cp_style](lengths, mesh.cp, rank)
     return select_shard(batch, tokens, is_first=rank == 0)
 
 
@@ -96,6 +107,12 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
     return TokenShard(
         start + np.minimum(position, last), position <= last, offsets.astype(np.int32)
     )
+
+
+def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
+    """Return `zigzag`'s tokens, with offsets of whole padded documents."""
+    shard = zigzag(lengths, num_ranks, rank)
+    return shard._replace(cu_seqlens=shard.cu_seqlens * num_ranks)
 
 
 def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> MicroBatch:
@@ -175,9 +192,12 @@ def _to_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Ten
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in all_to_all(leaving, group))
 
 
-MakeCore = Callable[[dist.ProcessGroup], nn.Module]
-MakeShard = Callable[[list[int], int, int], TokenShard]
-KINDS: dict[str, tuple[MakeCore, MakeShard]] = {
-    "ulysses": (UlyssesCore, contiguous),
-    "ring": (RingCore, zigzag),
+CORES: dict[str, Callable[[dist.ProcessGroup], nn.Module]] = {
+    "ulysses": UlyssesCore,
+    "ring": RingCore,
+}
+SHARDS: dict[str, Callable[[list[int], int, int], TokenShard]] = {
+    "ulysses": contiguous,
+    "ring": zigzag,
+    "dsa": zigzag_of_whole,
 }

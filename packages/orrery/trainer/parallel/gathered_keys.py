@@ -1,0 +1,234 @@
+"""Context parallel for latent attention: ranks gather the latent keys of their shared documents.
+
+- One all-gather a layer carries latent, rotated and indexer keys together while queries are made.
+- Gradients return in one all-to-all and are summed in rank order in float32, so each run makes the
+  same bits.
+- Tokens lie in zig-zag order, so all ranks score equally many keys. Chosen keys and `Documents`
+  count places of the padded stream, in which all documents are whole.
+- Recomputation gathers no frozen indexer's keys, because choices are saved.
+
+R ranks · t queries here · S = R·t keys · K keys read here, S unless attention is dense
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orrery.kernels.attention import Documents
+from orrery.models.latent_attention import LocalKeys
+from orrery.trainer.parallel import blocks
+
+
+class KeyOrder(NamedTuple):
+    """What this rank's queries read. Row r·t + i of the gathered keys is token i of rank r.
+
+    Dense attention reads two prefixes of each document, for its early and its late piece of
+    queries. `parts` are these reads. Rows are distinct inside a part, so adding needs no atomics.
+    """
+
+    row: Tensor  # i64 [K]
+    parts: list[tuple[Tensor, Tensor | None]]  # (rows, their places in `row`, None for all)
+    first: Tensor  # i32 [t], the first key of each query
+    last: Tensor  # i32 [t]
+    queries: Documents
+    keys: Documents
+
+    @classmethod
+    def of(cls, documents: Documents, t: int, size: int, rank: int, is_sparse: bool) -> "KeyOrder":
+        start, length = documents.cu_seqlens[:-1].long(), documents.cu_seqlens.diff().long()
+        place_Rt = _places(start, length, t, size)
+        row_S = torch.empty_like(place_Rt).flatten()
+        row_S[place_Rt.flatten()] = torch.arange(len(row_S), device=start.device)
+        first = start.repeat_interleave(length // size, output_size=t)
+        piece, longest = length // (2 * size), documents.max_seqlen // (2 * size)
+        queries = _side(piece, (1, 1), longest)
+        if is_sparse:
+            parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
+            return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
+        early, late = rank + 1, 2 * size - rank  # pieces that the two pieces of queries read
+        keys = _side(piece, (early, late), longest)
+        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: the sum of all pieces
+        parts = []
+        for turn, count in enumerate((early, late)):
+            at = keys.cu_seqlens[turn:-1:2]
+            rows, places = _prefixes(row_S, start, count * piece, at, count * (t // 2))
+            row[places] = rows
+            parts.append((rows, places))
+        return cls(row, parts, first.int(), place_Rt[rank].int(), queries, keys)
+
+
+def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
+    """Return i64 [R, t], the places of each rank's tokens in the padded stream (`zigzag`)."""
+    here = length // size
+    start_t, before_t, piece_t = (
+        x.repeat_interleave(here, output_size=t) for x in (start, start // size, here // 2)
+    )
+    place_t = torch.arange(t, device=start.device) - before_t
+    rank_R1 = torch.arange(size, device=start.device)[:, None]
+    early_Rt = rank_R1 * piece_t + place_t
+    late_Rt = (2 * size - 2 - rank_R1) * piece_t + place_t
+    return start_t + torch.where(place_t < piece_t, early_Rt, late_Rt)
+
+
+def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
+    """Return two documents for each: `counts` of its pieces."""
+    lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
+    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    return Documents(offsets, max(counts) * longest)
+
+
+def _prefixes(
+    row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the first `length` keys of each document, and their places from `at`."""
+    before = length.cumsum(0) - length
+    offset = torch.arange(total, device=start.device)
+    offset = offset - before.repeat_interleave(length, output_size=total)
+    start, at = (x.long().repeat_interleave(length, output_size=total) for x in (start, at))
+    return row_S[start + offset], at + offset
+
+
+# All layers of a forward pass share one `Documents`.
+_orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
+
+
+class GatheredKeys(LocalKeys):
+    """Give queries the keys of all ranks of `group`.
+
+    With `keeps` recomputation reads what the forward pass has gathered.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
+        super().__init__()
+        self.group, self.keeps = group, keeps
+        self.watch: Callable[[Tensor], object] = lambda out: None
+
+    @torch.compiler.disable
+    def send(self, keys: Sequence[Tensor], documents: Documents, is_sparse: bool) -> Any:
+        if (order := _orders.get(documents)) is None:
+            sizes = keys[0].shape[0], self.group.size(), self.group.rank()
+            order = _orders[documents] = KeyOrder.of(documents, *sizes, is_sparse)
+        transfer = _Transfer(self.group, order, keys, blocks.recall())
+        return transfer, _Send.apply(transfer, *keys)
+
+    @torch.compiler.disable
+    def receive(self, sent: Any) -> Sequence[Tensor]:
+        transfer, ticket = sent
+        received = _Receive.apply(transfer, ticket)
+        kept = (
+            x.detach() for x, is_read in zip(received, transfer.read_again, strict=True) if is_read
+        )
+        blocks.keep(tuple(kept) if self.keeps else ())
+        if torch.is_grad_enabled():
+            self.watch(received[0])
+        return received
+
+    @torch.compiler.disable
+    def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
+        return _orders[documents].first, _orders[documents].last
+
+    @torch.compiler.disable
+    def sides(self, documents: Documents) -> tuple[Documents, Documents]:
+        return _orders[documents].queries, _orders[documents].keys
+
+
+class _Transfer:
+    """One layer's exchange. `known`: None, or what the forward pass kept for the recomputation."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        order: KeyOrder,
+        keys: Sequence[Tensor],
+        known: tuple[Tensor, ...] | None,
+    ) -> None:
+        self.group, self.order, self.known = group, order, known
+        self.is_trained = [key.requires_grad for key in keys]
+        # Only the saved choice reads a frozen indexer's keys.
+        self.read_again = [True, *self.is_trained[1:]]
+        self.widths = [key.shape[1] for key in keys]
+
+    def begin(self, keys: Sequence[Tensor]) -> None:
+        if self.known:
+            return
+        is_again = self.known is not None
+        sent = [
+            key for key, reads in zip(keys, self.read_again, strict=True) if reads or not is_again
+        ]
+        local = torch.cat(sent, dim=1)
+        self.gathered = local.new_empty(self.group.size() * local.shape[0], local.shape[1])
+        self.work = dist.all_gather_into_tensor(
+            self.gathered, local, group=self.group, async_op=True
+        )
+
+    def end(self) -> tuple[Tensor, ...]:
+        if self.known:
+            found = [x.detach() for x in self.known]
+        else:
+            self.work.wait()
+            read = self.read_again if self.known is not None else [True] * len(self.widths)
+            widths = [width for width, is_read in zip(self.widths, read, strict=True) if is_read]
+            found = [x.index_select(0, self.order.row) for x in self.gathered.split(widths, dim=1)]
+            del self.work, self.gathered
+        while len(found) < len(self.widths):
+            found.append(found[0].new_empty(1, 1).expand(len(self.order.row), self.widths[-1]))
+        return tuple(found)
+
+    def begin_back(self, gradients: Sequence[Tensor]) -> None:
+        trained = [g for g, trains in zip(gradients, self.is_trained, strict=True) if trains]
+        gradient = torch.cat(trained, dim=1)
+        num_keys = self.group.size() * len(self.order.first)
+        leaving = gradient.new_zeros(num_keys, gradient.shape[1])
+        for index, (row, place) in enumerate(self.order.parts):
+            part = gradient if place is None else gradient.index_select(0, place)
+            before = leaving.index_select(0, row) if index else 0
+            leaving.index_copy_(0, row, part + before)
+        self.arriving = torch.empty_like(leaving)
+        self.work = dist.all_to_all_single(self.arriving, leaving, group=self.group, async_op=True)
+
+    def end_back(self) -> list[Tensor | None]:
+        self.work.wait()
+        first, *others = self.arriving.unflatten(0, (self.group.size(), -1))
+        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+        for other in others:
+            total += other
+        widths = [w for w, trains in zip(self.widths, self.is_trained, strict=True) if trains]
+        gradients = iter(total.to(first.dtype).split(widths, dim=1))
+        del self.work, self.arriving
+        return [next(gradients) if trains else None for trains in self.is_trained]
+
+
+class _Send(torch.autograd.Function):
+    """Begin the gather. The result, an empty ticket, orders the two halves in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, *keys: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.begin(keys)
+        return keys[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.transfer.end_back()
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        keys = transfer.end()
+        untrained = zip(keys, transfer.is_trained, strict=True)
+        ctx.mark_non_differentiable(*(key for key, trains in untrained if not trains))
+        return keys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        ctx.transfer.begin_back(gradients)
+        return None, gradients[0].new_zeros(())
