@@ -42,6 +42,14 @@ GLM["moe"] = {
     "score": "sigmoid",
     "routed_scale": 2.5,
 }
+LATENT = trainer_cases.GLM5  # sparse or dense, with the longest document of a micro-batch
+DENSE_LATENT = {
+    **LATENT,
+    "family": "deepseek_v3",
+    "num_layers": 2,
+    "mla": {**LATENT["mla"], "indexer": None},
+    "moe": {**LATENT["moe"], "num_experts": 16},
+}
 GEMMA = {**HEADS, "family": "hugging_face", "hf_config": trainer_cases.GEMMA2}
 EXPERTS = {
     **{
@@ -62,6 +70,8 @@ NETWORKS = {
     "glm": GLM,
     "replayed-glm": GLM,
     "adapted": MIXTURE,
+    "latent": LATENT,
+    "latent-dense": DENSE_LATENT,
 }
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
@@ -89,6 +99,12 @@ MESHES = {
     "ep4_ring2": {"dp_shard": 2, "cp": 2, "ep": 4, "cp_style": "ring"},
     "hsdp_ep2_ulysses2": {"dp_replicate": 2, "cp": 2, "ep": 2, "cp_style": "ulysses"},
 }
+LATENT_MESHES = {
+    "dsa2": {"cp": 2, "cp_style": "dsa"},
+    "dsa4": {"cp": 4, "cp_style": "dsa"},
+    "fsdp2_dsa2": {"dp_shard": 2, "cp": 2, "cp_style": "dsa"},
+    "ep4_dsa2": {"dp_shard": 2, "cp": 2, "ep": 4, "cp_style": "dsa"},
+}
 CASES = {
     **{
         f"dense_{name}": {"mesh": mesh, "model": DENSE}
@@ -101,6 +117,11 @@ CASES = {
         for name in ("ep2", "ulysses2", "ring2", "ep2_ulysses2", "ep2_ring2")
     },
     **{f"gemma_{name}": {"mesh": MESHES[name], "model": GEMMA} for name in ("fsdp2", "hsdp")},
+    **{f"latent_{name}": {"mesh": mesh, "model": LATENT} for name, mesh in LATENT_MESHES.items()},
+    **{
+        f"latent-dense_{name}": {"mesh": LATENT_MESHES[name], "model": DENSE_LATENT}
+        for name in ("dsa4", "ep4_dsa2")
+    },
     "mixtral_fsdp2": {"mesh": MESHES["fsdp2"], "model": MIXTRAL},
     "replayed-glm_ep2_ring2": {"mesh": MESHES["ep2_ring2"], "model": GLM},
     "glm_ep2_ulysses2": {"mesh": MESHES["ep2_ulysses2"], "model": GLM},
@@ -139,6 +160,9 @@ AGAIN = {
             "dense_ulysses2",
             "dense_ring4",
             "mixture_ep2_ring2",
+            "latent_dsa4",
+            "latent_ep4_dsa2",
+            "latent-dense_dsa4",
         )
     },
     **{
@@ -152,6 +176,8 @@ AGAIN = {
             "mixture_ep4_ring2",
             "mixture_ep2_ulysses2",
             "replayed_ep2_ring2",
+            "latent_dsa2",
+            "latent_fsdp2_dsa2",
         )
     },
 }
