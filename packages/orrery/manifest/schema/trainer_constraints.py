@@ -131,13 +131,15 @@ def context_misfits(mesh: Mesh, model: Model, devices: int) -> Iterator[str]:
             f"trainer.mesh.cp {mesh.cp}: attention of family 'hugging_face' cannot be spread; "
             f"set trainer.mesh.cp to 1 and dp_shard to {sharded}"
         )
-    elif (mesh.cp_style == "dsa") != (model.mla is not None):
-        keys, style = (
-            ("latent", "'dsa'") if model.mla is not None else ("full", "'ulysses' or 'ring'")
-        )
+    elif model.mla is not None and mesh.cp_style != "dsa":
         yield (
-            f"trainer.mesh.cp_style {mesh.cp_style!r}: family {model.family!r} has {keys} keys, "
-            f"which travel by {style}; set trainer.mesh.cp_style to {style}"
+            f"trainer.mesh.cp_style {mesh.cp_style!r}: family {model.family!r} has latent keys, "
+            "which ranks gather; set trainer.mesh.cp_style to 'dsa'"
+        )
+    elif model.mla is None and mesh.cp_style == "dsa":
+        yield (
+            f"trainer.mesh.cp_style 'dsa': family {model.family!r} has no latent keys to gather; "
+            "set trainer.mesh.cp_style to 'ring'"
         )
     elif mesh.cp_style == "ulysses" and mesh.cp not in (heads := head_divisors(model)):
         fits = ", ".join(f"{cp}·{sharded // cp}" for cp in heads if sharded % cp == 0)
