@@ -18,7 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from trainer_cases import make_learner, manifest, rank_device
 
-from orrery.models.layers import Experts
+from orrery.manifest.schema import Manifest
+from orrery.models.layers import Experts, LocalExchange
 from orrery.models.placement import full_tensor, local_tensor
 from orrery.trainer.learner import Learner, count_totals
 from orrery.trainer.parallel import activation_offload
@@ -69,7 +70,7 @@ def one_step(learner: Learner, columns: Columns) -> tuple[dict, dict[str, torch.
 def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     from test_trainer_parallel import documents
 
-    spec = manifest(**fields)
+    spec = spec_of(fields)
     if world.mesh is not None:
         world = make_world(spec.trainer.mesh, world.rank, world.device)
     learner = make_learner(spec, folder / name.partition("_")[0], world)
@@ -80,35 +81,64 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
     return metrics | {"canary": canary}
 
 
-def exchanges(world: World) -> dict[str, list]:
-    """Return each exchange's output and gradients of tokens, scores and expert weights."""
+def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, list]:
+    """Return each exchange's output and gradients of tokens, scores and expert weights.
+
+    "alone" has this rank's part of a LocalExchange with the experts and tokens of all ranks.
+    """
     deep_ep_fake.install()
-    generator = torch.Generator().manual_seed(world.rank)
-    num_tokens, num_experts, group = (5, 0, 11, 1)[world.rank], 8, dist.group.WORLD
-    x, seen = torch.randn(num_tokens, 6, generator=generator), {}
-    scores, choice = (
-        torch.rand(num_tokens, 3, generator=generator),
-        torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :3],
-    )
-    for kind in KINDS:
-        experts = Experts(num_experts // world.size, 6, 4)
+    num_experts, group, seen = 8, dist.group.WORLD, {}
+    num_local = num_experts // world.size
+    counts = (5, 0, 11, 1)
+    tokens = [routed_tokens(rank, counts[rank], width, num_experts) for rank in range(world.size)]
+
+    def experts_of(ranks: list[int]) -> Experts:
+        experts = Experts(num_local * len(ranks), width, 4 if width < 128 else width, is_fp8)
         with torch.no_grad():
             for weight in experts.parameters():
-                weight.normal_(generator=torch.Generator().manual_seed(100 + world.rank))
+                for rank, part in zip(ranks, weight.chunk(len(ranks)), strict=True):
+                    part.normal_(generator=torch.Generator().manual_seed(100 + rank))
+        return experts
+
+    x, scores, choice = tokens[world.rank]
+    for kind in KINDS:
+        experts = experts_of([world.rank])
         inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
         out = make_exchange(kind, group, num_experts)(*inputs, choice, experts)
-        (out * torch.arange(1.0, 7.0)).sum().backward()
-        seen[kind] = [
-            tensor.tolist()
-            for tensor in (out, *(leaf.grad for leaf in (*inputs, *experts.parameters())))
-        ]
-    return seen
+        (out * torch.arange(1.0, width + 1)).sum().backward()
+        seen[kind] = [out, *(leaf.grad for leaf in (*inputs, *experts.parameters()))]
+    x, scores, choice = (torch.cat(parts) for parts in zip(*tokens, strict=True))
+    experts = experts_of(list(range(world.size)))
+    inputs = [x.requires_grad_(), scores.requires_grad_()]
+    out = LocalExchange()(*inputs, choice, experts)
+    (out * torch.arange(1.0, width + 1)).sum().backward()
+    of_tokens = [each.split(counts)[world.rank] for each in (out, *(leaf.grad for leaf in inputs))]
+    of_experts = [weight.grad.chunk(world.size)[world.rank] for weight in experts.parameters()]
+    seen["alone"] = of_tokens + of_experts
+    return {kind: [tensor.tolist() for tensor in tensors] for kind, tensors in seen.items()}
+
+
+def routed_tokens(rank: int, num_tokens: int, width: int, num_experts: int) -> list[torch.Tensor]:
+    """Return tokens [T, width], scores [T, 3] and three experts of each."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, width, generator=generator)
+    scores = torch.rand(num_tokens, 3, generator=generator)
+    choice = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :3]
+    return [x, scores, choice]
+
+
+def spec_of(fields: dict) -> Manifest:
+    """Return the manifest. FP8 is set afterwards, because the schema wants Hopper GPUs for it."""
+    rest = {name: value for name, value in fields.items() if name != "fp8"}
+    spec = manifest(**rest)
+    model = spec.model.model_copy(update={"fp8": fields.get("fp8")})
+    return spec.model_copy(update={"model": model})
 
 
 def main() -> None:
     folder, port, num_ranks, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     cases = {
-        name: (fields, manifest(**fields).trainer)
+        name: (fields, spec_of(fields).trainer)
         for name, fields in json.loads((folder / "cases.json").read_text()).items()
     }
     activation_offload.apply.__defaults__ = (64,)  # bytes: what these blocks keep is small
@@ -134,6 +164,7 @@ def main() -> None:
                     raise
             if size == 4:
                 answers["exchanges"] = exchanges(world)
+                answers["exchanges in FP8"] = exchanges(world, 128, is_fp8=True)
             destroy_world(world)
     store.set(f"done.{rank}", "")
     if rank == 0:  # it serves the store, and pairs end at different times

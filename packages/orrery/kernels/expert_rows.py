@@ -37,7 +37,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     """Sort slots by expert, stably. expert_TK: integers [T, K] in [0, num_experts]. T may be 0.
 
     The id `num_experts` means no expert: such rows come last, beyond `ends_E[-1]`. With `block` > 1
-    an expert's rows begin at a multiple of it, and padding follows them.
+    an expert's rows begin at a multiple of it, and padding follows them. T = 0 makes no rows.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -49,7 +49,7 @@ def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOr
     experts_E = torch.arange(num_experts, dtype=key_dtype, device=row_M.device)
     ends_E = torch.searchsorted(expert_M, experts_E, right=True, out_int32=True)
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    if block > 1:
+    if block > 1 and row_M.shape[0]:
         dense_E = ends_E
         ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
         shift_E = F.pad(ends_E, (1, 0)) - F.pad(dense_E, (1, 0))

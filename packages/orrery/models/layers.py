@@ -259,6 +259,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
+        self.row_block = BLOCK if is_fp8 else 1  # an expert's rows begin at its multiples
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
@@ -295,8 +296,7 @@ class LocalExchange(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
-        block = 1 if experts.gate_up_fp8 is None else BLOCK
-        rows = sort_by_expert(expert_TK, experts.down_proj.shape[0], block)
+        rows = sort_by_expert(expert_TK, experts.down_proj.shape[0], experts.row_block)
         groups = rows.ends_E, rows.counts_E
         out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), *groups)
         return combine_rows(out_MD, rows)

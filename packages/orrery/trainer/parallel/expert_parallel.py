@@ -28,10 +28,11 @@ from orrery.kernels.expert_rows import (
     order_slots,
     sort_by_expert,
 )
+from orrery.kernels.fp8.quantize import RowGroups, group_of_rows
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
-from orrery.models.layers import MixtureOfExperts
+from orrery.models.layers import Experts, MixtureOfExperts
 from orrery.trainer.parallel import blocks
 from orrery.trainer.parallel.world import World, all_to_all, exchange
 from orrery.trainer.policy import Policy
@@ -120,7 +121,7 @@ class TorchExchange(nn.Module):
 
     @torch.compiler.disable
     def forward(
-        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
         rows = sort_by_expert(expert_TK, self.num_experts)
         known = blocks.recall()
@@ -137,8 +138,9 @@ class TorchExchange(nn.Module):
         expert_N = local_E.flatten().repeat_interleave(
             arriving_RE.flatten(), output_size=sum(arriving)
         )
-        here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1])
-        y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), here.ends_E)
+        here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1], experts.row_block)
+        groups = here.ends_E, here.counts_E
+        y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), *groups)
         (y_MD,) = exchange(to_tokens, to_experts, combine_rows(y_ND, here))
         return combine_rows(y_MD, rows)
 
@@ -190,27 +192,29 @@ class DeepEpExchange(nn.Module):
 
     @torch.compiler.disable
     def forward(
-        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: nn.Module
+        self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
         buffer = _buffer(self.group, x_TD.shape[1] * x_TD.element_size())
-        x_ND, score_NK, expert_NK, num_rows, handle = _DeepEpDispatch.apply(
+        x_ND, score_NK, expert_NK, rows_of_expert, handle = _DeepEpDispatch.apply(
             x_TD, score_TK.float(), expert_TK, buffer, self.num_experts
         )
         num_local = self.num_experts // self.group.size()
-        rows = _rows(expert_NK, num_local, num_rows)
-        real_M = torch.arange(len(rows.row_M), device=x_TD.device) < num_rows
+        rows = _rows(expert_NK, num_local, rows_of_expert, experts.row_block)
+        groups = RowGroups(rows.ends_E, rows.counts_E)
+        real_M = group_of_rows(groups, len(rows.row_M)) >= 0
         # Kernels skip rows without an expert, so set these to zero.
         x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
         score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
-        y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, rows.ends_E), 0)
+        y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, *groups), 0)
         return _DeepEpCombine.apply(combine_rows(y_MD, rows), buffer, handle)
 
 
-def _rows(expert_NK: Tensor, num_local: int, num_rows: int) -> RowOrder:
-    """Sort rows by expert. One last row stands for all slots of other ranks' experts (−1)."""
-    rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local)
-    place_TK = rows.place_TK.clamp(max=num_rows)
-    return rows._replace(row_M=rows.row_M[: num_rows + 1], place_TK=place_TK)
+def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
+    """Sort rows by expert. One row of the last block stands for other ranks' experts (−1)."""
+    rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
+    last = sum((count + block - 1) // block * block for count in rows_of_expert)
+    place_TK = rows.place_TK.clamp(max=last)
+    return rows._replace(row_M=rows.row_M[: last + block], place_TK=place_TK)
 
 
 @cache
@@ -244,7 +248,7 @@ class _DeepEpDispatch(torch.autograd.Function):
         )
         ctx.buffer, ctx.handle = buffer, handle
         ctx.mark_non_differentiable(expert_NK)
-        return x_ND, score_NK, expert_NK, sum(rows_of_expert), handle
+        return x_ND, score_NK, expert_NK, rows_of_expert, handle
 
     @staticmethod
     @once_differentiable
