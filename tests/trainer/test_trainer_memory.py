@@ -28,6 +28,9 @@ from orrery.models import causal_lm
 from orrery.trainer.learner import count_totals
 from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
+from orrery.trainer.parallel.context_parallel import UlyssesCore
+from orrery.trainer.parallel.expert_parallel import DeepEpExchange, TorchExchange
+from orrery.trainer.parallel.ring_attention import RingCore
 
 GEMMA = {
     "num_layers": 3,
@@ -275,6 +278,42 @@ def test_a_compiled_block_that_is_run_again_finds_the_graphs_of_its_first_run(mo
         layers[1](layers[0](view)).sum().backward()
         assert torch.equal(x.grad, torch.ones(num_tokens, 8) @ layers[1].weight @ layers[0].weight)
     assert counter.frame_count == 2  # of the first length, and of every other
+
+
+def test_a_module_that_exchanges_tensors_of_ranks_is_in_no_graph(monkeypatch):
+    counter, compile, traced = CompileCounter(), torch.compile, []
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, fullgraph: compile(function, fullgraph=fullgraph, backend=counter),
+    )
+
+    def scale(x):
+        traced.append(torch.compiler.is_compiling())
+        return x * 2.0
+
+    class Exchange(torch.nn.Module):
+        is_eager = True
+
+        def forward(self, x):
+            return scale(x) + 1.0
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.exchange = Exchange()
+
+        def forward(self, x):
+            return self.exchange(x.sin()).cos()
+
+    kinds = (RingCore, UlyssesCore, TorchExchange, DeepEpExchange)
+    assert all(kind.is_eager for kind in kinds)
+    trainer = manifest(mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True}).trainer
+    layers = [Block()]
+    blocks.apply(SimpleNamespace(network=SimpleNamespace(layers=layers)), trainer)
+    x = torch.randn(4, 8)
+    assert torch.equal(layers[0](x), (x.sin() * 2.0 + 1.0).cos())
+    assert (counter.frame_count, counter.op_count, traced) == (2, 2, [False])
 
 
 def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():

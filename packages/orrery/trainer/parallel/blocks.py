@@ -62,10 +62,13 @@ def apply(policy: Policy, trainer: Trainer) -> None:
 def _compile(policy: Policy, trainer: Trainer) -> None:
     if not trainer.compile:
         return
-    from torch._dynamo import config  # a slow import, rarely needed on a CPU
+    from torch._dynamo import config, disable  # a slow import, rarely needed on a CPU
 
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
+        for module in block.modules():
+            if getattr(module, "is_eager", False):  # it exchanges tensors between ranks
+                module.forward = disable(module.forward)
         block.forward = torch.compile(block.forward, fullgraph=not trainer.mesh.has_exchange)
 
 

@@ -164,12 +164,13 @@ class UlyssesCore(nn.Module):
     size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
     """
 
+    is_eager = True  # for blocks.py
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.watch: Callable[[Tensor], object] = lambda out: None
 
-    @torch.compiler.disable
     def forward(self, q_tHK: Tensor, k_tGK: Tensor, v_tGK: Tensor, documents: Documents) -> Tensor:
         if (repeats := self.group.size() // k_tGK.shape[1]) > 1:
             k_tGK, v_tGK = (x.repeat_interleave(repeats, dim=1) for x in (k_tGK, v_tGK))

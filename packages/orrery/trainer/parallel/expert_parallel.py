@@ -115,11 +115,12 @@ class TorchExchange(nn.Module):
     recomputation reuse them. Stable sorts make results deterministic.
     """
 
+    is_eager = True  # for blocks.py
+
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
         self.group, self.num_experts = group, num_experts
 
-    @torch.compiler.disable
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
@@ -181,6 +182,8 @@ class DeepEpExchange(nn.Module):
     gradient. Raise OrreryError if deep_ep is not installed.
     """
 
+    is_eager = True  # for blocks.py
+
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
         if find_spec("deep_ep") is None:
@@ -190,7 +193,6 @@ class DeepEpExchange(nn.Module):
             )
         self.group, self.num_experts = group, num_experts
 
-    @torch.compiler.disable
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:

@@ -47,12 +47,13 @@ class Halves(NamedTuple):
 class RingCore(nn.Module):
     """Attention over `group`. A document is two halves here, of equal size on all ranks."""
 
+    is_eager = True  # for blocks.py
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.watch: Callable[[Tensor], object] = lambda out: None
 
-    @torch.compiler.disable
     def forward(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, documents: Documents) -> Tensor:
         if (halves := _halves.get(documents)) is None:
             halves = _halves[documents] = Halves.of(documents, q_THK.shape[0])
