@@ -46,7 +46,7 @@ from orrery.manifest.schema import Manifest
 from orrery.models.families import hf_config
 from orrery.orchestrator import assemble
 from orrery.orchestrator.__main__ import event_loop
-from orrery.orchestrator.rollout import run_episode
+from orrery.orchestrator.rollout import open_problem, run_episode
 from orrery.runtime.network import free_ports
 from orrery.runtime.role_context import RoleContext, parse_role, role_process
 from orrery.tasks.task import Judgement, Message, Problem
@@ -324,8 +324,9 @@ async def through_all(
     )
 
     async def ask(index: int, tokens: int) -> int:
+        opening = await open_problem(task, index, task)
         rollout = await run_episode(
-            task=task, problem_index=index, max_turns=1, renderer=task, engine=Published(fleet),
+            task=task, opening=opening, max_turns=1, renderer=task, engine=Published(fleet),
             sampling=cast(Any, SimpleNamespace(max_tokens_per_turn=tokens, temperature=1.0)),
             max_model_len_tokens=spec.inference.max_model_len_tokens,
             cache_salt=str(number), name=f"{number}-{index}", timeout_s=3600.0, routes=shape,

@@ -313,8 +313,9 @@ def test_an_update_puts_exactly_the_published_weights_in_and_attests_every_tenso
     )
 
 
+@pytest.mark.parametrize("share", [None, "group"])
 def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_version(
-    server, policies
+    server, policies, share
 ):
     before = policies.newest or START_VERSION
     published, _ = policies.publish()
@@ -324,17 +325,18 @@ def test_requests_in_flight_go_on_through_an_update_and_each_token_says_its_vers
             return sample(
                 fleet,
                 f"flight-{part}",
-                [*PROMPT, int(part[0])],
+                [*PROMPT, 0 if share else int(part[0])],
                 max_tokens=450,
                 temperature=1.0,
                 ignore_eos=True,
+                share=share and f"{share}{part[1:]}",
             )
 
         running = await in_flight(fleet, *[request] * 6)
         await fleet.update(published)
         return await asyncio.gather(*running)
 
-    for generation in drive(server[1], scenario):
+    for generation in with_fleet(scenario, [server[1]], max_samples=3):
         assert len(generation.token_ids) == 450 and generation.finish_reason == "length"
         assert set(generation.versions.tolist()) == {before, published.version}
         assert (np.diff(generation.versions) >= 0).all()
@@ -407,6 +409,59 @@ def test_an_aborted_request_returns_what_there_is(server):
     generation = drive(server[1], scenario)
     assert generation.finish_reason == "abort"
     assert len(generation.token_ids) == len(generation.versions) == len(generation.logprobs) < 490
+
+
+def test_calls_that_share_a_request_get_samples_of_their_own_when_these_end(server, policies):
+    async def scenario(fleet):
+        published, module = policies.publish()
+        await fleet.update(published)
+        options = {"cache_salt": "shared", "temperature": 0.7, "share": "group"}
+        return module, await asyncio.gather(
+            *(sample(fleet, f"shared-{i}", max_tokens=24, **options) for i in range(5))
+        )
+
+    module, generations = with_fleet(scenario, [server[1]], max_samples=3)
+    assert sorted(each.sample for each in generations) == [0, 0, 1, 1, 2]
+    assert len({tuple(each.token_ids.tolist()) for each in generations}) == 5
+    for each in generations:
+        assert (each.versions == policies.newest).all() and each.finish_reason == "length"
+        assert np.abs(our_logprobs(module, PROMPT, each, 0.7) - each.logprobs).max() <= TOLERANCE
+
+
+def test_a_sample_that_ends_first_is_answered_first_and_an_abort_by_name_ends_the_others(server):
+    async def scenario(fleet):
+        ended, first = [], asyncio.Event()
+
+        def deliver(generation):
+            ended.append(generation)
+            first.set()
+
+        # Each of the 48 tokens is about as likely, so the samples end many steps apart.
+        request = asyncio.create_task(
+            fleet.generate_each(
+                PROMPT, 16, deliver, max_tokens=400, temperature=1.0, cache_salt="s",
+                request_id="first", stop_token_ids=(0, 1),
+            )
+        )  # fmt: skip
+        await asyncio.wait_for(first.wait(), 60)
+        num_first = len(ended)
+        await request
+        ended.clear()
+        first.clear()
+        request = asyncio.create_task(
+            fleet.generate_each(
+                PROMPT, 4, deliver, max_tokens=480, temperature=1.0, cache_salt="s",
+                request_id="long", ignore_eos=True,
+            )
+        )  # fmt: skip
+        while (await fleet.metrics())[0].running < 4:
+            await asyncio.sleep(0.005)
+        await fleet.abort(["long"])
+        await request
+        return num_first, [each.finish_reason for each in ended]
+
+    num_first, reasons = drive(server[1], scenario)
+    assert num_first < 16 and reasons == ["abort"] * 4
 
 
 def test_a_request_that_the_engine_refuses_fails_alone_and_says_why(server):

@@ -110,6 +110,26 @@ def test_the_router_spreads_requests_and_an_update_reaches_both_engines(stage, r
     assert sum(each.generation_tokens_total for each in metrics.values()) == 3 * 24 * 30
 
 
+def test_the_router_passes_on_the_samples_of_a_shared_request(stage):
+    async def scenario(fleet):
+        return await asyncio.gather(
+            *(
+                fleet.generate(
+                    PROMPT, max_tokens=8, temperature=1.0, cache_salt="s", share=f"group-{i % 2}",
+                    request_id=f"shared-{i}", ignore_eos=True,
+                )
+                for i in range(6)
+            )
+        )  # fmt: skip
+
+    urls = stage[1]
+    engines = [urls["inference", 0], urls["inference", 1]]
+    found = with_fleet(scenario, engines, urls["router", 0], TOKEN, max_samples=8)
+    assert [each.sample for each in found] == [0, 0, 1, 1, 2, 2]
+    assert all(len(each.token_ids) == 8 and each.engine in (0, 1) for each in found)
+    assert len({each.engine for each in found[::2]}) == 1
+
+
 @pytest.mark.parametrize("token", [None, "of another run"])
 def test_engines_serve_nobody_without_the_runs_token_by_the_router_or_directly(stage, token):
     async def scenario(fleet):

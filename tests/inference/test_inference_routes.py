@@ -96,6 +96,18 @@ def test_routes_are_those_of_our_own_network_with_and_without_the_prefix_cache(u
         assert (routes[-1] == 255).all() and routes.dtype == np.uint8
 
 
+def test_each_sample_of_a_shared_request_has_its_own_routes(url, manifest):
+    async def scenario(fleet):
+        shared = {"share": "group", "salt": "shared"}
+        return await asyncio.gather(*(sample(fleet, f"shared-{i}", **shared) for i in range(3)))
+
+    module = make_module(manifest[0], seed=7)
+    for generation in with_fleet(scenario, [url], max_samples=3):
+        ids = [*PROMPT, *generation.token_ids.tolist()]
+        routes = routes_of(manifest[0], ids, *generation.routes)
+        np.testing.assert_array_equal(routes[:-1], choices(module, ids)[:-1])
+
+
 def test_turns_bring_the_rows_that_are_new_and_together_all_of_them(url, manifest):
     async def scenario(fleet):
         ids, parts = list(PROMPT), []

@@ -172,7 +172,7 @@ def test_an_answer_says_tokens_logprobs_routes_and_versions():
         num_cached_tokens=1,
         kv_transfer_params={"x": [1]},
     )
-    answer = json.loads(written(last, "r", "policy"))
+    answer = json.loads(written(last, "r", last.outputs, "policy"))
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 and answer[
         "kv_transfer_params"
     ] == {"x": [1]}
@@ -186,4 +186,4 @@ def test_an_answer_says_tokens_logprobs_routes_and_versions():
     assert np.array_equal(np.load(io.BytesIO(base64.b64decode(found["routed_experts"]))), routes)
     logprob[7].logprob = float("nan")
     with pytest.raises(ValueError, match="not a number"):
-        written(last, "r")
+        written(last, "r", last.outputs)

@@ -11,14 +11,14 @@ from orrery.wire.fingerprint import digest
 HELD = {"a": ["0000000000000001", "resident"], "b": ["ffffffffffffffff", "as_consumed"]}
 
 
-def answer(token_ids, spans, logprobs=None, cached=5):
+def answer(token_ids, spans, logprobs=None, cached=5, index=0):
     logprobs = [-0.5] * len(token_ids) if logprobs is None else logprobs
     return {
         "request_id": "generate-tokens-r",
         "usage": {"prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}},
         "choices": [
             {
-                "index": 0,
+                "index": index,
                 "finish_reason": "length",
                 "token_ids": token_ids,
                 "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
@@ -45,6 +45,8 @@ class StandIn:
     """Answers as scripted, and remembers what it was asked."""
 
     generated: object = field(default_factory=lambda: answer([7, 8], [("3", 0, 2)]))
+    streamed: list = field(default_factory=list)  # bytes, the answer to a request for n samples
+    cuts: bool = False
     held: dict = field(default_factory=lambda: HELD)
     fail: dict = field(default_factory=dict)  # path → (status, body)
     untaken: list = field(default_factory=lambda: [None])  # why each worker has not taken a version
@@ -75,6 +77,8 @@ class StandIn:
                     for token, p in zip(body["token_ids"][1:], self.canary, strict=False)
                 ]
                 return web.json_response(self.generated | {"prompt_logprobs": [None, *rows]})
+            if body.get("stream"):
+                return await self.stream(request)
             return web.json_response(self.generated)
         if request.path == "/collective_rpc":
             return web.json_response({"results": self.answers(body["method"])})
@@ -97,6 +101,19 @@ class StandIn:
                 'vllm:external_prefix_cache_hits_total{engine="1"} 32.0\n'
             )
         return web.json_response({})
+
+    async def stream(self, request):
+        """Send `streamed`, each piece by itself, then cut the connection if `cuts`."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in self.streamed:
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        if self.cuts:
+            request.transport.close()
+        else:
+            await response.write_eof()
+        return response
 
     def answers(self, method):
         """Of its workers, to a call of theirs."""

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,77 @@ def generate(stand_in, **options):
             )
 
     return run([stand_in], scenario)
+
+
+def generate_each(stand_in, num_samples=3):
+    """Return the delivered samples, and the error or None."""
+    samples = []
+
+    async def scenario(urls):
+        async with EngineClient(urls[0], token="secret") as engine:
+            request = {"max_tokens": 4, "temperature": 0.5, "cache_salt": "3", "request_id": "r"}
+            try:
+                await engine.generate_each([1, 2], num_samples, samples.append, **request)
+            except (GenerationFailed, EngineGone) as error:
+                return error
+        return None
+
+    return samples, run([stand_in], scenario)
+
+
+def lines(*samples):
+    """Return a line per (index, tokens)."""
+    return b"".join(
+        json.dumps(answer(tokens, [("3", 0, len(tokens))], index=index)).encode() + b"\n"
+        for index, tokens in samples
+    )
+
+
+def test_samples_of_one_request_are_delivered_as_they_end_however_the_bytes_arrive():
+    whole = lines((2, [7]), (0, [8, 9]), (1, [10] * 30_000))
+    stand_in = StandIn(streamed=[whole[:9], whole[9:500], whole[500:90_000], whole[90_000:]])
+    samples, error = generate_each(stand_in)
+    assert error is None
+    found = [(each.sample, each.token_ids.tolist()) for each in samples]
+    assert found == [(2, [7]), (0, [8, 9]), (1, [10] * 30_000)]
+    [(_, body)] = stand_in.asked
+    assert (body["sampling_params"]["n"], body["stream"]) == (3, True)
+    generate(alone := StandIn())
+    [(_, body)] = alone.asked
+    assert "n" not in body["sampling_params"] and "stream" not in body
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        (
+            {"streamed": [lines((0, [7]))]},
+            GenerationFailed,
+            "did not give samples [1, 2] of request 'r'",
+        ),
+        (
+            {"streamed": [lines((0, [7]), (0, [8]))]},
+            GenerationFailed,
+            "gave an unexpected sample 0 of request 'r'",
+        ),
+        (
+            {"streamed": [lines((0, [7])), b'{"error": {"message": "a NaN"}}']},
+            GenerationFailed,
+            "failed request 'r': a NaN",
+        ),
+        ({"streamed": [lines((0, [7]))], "cuts": True}, GenerationFailed, "but is healthy"),
+        (
+            {"streamed": [lines((0, [7]))], "cuts": True, "fail": {"/health": (503, {})}},
+            EngineGone,
+            "is gone",
+        ),
+    ],
+    ids=["too few", "twice", "an error", "cut", "cut by a dead server"],
+)
+def test_a_request_that_ends_early_raises_after_the_samples_that_ended(options, kind, says):
+    samples, error = generate_each(StandIn(**options))
+    assert [each.sample for each in samples] == [0]
+    assert type(error) is kind and says in str(error)
 
 
 def test_version_spans_become_one_version_a_token_and_the_start_label_is_minus_one():

@@ -299,7 +299,7 @@ def test_a_request_that_fails_with_its_engine_is_engine_gone_and_one_that_fails_
         assert engines.fleet.registry.at(Phase.HEALTHY) == [0, 1]
         stand_ins[1].fail["/health"] = (503, {})
         with pytest.raises(EngineGone, match=r"sent to nobody.*engine 1 says that it is not well"):
-            await engines.fleet.generate([1], **request)
+            await engines.fleet.generate([1], share="group", **request)
         assert (await engines.fleet.metrics()).keys() == {0}
         engines.start_again()
         await until(lambda: engines.fleet.registry.at(Phase.HEALTHY) == [0, 1])

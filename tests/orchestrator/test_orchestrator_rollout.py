@@ -9,17 +9,18 @@ import orchestrator_fakes as fakes
 import pytest
 
 from orrery.orchestrator.dispatch import GroupRequest, Request
-from orrery.orchestrator.rollout import RolloutFailed, run_episode
+from orrery.orchestrator.rollout import RolloutFailed, open_problem, run_episode
 from orrery.orchestrator.runner import RolloutRunner
 from orrery.runtime.role_context import TERMINATED, Terminated
 from orrery.tasks.task import JudgeBroken, Judgement
 from orrery.wire.routed_experts import RouteShape
 
 
-def episode(pool, task=None, max_turns=3, max_model_len=64, **options):
-    return run_episode(
-        task=task or fakes.FakeTask(), problem_index=4, max_turns=max_turns,
-        renderer=fakes.FakeRenderer(), engine=pool,
+async def episode(pool, task=None, max_turns=3, max_model_len=64, **options):
+    task, renderer = task or fakes.FakeTask(), fakes.FakeRenderer()
+    return await run_episode(
+        task=task, opening=await open_problem(task, 4, renderer), max_turns=max_turns,
+        renderer=renderer, engine=pool,
         sampling=fakes.manifest().orchestrator.sampling, max_model_len_tokens=max_model_len,
         cache_salt="7", name="train-1-0",
         timeout_s=9.0, **options,

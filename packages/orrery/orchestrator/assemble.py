@@ -51,6 +51,7 @@ async def engine_pool(ctx: RoleContext, leases: LeaseClient | None = None) -> En
         model=served_model(ctx.manifest, ctx.stage),
         canary=Canary.of(ctx.manifest),
         leases=leases,
+        max_samples=inference.max_num_sequences,
     )
 
 

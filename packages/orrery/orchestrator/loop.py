@@ -36,6 +36,7 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
+GATHER_S = 0.01  # ends of rollouts in this time start new rollouts together, as whole groups
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4
 PREEMPTION_POLL_S = 1.0
@@ -181,6 +182,7 @@ class Loop:
                 self.activity.observe(0, self.runner.num_running, time.time())
             self._report_health()
             await self.changed.wait(TICK_S)
+            await asyncio.sleep(GATHER_S)
 
     async def train(self) -> None:
         scheduler = self.scheduler

@@ -174,10 +174,25 @@ class _Tokens:
         return np.concatenate([chunk[index] for chunk in self.chunks])
 
 
+@dataclass(frozen=True)
+class Opening:
+    """A problem and the tokens of its prompt. All members of a group share it."""
+
+    problem: Problem
+    prompt: list[int]
+
+
+async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
+    """Raises RolloutFailed."""
+    problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
+    prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
+    return Opening(problem, prompt)
+
+
 async def run_episode(
     *,
     task: Any,
-    problem_index: int,
+    opening: Opening,
     max_turns: int,
     renderer: Any,
     engine: Engine,
@@ -188,19 +203,20 @@ async def run_episode(
     timeout_s: float,
     seed: int | None = None,
     routes: RouteShape | None = None,
+    share: str | None = None,
 ) -> Rollout:
-    """Run problem `problem_index` from its prompt to its judgement. Raises RolloutFailed.
+    """Run a problem from its prompt to its judgement. Raises RolloutFailed.
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
     - `routes`: shape of the model's routed experts, to replay them.
+    - `share`: an equal string in all rollouts whose only turn may be sampled by one request.
     - Cancelling aborts the request in the engine.
     """
-    problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
-    messages = list(problem.messages)
-    tokens = _Tokens(_guard("task", lambda: renderer.prompt(messages, problem.tools)))
+    problem, messages = opening.problem, list(opening.problem.messages)
+    tokens = _Tokens(opening.prompt)
     if tokens.length >= max_model_len_tokens:
-        detail = f"problem {problem_index} has a prompt of {tokens.length} tokens; "
+        detail = f"problem {problem.index} has a prompt of {tokens.length} tokens; "
         detail += f"inference.max_model_len_tokens is {max_model_len_tokens}"
         raise RolloutFailed("prompt_too_long", detail)
     max_tokens = problem.exact_tokens or sampling.max_tokens_per_turn
@@ -219,6 +235,7 @@ async def run_episode(
             seed=None if seed is None else seed + turn,
             timeout_s=timeout_s,
             **({} if routes is None else {"routes_from": tokens.routes_from}),
+            **({} if share is None else {"share": share}),
         )
         tokens.append_sampled(generation)
         sampled = generation.token_ids.tolist()

@@ -1,5 +1,7 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
+- Members of a group that start together share the problem, and the engine request if they sample
+  one turn without a seed.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
 - Any exception except `RolloutFailed` ends the run, because `check` raises it in the loop.
 """
@@ -9,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,8 +22,10 @@ from orrery.orchestrator.rollout import (
     ENGINE_GONE,
     Engine,
     Failed,
+    Opening,
     Rollout,
     RolloutFailed,
+    open_problem,
     run_episode,
 )
 from orrery.wire.rendezvous import request_s
@@ -68,6 +73,7 @@ class RolloutRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._generating: set[str] = set()
         self._leaving: set[asyncio.Task[None]] = set()
+        self._openings: set[asyncio.Future[Opening]] = set()
         self._error: BaseException | None = None
 
     @property
@@ -89,10 +95,20 @@ class RolloutRunner:
         await self.engine.abort(request_ids)
 
     def start(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            task = asyncio.create_task(self._run(request), name=request.name)
-            self._running[request.name] = task
-            task.add_done_callback(self._ended)  # runs even if cancelled before it starts
+        for group, members in groupby(requests, key=lambda request: request.group):
+            task = self.tasks[group.purpose][group.task_index]
+            opening = asyncio.ensure_future(open_problem(task, group.problem_index, self.renderer))
+            self._openings.add(opening)
+            opening.add_done_callback(self._opened)
+            for request in members:
+                running = asyncio.create_task(self._run(request, opening), name=request.name)
+                self._running[request.name] = running
+                running.add_done_callback(self._ended)  # runs even if cancelled before it starts
+
+    def _opened(self, opening: "asyncio.Future[Opening]") -> None:
+        self._openings.discard(opening)
+        if not opening.cancelled():
+            opening.exception()  # all members may have been cancelled
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)
@@ -114,6 +130,8 @@ class RolloutRunner:
             self.cancel([request])
 
     async def close(self) -> None:
+        for opening in self._openings:
+            opening.cancel()
         await self._cancel(list(self._running.values()))
 
     def _cancel(self, tasks: "list[asyncio.Task[None]]") -> "asyncio.Future[list]":
@@ -126,11 +144,11 @@ class RolloutRunner:
         if self._error is not None:
             raise self._error
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, request: Request, opening: "asyncio.Future[Opening]") -> None:
         try:
             outcome: Rollout | Failed
             try:
-                outcome = replace(await self._rollout(request), **request.identity)
+                outcome = replace(await self._rollout(request, opening), **request.identity)
             except RolloutFailed as error:
                 outcome = Failed(error.reason, error.detail)
                 if outcome.reason == ENGINE_GONE:
@@ -139,14 +157,14 @@ class RolloutRunner:
         except Exception as error:
             self._error = self._error or error
 
-    async def _rollout(self, request: Request) -> Rollout:
+    async def _rollout(self, request: Request, opening: "asyncio.Future[Opening]") -> Rollout:
         group, manifest = request.group, self.manifest
         use: TaskUse = getattr(manifest.tasks, group.purpose)[group.task_index]
         is_train = group.purpose == "train"
         needs_routes = is_train or self._is_compared(request.version)
         return await run_episode(
             task=self.tasks[group.purpose][group.task_index],
-            problem_index=group.problem_index,
+            opening=await asyncio.shield(opening),
             max_turns=use.max_turns,
             renderer=self.renderer,
             engine=self,
@@ -157,6 +175,7 @@ class RolloutRunner:
             timeout_s=request_s(manifest),
             seed=None if is_train else evaluation_seed(manifest.seed, request),
             routes=self._routes if needs_routes else None,
+            share=f"{group.key}-{request.version}" if is_train and use.max_turns == 1 else None,
         )
 
 

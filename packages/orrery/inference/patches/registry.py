@@ -110,6 +110,13 @@ PATCHES = (
         "test_inference_whole_answers.py",
     ),
     Patch(
+        "vllm_answers.stream_samples",
+        "ParentRequest.get_outputs",
+        "a request for n samples is answered when the last sample ends, or token by token",
+        "a stream can send each sample once, when it ends",
+        "test_inference_whole_answers.py",
+    ),
+    Patch(
         "vllm_answers.hold_outputs",
         "EngineCore.step",
         "the engine core sends every token of every request, which takes longer than a GPU step",
@@ -244,6 +251,7 @@ def correct_server(manifest: Manifest) -> None:
         if manifest.transport.weights == "adapters":
             _apply("vllm.keep_kernels_of_experts")
     _apply("vllm_answers.write_answers")
+    _apply("vllm_answers.stream_samples")
     if manifest.inference.data_parallel > 1:
         _apply("vllm.answer_for_every_rank")
 

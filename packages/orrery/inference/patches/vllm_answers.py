@@ -2,6 +2,7 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
   delay requests that end together. Answers omit the top log-probs, which repeat the token's own.
+- `stream_samples`: a stream has a line of JSON per sample, sent when that sample ends.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
   versions are exact. Outputs with other fields pass unchanged and in order.
@@ -66,11 +67,51 @@ def write_answers() -> None:
         for output in last.outputs:
             self._raise_if_error(output.finish_reason, request_id)
         answer = Written.model_construct()
-        answer._body = written(last, request_id, *rest[:1])
+        answer._body = written(last, request_id, last.outputs, *rest[:1])
         return answer
 
     serving.ServingTokens.serve_tokens_full_generator = serve_tokens_full_generator
     api_router.JSONResponse = BytesOrJson
+
+
+def stream_samples() -> None:
+    """Apply in the API server's process, before the server is made."""
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    token_way, all_at_once = ServingTokens.serve_tokens_stream_generator, ParentRequest.get_outputs
+    streamed: set[str] = set()
+
+    async def serve_tokens_stream_generator(
+        self: Any, request: Any, results: AsyncIterator[Any], request_id: str, *rest: Any
+    ) -> AsyncIterator[Any]:
+        if not is_plain(request):
+            async for piece in token_way(self, request, results, request_id, *rest):
+                yield piece
+            return
+        # The engine gets these parameters with the first result.
+        request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        streamed.add(request_id)
+        try:
+            async for result in results:
+                for output in result.outputs:
+                    self._raise_if_error(output.finish_reason, request_id)
+                    yield written(result, request_id, [output], *rest[:1]) + b"\n"
+        except Exception as error:  # the status 200 is already sent
+            yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
+        finally:
+            streamed.discard(request_id)
+
+    def get_outputs(self: Any, child: str, output: Any) -> tuple[list[Any], bool]:
+        is_open = child in self.child_requests
+        outputs, is_over = all_at_once(self, child, output)
+        if self.external_req_id in streamed:
+            outputs = [output] if is_open else []
+        return outputs, is_over
+
+    ServingTokens.serve_tokens_stream_generator = serve_tokens_stream_generator
+    ParentRequest.get_outputs = get_outputs  # type: ignore[method-assign]
 
 
 def is_plain(request: Any) -> bool:
@@ -86,11 +127,11 @@ def is_plain(request: Any) -> bool:
     return not any(asks) and not any(rare)
 
 
-def written(last: Any, request_id: str, model: str | None = None) -> bytes:
-    """Return the JSON that vLLM's models would give for a request's complete output."""
+def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
+    """Return the JSON that vLLM's models would give for these complete outputs of a request."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
-    num_sampled = sum(len(output.token_ids) for output in last.outputs)
+    num_sampled = sum(len(output.token_ids) for output in outputs)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
@@ -101,7 +142,7 @@ def written(last: Any, request_id: str, model: str | None = None) -> bytes:
     answer = {
         "request_id": request_id,
         "model": model,
-        "choices": [_choice(output) for output in last.outputs],
+        "choices": [_choice(output) for output in outputs],
         "usage": usage,
     }
     names = ("kv_transfer_params", "ec_transfer_params")

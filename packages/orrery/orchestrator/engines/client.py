@@ -8,23 +8,19 @@
   engine stays paused, so no token is sampled from unknown weights.
 """
 
-import asyncio
-import errno
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from orrery.manifest.errors import OrreryError, RunFailed
+from orrery.orchestrator.engines.http_server import HttpServer
 from orrery.orchestrator.engines.messages import (
-    UNKNOWN_ENGINE,
     Attested,
     EngineGone,
     EngineMetrics,
@@ -43,29 +39,24 @@ from orrery.orchestrator.engines.messages import (
     shortened,
 )
 from orrery.runtime.timing import scaled
-from orrery.runtime.token import Purpose, authorization
-from orrery.wire.rendezvous import (
-    ENGINE_HEADER,
-    KEEPALIVE_S,
-    SESSION_HEADER,
-    canary_tokens,
-)
+from orrery.wire.rendezvous import canary_tokens
 from orrery.wire.weight_wire.leases import ELSEWHERE, GONE
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
     from orrery.wire.weight_wire import Published
 
-CONNECT_TIMEOUT_S = 10.0
-# These errors come before any byte is sent, so a retry is safe.
-NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
-NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 CONTROL_TIMEOUT_S = 120.0  # control calls except loads and aborts, scaled
 LOAD_TIMEOUT_S = 300.0  # longer than a weight wire waits for a peer, scaled
 QUERY_TIMEOUT_S = 10.0  # health, metrics and abort
 # vLLM prepends this to request ids. An abort without it has no effect and returns status 200.
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
+SAMPLING: dict[str, Any] = {
+    "logprobs": 0,  # the log-prob of the sampled token alone
+    "detokenize": False,
+    "skip_special_tokens": False,
+}
 
 
 class EngineClient:
@@ -81,8 +72,8 @@ class EngineClient:
         """
         self.url = url.rstrip("/")
         self.name = name or f"engine at {self.url}"
-        self._token, self._model = token, model
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._model = model
+        self._server = HttpServer(self.url, self.name, token)
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,12 +82,19 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        while self._sessions:
-            await self._sessions.popitem()[1].close()
+        await self._server.close()
 
-    async def generate(
+    async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
+        """Return one sample, see `generate_each`."""
+        samples: list[Generation] = []
+        await self.generate_each(token_ids, 1, samples.append, **options)
+        return samples[0]
+
+    async def generate_each(
         self,
         token_ids: Sequence[int] | np.ndarray,
+        num_samples: int,
+        deliver: Callable[[Generation], None],
         *,
         max_tokens: int,
         temperature: float,
@@ -109,9 +107,10 @@ class EngineClient:
         timeout_s: float = 600.0,
         session: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
-    ) -> Generation:
-        """Sample a continuation of `token_ids` at `temperature` (0 is greedy).
+    ) -> None:
+        """Sample continuations of `token_ids` at `temperature` (0 is greedy).
 
+        - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: the result includes a sampled stop token.
@@ -119,15 +118,10 @@ class EngineClient:
         - `session`: conversation id. A router keeps its turns on one engine.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raises GenerationFailed or EngineGone. Cancelling the coroutine aborts the request.
+        Raises GenerationFailed or EngineGone, also after some samples were delivered. Cancelling
+        the coroutine aborts the request.
         """
-        sampling: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "logprobs": 0,  # the log-prob of the sampled token alone
-            "detokenize": False,
-            "skip_special_tokens": False,
-        }
+        sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:
             sampling["stop_token_ids"] = [int(token) for token in stop_token_ids]
         if seed is not None:
@@ -140,10 +134,22 @@ class EngineClient:
         body = self._body(request_id, prompt, cache_salt, sampling)
         if kv_transfer is not None:
             body["kv_transfer_params"] = kv_transfer
-        what = f"request {request_id!r}"
+        if num_samples > 1:
+            sampling["n"], body["stream"] = num_samples, True
+        what, missing = f"request {request_id!r}", set(range(num_samples))
+
+        def take(line: bytes, engine: int) -> None:
+            found = parse_generation(request_id, line, self.name, len(prompt), routes_from)
+            if found.sample not in missing:
+                raise GenerationFailed(
+                    f"{self.name} gave an unexpected sample {found.sample} of {what}"
+                )
+            missing.remove(found.sample)
+            deliver(replace(found, engine=engine))
+
         try:
-            status, answer, engine = await self._call(
-                "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session
+            status, answer, _ = await self._server.call(
+                "POST", GENERATE, body, timeout_s, GenerationFailed, what, True, session, take
             )
         except EngineGone as error:
             # A healthy server also closes a kept connection after an error 500.
@@ -157,8 +163,8 @@ class EngineClient:
                 f"{self.name} refused {what} ({len(prompt)} prompt tokens): "
                 f"{error_sentence(status, answer)}"
             )
-        generation = parse_generation(request_id, answer, self.name, len(prompt), routes_from)
-        return replace(generation, engine=engine)
+        if missing:
+            raise GenerationFailed(f"{self.name} did not give samples {sorted(missing)} of {what}")
 
     async def prompt_logprobs(
         self, token_ids: Sequence[int], request_id: str, timeout_s: float
@@ -171,7 +177,7 @@ class EngineClient:
         sampling["detokenize"] = False
         body = self._body(request_id, list(token_ids), request_id, sampling)
         what = f"request {request_id!r}"
-        status, answer, _ = await self._call(
+        status, answer, _ = await self._server.call(
             "POST", GENERATE, body, timeout_s, GenerationFailed, what, True
         )
         if status != 200:
@@ -306,7 +312,9 @@ class EngineClient:
         return f"{self.name} says that it is not well (/health: HTTP {status}); see its log"
 
     async def _get(self, path: str, on_timeout: type[OrreryError]) -> tuple[int, bytes, int]:
-        return await self._call("GET", path, None, QUERY_TIMEOUT_S, on_timeout, f"GET {path}")
+        return await self._server.call(
+            "GET", path, None, QUERY_TIMEOUT_S, on_timeout, f"GET {path}"
+        )
 
     async def _control(
         self,
@@ -318,81 +326,10 @@ class EngineClient:
         """POST and return the answer. Raises `error` with the engine's message."""
         limit_s = scaled(CONTROL_TIMEOUT_S) if timeout_s is None else timeout_s
         body = {} if body is None else body
-        status, answer, _ = await self._call("POST", path, body, limit_s, EngineGone, path)
+        status, answer, _ = await self._server.call("POST", path, body, limit_s, EngineGone, path)
         if status != 200:
             raise error(f"{self.name}: {path} failed: {error_sentence(status, answer)}")
         return answer
-
-    def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session. Control calls reuse no connection, which might be closing."""
-        if keep_connection not in self._sessions:
-            kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
-            purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
-            self._sessions[keep_connection] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, **kept),  # type: ignore[arg-type]
-                headers=authorization(self._token, purpose),
-            )
-        return self._sessions[keep_connection]
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: object,
-        timeout_s: float,
-        on_timeout: type[OrreryError],
-        what: str,
-        keep_connection: bool = False,
-        session: str | None = None,
-    ) -> tuple[int, bytes, int]:
-        """Return status, body and engine index of one HTTP exchange.
-
-        Raises EngineGone if there is no server, and `on_timeout` after `timeout_s`. Raises
-        OutOfConnections instead if this host could not open a connection.
-        """
-        http = self._session(keep_connection)
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        if session is not None:
-            headers[SESSION_HEADER] = session
-        end_s, pause_s = time.monotonic() + timeout_s, NO_ROOM_PAUSE_S
-        while True:
-            left_s = max(end_s - time.monotonic(), 1e-3)
-            timeout = aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S)
-            try:
-                async with http.request(
-                    method, self.url + path, data=data, headers=headers, timeout=timeout
-                ) as response:
-                    name = response.headers.get(ENGINE_HEADER, "")
-                    engine = int(name) if name.isdecimal() and len(name) < 6 else UNKNOWN_ENGINE
-                    return response.status, await response.read(), engine
-            except aiohttp.ServerTimeoutError as error:
-                raise EngineGone(
-                    f"{self.name} did not accept a connection within {CONNECT_TIMEOUT_S:g} s "
-                    f"({what}); see its log"
-                ) from error
-            except TimeoutError as error:
-                raise on_timeout(
-                    f"{self.name} did not finish {what} within {timeout_s:g} s"
-                ) from error
-            except aiohttp.ClientConnectorError as error:
-                if error.errno not in NO_ROOM:
-                    raise self._gone(what, error) from error
-                if time.monotonic() + pause_s > end_s:
-                    kind = OutOfConnections if issubclass(on_timeout, EngineGone) else on_timeout
-                    raise kind(
-                        f"this host could not open a connection to {self.name} for {what} within "
-                        f"{timeout_s:g} s ({error}); raise `ulimit -n`"
-                    ) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._gone(what, error) from error
-            # spread the retries of thousands of calls
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
-
-    def _gone(self, what: str, error: Exception) -> EngineGone:
-        kind = type(error).__name__
-        return EngineGone(f"{self.name} is gone ({what}: {kind}: {error}); see its log")
 
 
 class RouterClient(EngineClient):

@@ -67,6 +67,7 @@ class Generation:
     routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
     kv_transfer: dict[str, Any] | None = None  # after a prefill request: the place of its KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
+    sample: int = 0  # index among the samples of the request
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,20 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+    index: int = 0
 
 
 class _PromptLogprobs(msgspec.Struct):
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
 
 
+class _Error(msgspec.Struct):
+    message: str
+
+
 class _Generated(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Choice] = []
+    error: _Error | None = None
     usage: _Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -152,6 +159,10 @@ def parse_generation(
     try:
         answer, routes = split(answer, routes_from or 0)
         generated = _decode_generated(answer)
+        if generated.error is not None:
+            raise GenerationFailed(
+                f"{engine} failed request {request_id!r}: {shortened(generated.error.message)}"
+            )
         choice = generated.choices[0]
         token_ids = np.asarray(choice.token_ids, dtype=np.int32)
         content = choice.logprobs.content if choice.logprobs is not None else []
@@ -189,6 +200,7 @@ def parse_generation(
         cached_tokens=(details.cached_tokens if details else None) or 0,
         routes=(routes,) if routes is not None and routes_from is not None else (),
         kv_transfer=generated.kv_transfer_params,
+        sample=choice.index,
     )
 
 

@@ -39,6 +39,7 @@ from orrery.orchestrator.engines.messages import (
     WeightsDiffer,
 )
 from orrery.orchestrator.engines.recovery import EngineRecovery
+from orrery.orchestrator.engines.shared_requests import SharedRequests
 from orrery.runtime.timing import scaled
 from orrery.wire.weight_wire.leases import ROUND_S, LeaseClient
 
@@ -162,6 +163,7 @@ class EnginePool:
         model: str | None = None,
         canary: Canary | None = None,
         leases: LeaseClient | None = None,
+        max_samples: int = 1,
     ) -> None:
         """Raise OrreryError for several engines without a router.
 
@@ -170,6 +172,7 @@ class EnginePool:
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
         - `leases`: the lease client of a direct wire.
+        - `max_samples`: the most samples of one request.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -198,6 +201,7 @@ class EnginePool:
         self._reports: dict[int, UpdateReport] = {}
         self._changed = asyncio.Event()
         self.recovery = None if restarting is None else EngineRecovery(self, restarting)
+        self._shared = SharedRequests(self.generate_each, self.abort, max_samples)
         self.disaggregated = None
         if handovers:
             self.disaggregated = DisaggregatedEngines(
@@ -240,19 +244,33 @@ class EnginePool:
         if self.recovery is not None:
             self.recovery.check()
 
-    async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, share: str | None = None, **options: Any
+    ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        Raises EngineGone if the engine was lost meanwhile.
+        Calls with the same `share` and arguments may be one request, see `SharedRequests`. Raises
+        EngineGone if the engine was lost meanwhile.
         """
+        if share is None or self.disaggregated is not None:
+            return await self._asked(lambda front: front.generate(token_ids, **options))
+        return await self._shared.generate(share, token_ids, **options)
+
+    async def generate_each(self, *request: Any, **options: Any) -> None:
+        """Run `EngineClient.generate_each`. A disaggregated pool has no such request."""
+        await self._asked(
+            lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
+        )
+
+    async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
         recovery = self.recovery
         if recovery is None:
-            return await self._front().generate(token_ids, **options)
+            return await ask(self._front())
         if not self.is_serving:  # `check` ends this wait. The request's timeout does not
             await self._until(lambda: self.is_serving)
         lost_before = recovery.num_lost
         try:
-            return await self._front().generate(token_ids, **options)
+            return await ask(self._front())
         except OrreryError as error:
             await recovery.look_for_losses()
             if recovery.num_lost > lost_before:
