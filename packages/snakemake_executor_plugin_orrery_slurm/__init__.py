@@ -28,7 +28,7 @@ from orrery.launcher.process import last_line
 from orrery.launcher.runs import find
 from orrery.launcher.site import check_network, cluster, load_site
 from orrery.launcher.slurm import queue
-from orrery.launcher.slurm.job import batch_command
+from orrery.launcher.slurm.job import batch_job
 from orrery.manifest import plan
 from orrery.manifest.errors import OrreryError, explain_os_error
 from orrery.manifest.identity import find_workspace
@@ -79,9 +79,11 @@ class Executor(RemoteExecutor):
             return
         logs_dir(one.path).mkdir(parents=True, exist_ok=True)
         options = str(job.resources["sbatch"])
-        command = batch_command(one.path, stage, options, job.shellcmd, self.site, Path.cwd())
         try:
-            going = self._submit(one.path, stage, command)
+            command, script = batch_job(
+                one.path, stage, options, job.shellcmd, self.site, Path.cwd()
+            )
+            going = self._submit(one.path, stage, command, script)
         except OrreryError as error:
             self._fail(info, f"{run} {stage}: {error}")
             return
@@ -91,7 +93,9 @@ class Executor(RemoteExecutor):
         self.logger.info(f"{stage} of {run} is Slurm job {going.id}{already}")
         self.report_job_submission(info)
 
-    def _submit(self, run_dir: Path, stage: str, command: list[str]) -> queue.SlurmJob:
+    def _submit(
+        self, run_dir: Path, stage: str, command: list[str], script: str | None = None
+    ) -> queue.SlurmJob:
         """Return the stage's job: one that an earlier Snakemake left, or a new one.
 
         Retry if the controller does not answer. It may have accepted the job already.
@@ -102,7 +106,7 @@ class Executor(RemoteExecutor):
                 if job.stage == stage:
                     return job
             name = queue.job_name(run_dir, stage)
-            job_id = queue.call(*command).strip().split(";")[0]
+            job_id = queue.call(*command, script=script).strip().split(";")[0]
             return queue.SlurmJob(job_id, name, "", "", "", "", "")
 
         return queue.retry(submit, PAUSES_S, lambda error: AWAY.search(str(error)))

@@ -334,7 +334,9 @@ def test_a_plan_is_written_as_the_manifest_and_the_very_commands_that_a_start_su
     executor.site = load_site(executor.workspace)
     executor.logger, executor.report_job_submission = logging.getLogger(), lambda info: None
     monkeypatch.setattr(plugin, "images_of", lambda *given: {})
-    monkeypatch.setattr(plugin.queue, "call", lambda *command: submitted.append(command) or "12")
+    monkeypatch.setattr(
+        plugin.queue, "call", lambda *command, script: submitted.append(command) or "12"
+    )
     monkeypatch.setattr(plugin.queue, "user_jobs", list)
     pipeline = checked_in(executor.workspace)
     (folder,) = pipeline.folders["glm5_shape_smoke"]

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 
 from orrery.launcher.pipeline import describe_stage
 from orrery.launcher.site import Site, Slurm
-from orrery.launcher.slurm.job import components, sbatch_options, step_plans
+from orrery.launcher.slurm.job import (
+    batch_job,
+    components,
+    sbatch_options,
+    script_facts,
+    step_plans,
+)
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import plan, stage
 
@@ -137,3 +145,61 @@ def test_no_secret_and_no_address_stands_on_a_command_line(tmp_path):
         assert "TOKEN" not in line and "0.0.0.0" not in line
         if not line.startswith("  note: "):
             shlex.split(line)
+
+
+def job_of(tmp_path, **changes):
+    site = Site(slurm=SLURM.model_copy(update=changes))
+    one = manifest("glm5_run")
+    options = sbatch_options(one.hardware, stage(one, "rl"), site.slurm)
+    run = tmp_path / "runs" / "glm5_run-0123456789ab"
+    return batch_job(run, "rl", options, "touch started", site, tmp_path)
+
+
+def started(command, tmp_path, **env):
+    return subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **env}, capture_output=True
+    ).returncode
+
+
+def test_lines_of_the_site_run_before_the_launcher_and_a_failing_one_ends_the_job(tmp_path):
+    command, script = job_of(tmp_path, pre_run=('echo "$ORRERY_WORD" >before', "export A=1"))
+    assert script is None and command[-1].startswith("--wrap=")
+    assert started(command[-1].removeprefix("--wrap="), tmp_path, ORRERY_WORD="it's") == 0
+    assert (tmp_path / "before").read_text() == "it's\n" and (tmp_path / "started").exists()
+    (tmp_path / "started").unlink()
+    command, _ = job_of(tmp_path, pre_run=("false",))
+    assert started(command[-1].removeprefix("--wrap="), tmp_path) == 1
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_template_makes_the_job_script_with_every_component(tmp_path):
+    (tmp_path / "site.j2").write_text((ROOT / "docs" / "sbatch.example.j2").read_text())
+    command, script = job_of(tmp_path, template="site.j2", pre_run=("true",))
+    assert not [word for word in command if word.startswith(("--wrap", "--nodes"))]
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash" and lines.count("#SBATCH hetjob") == 2
+    assert [line for line in lines if "--nodes=" in line] == [
+        "#SBATCH --nodes=8", "#SBATCH --nodes=8", "#SBATCH --nodes=12",
+    ]  # fmt: skip
+    assert "#SBATCH --comment=glm5_run-0123456789ab" in lines
+    assert started(script, tmp_path) == 0 and (tmp_path / "started").exists()
+    facts = script_facts(SLURM.model_copy(update={"template": "site.j2"}), tmp_path)
+    assert facts["template"]["file"] == "site.j2" and len(facts["template"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("#!/bin/bash\n{{ comand }}\n", "'comand' is undefined; the fields are run, stage"),
+        ("#!/bin/bash\n{% if %}{{ command }}", "Expected an expression"),
+        ("#!/bin/bash\n{{ sbatch }}\n", "the job would not start the stage"),
+        ("{{ command }}", "begins without '#!'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_wrong_template_is_one_sentence(text, sentence, tmp_path):
+    if text is not None:
+        (tmp_path / "site.j2").write_text(text)
+    with pytest.raises(OrreryError, match=re.escape(sentence)) as caught:
+        job_of(tmp_path, template="site.j2")
+    assert str(caught.value).startswith("slurm.template: site.j2: ")

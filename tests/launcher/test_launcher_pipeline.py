@@ -87,6 +87,7 @@ def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_t
         "  decode: 8 nodes × 8 H200: inference.8-15" in said
         and "  trainer: 12 nodes × 8 H200: trainer.0-95" in said
     )
+    assert "needs a cluster, described in site.toml as in docs/site.example.toml" in said
     assert "note: no submission is shown: site.toml: does not exist" in said
     assert (
         "Type `cp docs/site.example.toml site.toml`" in said

@@ -159,7 +159,7 @@ def two_checkouts(tmp_path, monkeypatch):
     here.mkdir(parents=True)
     rows, asked = [f"12|{queue.job_name(there, 'rl')}|RUNNING|None|node1|1:07|58:53\n"], []
 
-    def call(*command):
+    def call(*command, script=None):
         asked.append(command)
         if command[0] == "sbatch":
             rows.append(f"13|{command[1]}|PENDING|Resources||0:00|10:00\n")

@@ -144,3 +144,8 @@ def test_several_nodes_need_a_network():
     check_network(Site(), 1, "rl of x")
     with pytest.raises(OrreryError, match="rl of x has 4 nodes, but the site file has no"):
         check_network(Site(), 4, "rl of x")
+
+
+def test_lines_before_the_launcher_hold_no_secrets(workspace):
+    text = GOOD.replace("[containers]", 'pre_run = ["export WANDB_API_KEY=1"]\n[containers]')
+    assert "looks like a secret" in sentence(workspace, text)

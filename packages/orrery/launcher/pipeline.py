@@ -17,11 +17,11 @@ from typing import get_args
 from orrery.launcher.containers import IMAGE_OF, apptainer, hardware_of, image_of, scratch_of
 from orrery.launcher.process import role_argv
 from orrery.launcher.runs import Run
-from orrery.launcher.site import Site, cluster, load_site
+from orrery.launcher.site import EXAMPLE, FILE, Site, cluster, load_site
 from orrery.launcher.slurm.job import (
     Component,
     StepPlan,
-    batch_command,
+    batch_job,
     components,
     devices_per_node,
     nodes,
@@ -41,6 +41,7 @@ from orrery.runtime.run_directory import MANIFEST, code_dir, done_path, logs_dir
 
 STAGES = get_args(StageName)
 RUNS = Path("runs")
+END = "END_OF_JOB_SCRIPT"
 MARKER = re.compile(str(done_path(RUNS / "(?P<run>[^/]+)", "(?P<stage>[^/]+)")))
 
 
@@ -49,7 +50,7 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
     if site.slurm is None:
         how = "processes here"
         if one.num_nodes > 1:
-            how = "needs a cluster, and there is no site file with [slurm]"
+            how = f"needs a cluster, described in {FILE} as in {EXAMPLE}"
         groups = map(partial(_group, manifest, one), one.groups)
         return [_head(manifest, one, how), *groups, *notes(manifest)]
     parts = components(hardware, one, site.slurm)
@@ -68,7 +69,10 @@ def describe_stage(manifest: Manifest, name: str, site: Site, workspace: Workspa
             "  note: network.interface: the site file has none, so nodes cannot reach one another: "
             "the stage is refused"
         )
+    lines += [f"  before the launcher: {line}" for line in site.slurm.pre_run]
     lines.append(f"  sbatch {sbatch_options(hardware, one, site.slurm)}")
+    if site.slurm.template:
+        lines.append(f"  in the job script that {site.slurm.template} makes")
     for number in range(len(parts)):
         for first, *more in _by_role(steps, number):
             line = _srun_line(first, len(parts) > 1, manifest, one, site, workspace)
@@ -173,12 +177,14 @@ def write_plan(
 
 
 def _script(run: Run, name: str, site: Site, workspace: Workspace) -> str:
-    command = ["orrery", "run", run.path.name, name]
+    command, script = ["orrery", "run", run.path.name, name], None
     if site.slurm is not None:
         options = sbatch_options(run.manifest.hardware, stage_plan(run.manifest, name), site.slurm)
-        command = batch_command(run.path, name, options, shlex.join(command), site, workspace.root)
+        shell = shlex.join(command)
+        command, script = batch_job(run.path, name, options, shell, site, workspace.root)
     title = f"# {name} of {run.path.name}, from {workspace.root}"
-    return f"#!/bin/sh\n{title}\nexec {shlex.join(command)}\n"
+    stdin = "" if script is None else f" <<'{END}'\n{script}{END}"
+    return f"#!/bin/sh\n{title}\nexec {shlex.join(command)}{stdin}\n"
 
 
 # The Snakefile's pipeline

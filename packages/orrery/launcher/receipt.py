@@ -87,7 +87,7 @@ def record(
     ended_s: float | None, nodes: list[str], images: Mapping[str, Facts], slurm_job_id: str | None,
     workspace_root: Path, *, code: CodeState | None = None, software: Software | None = None,
     secrets: Iterable[str] = (), engine_restarts: Mapping[str, int] | None = None,
-    endings: Mapping[str, str | None] | None = None,
+    endings: Mapping[str, str | None] | None = None, job_script: Facts | None = None,
 ) -> None:  # fmt: skip
     """Record how an attempt ended. Raise OSError if the run's folder is not writable.
 
@@ -95,6 +95,7 @@ def record(
     - `code` and `software` are examined now if None.
     - `secrets`: further texts to replace, such as the token.
     - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
+    - `job_script`: what the site adds to the Slurm job's script.
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -113,6 +114,8 @@ def record(
     row["code"] = asdict(code or code_state(run_dir, workspace_root))
     row["images"] = dict(sorted(images.items()))
     row["versions"] = host_software(in_images=bool(images)) if software is None else software
+    if job_script:
+        row["job_script"] = job_script
     if endings:
         row["endings"] = dict(sorted(endings.items()))
     if engine_restarts:

@@ -26,6 +26,7 @@ from orrery.manifest.schema import Record
 VARIABLE = "ORRERY_SITE"
 FILE = "site.toml"
 EXAMPLE = "docs/site.example.toml"
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 
 # Options of sbatch that follow from the manifest or from other keys.
 RESERVED = set(
@@ -59,6 +60,18 @@ class Slurm(Record):
     memory_per_node_mb: PositiveInt
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    template: str = ""  # path from the checkout, or empty
+
+    @model_validator(mode="after")
+    def pre_run_holds_no_secrets(self) -> "Slurm":
+        for line in self.pre_run:
+            if SECRET.search(line):
+                raise ValueError(
+                    f"pre_run: {line!r} looks like a secret, and a site file must hold none. "
+                    "Export it in your shell"
+                )
+        return self
 
     @model_validator(mode="after")
     def extra_leaves_ours_alone(self) -> "Slurm":
@@ -127,7 +140,7 @@ class Site(Record):
         for name in self.environment:
             if name.startswith(("ORRERY_", "SLURM_", "APPTAINER")):
                 raise ValueError(f"environment: {name} is set by the launcher. Take it out")
-            if re.search(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", name, re.IGNORECASE):
+            if SECRET.search(name):
                 raise ValueError(
                     f"environment: {name} looks like a secret, and a site file must hold none. "
                     "Export it in your shell"

@@ -29,6 +29,7 @@ from orrery.launcher.process import (
 )
 from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
+from orrery.launcher.slurm.job import script_facts
 from orrery.launcher.stage import (
     Interrupts,
     Job,
@@ -201,6 +202,9 @@ class Supervisor:
             nodes=sorted({process.node for process in stage.processes}),
             images=self.images.facts() if self.images else {},
             slurm_job_id=allocation.job if allocation else None,
+            job_script=script_facts(self.job.site.slurm, self.job.workspace.root)
+            if allocation
+            else None,
             workspace_root=self.job.workspace.root,
             code=self.code,
             software=self.software.result() if self.software else None,

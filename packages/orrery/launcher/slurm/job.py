@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from orrery.launcher.process import KINDS, ended_within, last_line, signal_or_code
 from orrery.launcher.site import Site, Slurm
 from orrery.launcher.slurm.queue import job_name
+from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan
+from orrery.manifest.publish import sha256
 from orrery.manifest.schema import Hardware
 from orrery.runtime.run_directory import log_path
 from orrery.runtime.token import handed_over
@@ -92,20 +94,72 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
     return " : ".join(parts)
 
 
-def batch_command(
+def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
-) -> list[str]:
+) -> tuple[list[str], str | None]:
+    """Return the sbatch command, and the script for its stdin if the site has a template."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
     inner = f'{load}export PATH={path}:"$PATH" {IN_JOB}=1 && exec {shell_command}'
+    lines = () if site.slurm is None else site.slurm.pre_run
+    if lines:
+        inner = "\n".join(["set -e", *lines, inner])
+    shell = "-lc" if modules or lines else "-c"  # `module` is a function of login shells
     # USR1 is for the launcher, so the shell ignores it.
-    script = f"trap '' USR1; exec bash {'-lc' if modules else '-c'} {shlex.quote(inner)}"
-    return [
+    command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
+    argv = [
         *("sbatch", "--parsable", f"--job-name={job_name(run_dir, stage)}"),
         *(f"--output={log_path(run_dir.resolve(), 'slurm.%j')}", "--open-mode=append"),
-        *(f"--chdir={root}", *shlex.split(options), f"--wrap={script}"),
+        f"--chdir={root}",
     ]
+    if site.slurm is None or not site.slurm.template:
+        return [*argv, *shlex.split(options), f"--wrap={command}"], None
+    fields = {"run": run_dir.name, "stage": stage, "command": command, "slurm": site.slurm}
+    return argv, _from_template(root / site.slurm.template, options, fields)
+
+
+def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
+    """Return the job script. Raise OrreryError unless it runs the command.
+
+    `sbatch` is all options as comments of the script, `components` their values by name.
+    """
+    import jinja2
+
+    parts = [shlex.split(part) for part in options.split(" : ")]
+    lines = ["\n".join(f"#SBATCH {option}" for option in part) for part in parts]
+    pairs = [[option.lstrip("-").partition("=") for option in part] for part in parts]
+    components = [{key.replace("-", "_"): value for key, _, value in part} for part in pairs]
+    name = f"slurm.template: {path.name}"
+    try:
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True)
+        text = environment.from_string(path.read_text(encoding="utf-8")).render(
+            **fields, sbatch="\n#SBATCH hetjob\n".join(lines), components=components
+        )
+    except OSError as error:
+        raise OrreryError(f"{name}: cannot be read ({error.strerror}); correct the path") from None
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
+        raise OrreryError(
+            f"{name}: {error}; the fields are {', '.join([*fields, 'sbatch', 'components'])}"
+        ) from None
+    if not text.startswith("#!") or str(fields["command"]) not in text:
+        raise OrreryError(
+            f"{name}: begins without '#!' or lacks {{{{ command }}}}, so the job would not start "
+            "the stage; write #!/bin/bash first and {{ command }} last"
+        )
+    return text.rstrip("\n") + "\n"
+
+
+def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
+    """Return what the site adds to job scripts, for the receipt."""
+    found: dict[str, Any] = {}
+    if slurm is not None and slurm.pre_run:
+        found["pre_run"] = list(slurm.pre_run)
+    if slurm is not None and slurm.template:
+        path = root / slurm.template
+        digest = sha256(path) if path.is_file() else None
+        found["template"] = {"file": path.name, "sha256": digest}
+    return found
 
 
 # Steps

@@ -84,12 +84,13 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
     return {name: value for name, value in env.items() if is_kept(name)}
 
 
-def call(*command: str) -> str:
+def call(*command: str, script: str | None = None) -> str:
+    """Return the command's output. `script` is its stdin."""
     program = command[0]
     try:
         done = subprocess.run(
             command, env=clean_environment(os.environ), capture_output=True, text=True,
-            timeout=COMMAND_S, start_new_session=True,
+            input=script, timeout=COMMAND_S, start_new_session=True,
         )  # fmt: skip
     except FileNotFoundError:
         raise OrreryError(
