@@ -56,6 +56,15 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h100", "SmolLM2, a file of problems: rise of reward, worst seed"),
             Line("async/problems_h100", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h100", "… share of truncated answers", "truncated"),
+            Line(
+                "async/sweep_h100", "Largest rise in 24 steps, by SFT batches before RL and by lr"
+            ),
+            Line("async/sweep_h100", "… 25 batches, lr 1e-5", "25 warm-start batches, lr 1e-05"),
+            Line("async/sweep_h100", "… 25 batches, lr 3e-5", "25 warm-start batches, lr 3e-05"),
+            Line("async/sweep_h100", "… 50 batches, lr 1e-5", "50 warm-start batches, lr 1e-05"),
+            Line("async/sweep_h100", "… 50 batches, lr 3e-5", "50 warm-start batches, lr 3e-05"),
+            Line("async/sweep_h100", "… 120 batches, lr 1e-5", "120 warm-start batches, lr 1e-05"),
+            Line("async/sweep_h100", "… 120 batches, lr 3e-5", "120 warm-start batches, lr 3e-05"),
             Line("async/staleness", "Reward with max_off_policy_steps 0", "bound 0"),
             Line("async/staleness", "Reward with max_off_policy_steps 8", "bound 8"),
         ],

@@ -10,7 +10,7 @@
 - A run without its weights or data here gets random weights, and the tokenizer and tasks of
   `--spare`. Its answers are then of full length, so it needs as much as the longest batch.
 - `memory_<device>.json`: the share of the runs that fit 80 GB, and a row per run with the smallest
-  card that holds it.
+  card that holds it. Recorded rows of runs that are not named stay.
 """
 
 import argparse
@@ -209,8 +209,12 @@ def main() -> None:
     for name in options.names:
         rows.append(measure(name, options))
         print(f"{name}: {json.dumps(rows[-1])}; {time.monotonic() - start_s:.0f} s", flush=True)
+    named = {row["variant"] for row in rows}
+    if (recorded := HERE / f"memory_{device()}.json").is_file():
+        before = json.loads(recorded.read_text())["rows"]
+        rows = [row for row in before if row["variant"] not in named] + rows
     record(
-        options.out / f"memory_{device()}.json",
+        options.out / recorded.name,
         figure=f"One-GPU runs that fit a card of {max(options.cards)} GB, on one {device()}",
         value=sum(row["value"] is not None for row in rows) / len(rows),
         unit="share",
