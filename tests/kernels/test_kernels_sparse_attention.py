@@ -13,6 +13,7 @@ import torch
 from orrery.kernels import flash_mla, sparse_index
 from orrery.kernels import sparse_mla as mla_module
 from orrery.kernels.sparse_index import reference_select_keys, select_keys
+from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import reference_sparse_mla, sparse_mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,3 +234,57 @@ def test_shapes_that_do_not_match_are_refused():
         select_keys(index_q, k[:, :4], weights, first, last, 8)
     with pytest.raises(ValueError, match=r"must be \[64\]"):
         select_keys(index_q, k, weights, first[:3], last, 8)
+
+
+def naive_kl(q_index, k_index, weights, q, kv, chosen, scale):
+    """Return each query's KL by the formula, one query after the other."""
+    values = []
+    for t, row in enumerate(chosen.tolist()):
+        keys = [index for index in row if index >= 0]
+        if not keys:
+            values.append(q_index.new_zeros(()))
+            continue
+        attention = (q[t] @ kv[keys].T * scale).softmax(dim=-1).sum(dim=0)
+        p = (attention / attention.sum()).detach()
+        score = (weights[t][:, None] * (q_index[t] @ k_index[keys].T).relu()).sum(dim=0)
+        values.append((p * (p.log() - score.log_softmax(dim=0))).sum())
+    return torch.stack(values)
+
+
+def kl_inputs(top_k, dtype):
+    q, k, weights, *_ = indexed()
+    attention_q, kv, chosen = attended(top_k)
+    indexing = [x.to(dtype).requires_grad_() for x in (q, k, weights)]
+    attending = [x.detach().to(dtype).requires_grad_() for x in (attention_q, kv)]
+    chosen = chosen.clone()
+    chosen[3] = -1  # a query without keys
+    return indexing, attending, chosen
+
+
+@pytest.mark.parametrize("chunk", [1, 2**24])
+@pytest.mark.parametrize("top_k", [4, 64])
+def test_the_loss_of_an_indexer_is_the_kl_of_its_scores_to_attention(top_k, chunk, monkeypatch):
+    """Top-k is below and above the documents' lengths. Float32 sums differ from float64 by 1e-5."""
+    monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", chunk)
+    grad = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(2)).double()
+    indexing, attending, chosen = kl_inputs(top_k, torch.float64)
+    wanted = naive_kl(*indexing, *attending, chosen, 0.3)
+    wanted.backward(grad)
+    expected = [x.grad for x in indexing]
+    for dtype, share in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        indexing, attending, chosen = kl_inputs(top_k, dtype)
+        attention = attention_of_chosen(*attending, chosen, 0.3)
+        found = index_kl(chosen_scores(*indexing, chosen), attention, chosen)
+        found.backward(grad.to(dtype))
+        assert found.dtype == dtype and found[3] == 0
+        assert (found - wanted).norm() <= share * wanted.norm()
+        for tensor, one in zip(indexing, expected, strict=True):
+            assert (tensor.grad - one).norm() <= share * one.norm()
+        assert all(x.grad is None for x in attending), "attention does not learn from the indexer"
+
+
+def test_scores_of_tensors_that_do_not_fit_are_refused():
+    q, k, weights, *_ = indexed()
+    chosen = select_keys(*indexed(), 4)
+    with pytest.raises(ValueError, match="do not go together"):
+        chosen_scores(q, k[:, :4], weights, chosen)

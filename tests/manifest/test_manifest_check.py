@@ -70,6 +70,8 @@ SPARSE_ATTENTION = broken(
     | {"moe": SPARSE["model"]["moe"] | {"score": "sigmoid", "num_shared_experts": 1}},
     SPARSE,
 )
+LEARNING = broken(("trainer", "indexer"), "train", SPARSE_ATTENTION)
+SHARED = {**GOOD["trainer"]["mesh"], "cp": 2, "cp_style": "dsa"}
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
 OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
 SENTENCES = [
@@ -407,6 +409,20 @@ SENTENCES = [
     (
         broken(("trainer", "lora"), ADAPTERS, SPARSE_ATTENTION),
         "trainer.lora.targets ['attention']: family 'glm5' with these layers has none; choose from",
+    ),
+    (
+        broken(("trainer", "indexer"), "train"),
+        "trainer.indexer 'train': family 'qwen3' has no indexers; set trainer.indexer to 'frozen'",
+    ),
+    (
+        broken(("trainer", "lora"), {**ADAPTERS, "targets": ["experts"]}, LEARNING),
+        "trainer.indexer 'train' with trainer.lora: engines would get no indexers, only adapters; "
+        "set trainer.indexer to 'frozen'",
+    ),
+    (
+        broken(("trainer", "mesh"), SHARED, LEARNING),
+        "trainer.indexer 'train' with trainer.mesh.cp 2: needs whole documents; set trainer.indexer"
+        " to 'frozen'",
     ),
     (
         broken(("model", "num_kv_heads"), 1, SPARSE_ATTENTION),

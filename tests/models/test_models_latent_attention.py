@@ -11,6 +11,7 @@ from orrery.kernels.attention import Documents
 from orrery.manifest.errors import OrreryError
 from orrery.models import axis, build, weights
 from orrery.models.causal_lm import TransformerBlock
+from orrery.models.latent_attention import rotate_pairs, train_indexers
 from orrery.models.layers import rotary_angles
 from orrery.models.pretrained import check_config
 from orrery.trainer.parallel.blocks import recomputation_contexts
@@ -84,7 +85,7 @@ def blocks_of(module, pack, run):
     hidden, chosen, choices = module.embed_tokens(token_ids), None, []
     for layer in module.layers:
         hidden, _, chosen = run(layer, hidden, angles, Documents(cu_seqlens, 30), None, chosen)
-        choices.append(chosen)
+        choices.append(chosen and chosen.chosen_TK)
     return hidden, choices
 
 
@@ -162,3 +163,104 @@ def test_the_plain_formula_of_latent_attention_without_absorption(make_model, ma
     pack = make_pack([30, 7])
     far = dense(*pack)[:29] - sparse(*pack)[:29], dense(*pack)[:29]
     assert far[0].norm() <= 1e-5 * far[1].norm(), "29 keys of at most 29 are all keys"
+
+
+TRAINED = {
+    "top-k below": {"num_layers": 3},
+    "top-k above": {"num_layers": 3, "indexer": {"top_k": 64}},
+    "shared": {
+        "num_layers": 4,
+        "indexer": {"types": ["full", "shared", "shared", "full"]},
+    },
+    "shared, top-k above": {
+        "num_layers": 3,
+        "indexer": {"top_k": 64, "types": ["full", "shared", "full"]},
+    },
+    "deepseek v3.2": {"family": "deepseek_v32", "num_experts": 16, "rope_scaling": YARN},
+}
+
+
+def naive_losses(module, pack):
+    """Return each indexer's loss in float64: KL of its scores to the mean attention it serves.
+
+    Attention and scores are whole matrices, made from each layer's detached input.
+    """
+    token_ids, positions, cu_seqlens = pack
+    documents, mla = Documents(cu_seqlens, 30), module.config.mla
+    turned = rotary_angles(
+        positions, 6, module.config.rope_theta, torch.float64, module.config.rope_scaling
+    )
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    is_past = (document[:, None] == document) & torch.ones(sum(LENGTHS), sum(LENGTHS)).tril().bool()
+    hidden, choice, scores, served = module.embed_tokens(token_ids), None, [], []
+    for layer in module.layers:
+        attention, x = layer.self_attn, layer.input_layernorm(hidden).detach()
+        q_compressed = attention.q_a_layernorm(attention.q_a_proj(x)).detach()
+        if (indexer := attention.indexer) is not None:
+            q = indexer.wq_b(q_compressed).unflatten(-1, (-1, 12))
+            k = indexer.k_norm(indexer.wk(x))[:, None]
+            q, k = (
+                torch.cat((indexer.rotate(one[..., :6], turned), one[..., 6:]), -1)
+                for one in (q, k)
+            )
+            weights_proj = indexer.weights_proj(x) * (q.shape[1] * 12) ** -0.5
+            products = torch.einsum("tji,si->tjs", q, k[:, 0]).relu()
+            score = torch.einsum("tj,tjs->ts", weights_proj, products)
+            score = score.masked_fill(~is_past, -torch.inf)
+            worst = score.sort(dim=1, descending=True).values[:, : mla.indexer.top_k][:, -1:]
+            is_chosen = is_past & (score >= worst)
+            scores.append(score.masked_fill(~is_chosen, -torch.inf))
+            served.append([])
+        with torch.no_grad():
+            q_nope, q_rope = (
+                attention.q_b_proj(q_compressed).unflatten(-1, (-1, 16)).split((10, 6), -1)
+            )
+            latent, k_rope = attention.kv_a_proj_with_mqa(x).split((20, 6), -1)
+            k_nope = attention.kv_b_proj(attention.kv_a_layernorm(latent)).unflatten(-1, (4, -1))
+            q = torch.cat((q_nope, rotate_pairs(q_rope, turned)), -1)
+            k_rope = rotate_pairs(k_rope[:, None], turned).expand(-1, 4, -1)
+            k = torch.cat((k_nope[..., :10], k_rope), -1)
+            logits = torch.einsum("thk,shk->hts", q, k) * attention.scale
+            served[-1].append(logits.masked_fill(~is_chosen, -torch.inf).softmax(-1).sum(0) / 4)
+            hidden, _, choice = layer(hidden, turned, documents, None, choice)
+    losses = []
+    for score, attentions in zip(scores, served, strict=True):
+        log_q = score.log_softmax(-1).masked_fill(score.isneginf(), 0.0)
+        each = [torch.xlogy(p, p).sum() - (p * log_q).sum() for p in attentions]
+        losses.append(torch.stack(each).mean())
+    return losses
+
+
+@pytest.mark.parametrize("fields", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_indexers_learn_attention_and_nothing_else_learns_from_them(
+    fields, is_recomputed, make_model, make_pack
+):
+    pack = make_pack(LENGTHS)
+    model, frozen = drawn(make_model, fields)
+    _, module = drawn(make_model, fields)
+    train_indexers(module)
+    if is_recomputed:
+        for layer in module.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for one in (frozen, module):
+        (one(*pack).square().sum() + (one.indexer_kl or 0.0)).backward()
+    assert frozen.indexer_kl is None
+    exact = build(model, torch.float64)
+    exact.load_state_dict(module.state_dict())
+    train_indexers(exact)
+    losses = naive_losses(exact, pack)
+    assert close(module.indexer_kl, sum(losses).detach())
+    sum(losses).backward()
+    wanted = {name: one.grad for name, one in exact.named_parameters() if ".indexer." in name}
+    without = dict(frozen.named_parameters())
+    assert len(wanted) == 5 * len(losses)
+    for name, parameter in module.named_parameters():
+        if name in wanted:
+            # sums of terms of both signs cancel, so 1e-4 of the norm instead of 1e-5
+            assert (parameter.grad - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
+        elif name != "lm_head.weight":  # not called
+            assert torch.equal(parameter.grad, without[name].grad), name
+    with torch.no_grad():
+        module(*pack)
+    assert module.indexer_kl is None, "without gradients nothing is computed for the loss"

@@ -81,7 +81,7 @@ def manifest(**orchestrator: Any) -> Manifest:
             "mesh": {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "cp_style": "ulysses",
             "ep_backend": "torch"},
             "fsdp": {"reshard_after_forward": True, "reduce_gradients": "step",
-            "cpu_offload": False}, "attention": "auto", "lora": None,
+            "cpu_offload": False}, "attention": "auto", "lora": None, "indexer": "frozen",
             "param_dtype": "float32", "compute_dtype": "float32",
             "reduce_dtype": "float32", "compile": False,
             "memory": {

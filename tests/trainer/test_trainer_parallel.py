@@ -76,8 +76,10 @@ NETWORKS = {
     "adapted": MIXTURE,
     "latent": LATENT,
     "latent-dense": DENSE_LATENT,
+    "indexing": LATENT,
 }
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
+TRAINERS = {"adapted": ADAPTERS, "indexing": {"indexer": "train"}}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
 FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}
@@ -126,6 +128,14 @@ CASES = {
         f"latent-dense_{name}": {"mesh": LATENT_MESHES[name], "model": DENSE_LATENT}
         for name in ("dsa4", "ep4_dsa2")
     },
+    **{
+        f"indexing_{name}": {
+            "mesh": MESHES[name],
+            "model": LATENT,
+            "trainer": TRAINERS["indexing"],
+        }
+        for name in ("fsdp2", "hsdp", "ep2")
+    },
     "mixtral_fsdp2": {"mesh": MESHES["fsdp2"], "model": MIXTRAL},
     **{
         f"eight_{name}": {"mesh": MESHES[name], "model": EIGHT, "fp8": FP8}
@@ -160,7 +170,10 @@ AGAIN = {
     **{
         f"{name}_again": {
             **CASES[name],
-            "trainer": {"memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}}},
+            "trainer": {
+                **CASES[name].get("trainer", {}),
+                "memory": {**MEMORY, "activation_checkpointing": {"kind": "full"}},
+            },
         }
         for name in (
             "mixture_ep2",
@@ -171,12 +184,16 @@ AGAIN = {
             "latent_dsa4",
             "latent_ep4_dsa2",
             "latent-dense_dsa4",
+            "indexing_ep2",
         )
     },
     **{
         f"{name}_again": {
             **CASES[name],
-            "trainer": {"memory": {**MEMORY, "activation_checkpointing": KEEPING}},
+            "trainer": {
+                **CASES[name].get("trainer", {}),
+                "memory": {**MEMORY, "activation_checkpointing": KEEPING},
+            },
         }
         for name in (
             "mixture_ep4",
@@ -186,6 +203,7 @@ AGAIN = {
             "replayed_ep2_ring2",
             "latent_dsa2",
             "latent_fsdp2_dsa2",
+            "indexing_fsdp2",
         )
     },
 }
@@ -247,8 +265,8 @@ def alone(ran):
     """{network: (metrics, gradients)} of one device."""
     folder, found = ran[0], {}
     for network, model in NETWORKS.items():
-        adapters, fp8 = ADAPTERS if network == "adapted" else None, FP8 if model is EIGHT else None
-        spec = spec_of({"model": model, "trainer": adapters, "fp8": fp8})
+        fp8 = FP8 if model is EIGHT else None
+        spec = spec_of({"model": model, "trainer": TRAINERS.get(network), "fp8": fp8})
         learner = make_learner(spec, folder / network)
         canary = learner.logprobs(CANARY)
         metrics, gradients = one_step(learner, documents(spec, network.startswith("replayed")))
@@ -285,6 +303,9 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
         assert 0.3 < metrics[name][0]["routes_differ"] < 0.95  # made-up routes, of 3 in 8
     else:
         assert metrics[name][0]["routes_missing"] is metrics[name][0]["routes_differ"] is None
+    learns = name.startswith("indexing")
+    assert (metrics[name][0]["indexer_kl"] is not None) == learns
+    assert any(".indexer." in each for each in found) == learns
 
 
 @pytest.mark.parametrize("name", AGAIN)

@@ -189,6 +189,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 },
                 "attention": "auto",
                 "lora": None,
+                "indexer": "frozen",
                 "param_dtype": "float32",
                 "compute_dtype": "float32",
                 "reduce_dtype": "float32",

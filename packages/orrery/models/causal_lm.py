@@ -18,7 +18,7 @@ from orrery.kernels.attention import Documents
 from orrery.kernels.token_logprob import ChunkTokens, token_logprob
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import EXPERT_GROUPS
-from orrery.models.latent_attention import LatentAttention
+from orrery.models.latent_attention import ChosenKeys, LatentAttention
 from orrery.models.layers import Attention, FeedForward, MixtureOfExperts, rotary_angles
 
 # Our parameter name → HF's names, with `{layer}` in both. HF has one tensor per `{expert}`, an
@@ -58,6 +58,7 @@ class CausalLm(nn.Module):
     lm_head: Any
     names: Names | None = None  # set if they depend on more than the family
     num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
+    indexer_kl: Tensor | None = None  # f32 [], of the latest forward pass (see `ChosenKeys`)
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -150,20 +151,20 @@ class TransformerBlock(nn.Module):
         angles: Sequence[Tensor],
         documents: Documents,
         replayed_TK: Tensor | None = None,
-        chosen_TK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        choice: ChosenKeys | None = None,
+    ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
         """Return the output [T, D], the number of differing routes and sparse attention's keys."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
-            out_TD, chosen_TK = self.self_attn(inner_TD, angles, documents, chosen_TK)
+            out_TD, choice = self.self_attn(inner_TD, angles, documents, choice)
         else:
             out_TD = self.self_attn(inner_TD, angles, documents)
         x_TD = x_TD + out_TD
         inner_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, MixtureOfExperts):
             out_TD, num_differing = self.mlp(inner_TD, replayed_TK)
-            return x_TD + out_TD, num_differing, chosen_TK
-        return x_TD + self.mlp(inner_TD), None, chosen_TK
+            return x_TD + out_TD, num_differing, choice
+        return x_TD + self.mlp(inner_TD), None, choice
 
 
 class Decoder(CausalLm):
@@ -192,14 +193,16 @@ class Decoder(CausalLm):
             rotary_dim = config.mla.rope_head_dim
         rotary = (rotary_dim, config.rope_theta)
         angles = rotary_angles(positions_T, *rotary, hidden_TD.dtype, config.rope_scaling)
-        differ, chosen_TK = [], None
+        differ: list[Tensor] = []
+        choice: ChosenKeys | None = None
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
         for index, layer in enumerate(self.layers):
             replayed_TK = None if routes is None or index < first else routes[:, index - first]
-            hidden_TD, num_differing, chosen_TK = layer(
-                hidden_TD, angles, documents, replayed_TK, chosen_TK
+            hidden_TD, num_differing, choice = layer(
+                hidden_TD, angles, documents, replayed_TK, choice
             )
             if num_differing is not None:
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
+        self.indexer_kl = None if choice is None else choice.kl
         return self.norm(hidden_TD)

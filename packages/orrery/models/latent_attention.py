@@ -7,11 +7,12 @@ W = C + R · I width of the indexer's keys · K chosen keys
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
 - While no document is longer than the indexer's `top_k`, all layers are dense.
-- The indexer is frozen: its choice passes no gradient.
+- A choice passes no gradient. Indexers are frozen, or learn (`train_indexers`) the mean attention
+  of the layers that they serve, by a loss without a gradient to other weights.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.sparse_index import select_keys
+from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
 from orrery.models.layers import apply_rotary, yarn_scale
@@ -33,6 +35,14 @@ def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
     return apply_rotary(x_THR, *angles)
+
+
+class ChosenKeys(NamedTuple):
+    """Keys chosen by an indexer. Where it learns: their scores, and the sum of all KL before."""
+
+    chosen_TK: Tensor  # i32 indices of keys, −1 for none
+    score_TK: Tensor | None = None
+    kl: Tensor | None = None  # float32 []
 
 
 class KeyIndexer(nn.Module):
@@ -52,11 +62,13 @@ class KeyIndexer(nn.Module):
         self.weights_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.requires_grad_(False)
 
-    @torch.no_grad()
-    def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> Tensor:
-        return self._rotate(self.k_norm(self.wk(x_TD))[:, None], angles)[:, 0]
+    @property
+    def learns(self) -> bool:
+        return self.wk.weight.requires_grad and torch.is_grad_enabled()
 
-    @torch.no_grad()
+    def keys(self, x_TD: Tensor, angles: Sequence[Tensor]) -> Tensor:
+        return self._rotate(self.k_norm(self.wk(x_TD.detach()))[:, None], angles)[:, 0]
+
     def forward(
         self,
         x_TD: Tensor,
@@ -64,12 +76,15 @@ class KeyIndexer(nn.Module):
         angles: Sequence[Tensor],
         k_SI: Tensor,
         ranges: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Return i32 [T, top_k] indices of keys in k, −1 for none."""
+        longest: int,
+    ) -> ChosenKeys:
+        """Choose `top_k` keys, or `longest` if no document has more."""
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
-        q_TJI = self._rotate(self.wq_b(q_TC).unflatten(-1, (num_heads, width)), angles)
-        weight_TJ = self.weights_proj(x_TD).float() * (num_heads * width) ** -0.5
-        return select_keys(q_TJI, k_SI, weight_TJ, *ranges, self.indexer.top_k)
+        q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
+        weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
+        scored = q_TJI, k_SI, weight_TJ
+        chosen_TK = select_keys(*scored, *ranges, min(self.indexer.top_k, longest))
+        return ChosenKeys(chosen_TK, chosen_scores(*scored, chosen_TK) if self.learns else None)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
         turning, still = x_TJI[..., : self.rotary_dim], x_TJI[..., self.rotary_dim :]
@@ -117,7 +132,9 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
         self.keys: nn.Module = LocalKeys()
-        self.indexer = None
+        self.indexer, self.num_served = None, 1
+        if (indexer := mla.indexer) and indexer.types is not None:
+            self.num_served = num_served(indexer.types, index)
         if (indexer := mla.indexer) and (indexer.types is None or indexer.types[index] == "full"):
             self.indexer = KeyIndexer(hidden_size, mla, indexer, config.family == "glm5")
 
@@ -126,36 +143,56 @@ class LatentAttention(nn.Module):
         x_TD: Tensor,
         angles: Sequence[Tensor],
         documents: Documents,
-        chosen_TK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, D] and the chosen keys, None if all layers are dense.
+        choice: ChosenKeys | None = None,
+    ) -> tuple[Tensor, ChosenKeys | None]:
+        """Return the output [T, D] and the chosen keys, None if there is no choice to make.
 
-        A layer without an indexer attends to `chosen_TK` of the layer before it.
+        A layer without an indexer attends to the `choice` of the layer before it.
         """
-        mla = self.mla
+        mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
+        if indexer is not None and not is_sparse and not indexer.learns:
+            indexer = None
         latent_TC, k_TR = self.kv_a_proj_with_mqa(x_TD).split(
             (mla.kv_lora_rank, mla.rope_head_dim), dim=-1
         )
         k_TR = rotate_pairs(k_TR[:, None], angles)[:, 0]
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
-        if is_sparse and self.indexer is not None:
-            keys.append(self.indexer.keys(x_TD, angles))
+        if indexer is not None:
+            keys.append(indexer.keys(x_TD, angles))
         sent = self.keys.send(keys, documents, is_sparse)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
         q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
         q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
         q_THR = rotate_pairs(q_THR, angles)
         kv_SW, *k_SI = self.keys.receive(sent)
-        if not is_sparse:
-            out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
-            return self.o_proj(out_THV.flatten(1)), None
-        if self.indexer is not None:
+        if indexer is not None:
+            kl = None if choice is None else choice.kl
             ranges = self.keys.ranges(documents, x_TD.shape[0])
-            chosen_TK = self.indexer(x_TD, q_TC, angles, *k_SI, ranges)
-        assert chosen_TK is not None  # the schema wants an indexer in the first layer
-        out_THV = self._attend_sparsely(q_THN, q_THR, kv_SW, chosen_TK)
-        return self.o_proj(out_THV.flatten(1)), chosen_TK
+            choice = indexer(x_TD, q_TC, angles, *k_SI, ranges, documents.max_seqlen)
+            choice = choice._replace(kl=kl)
+        if choice is not None and choice.score_TK is not None:
+            choice = self._with_loss(choice, q_THN, q_THR, kv_SW)
+        if is_sparse:
+            assert choice is not None  # the schema wants an indexer in the first layer
+            out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, choice.chosen_TK)
+        else:
+            out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
+        return self.o_proj(out_THV.flatten(1)), choice
+
+    def _with_loss(
+        self, choice: ChosenKeys, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor
+    ) -> ChosenKeys:
+        """Add this layer's share of the indexer's loss: the KL to attention, summed over queries.
+
+        The gradient is that of the KL to the mean attention of the layers that the indexer serves.
+        """
+        with torch.no_grad():
+            q_THW = self._absorb(q_THN, q_THR)
+            attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
+        kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
+        kl = kl_T.sum() / self.num_served
+        return choice._replace(kl=kl if choice.kl is None else choice.kl + kl)
 
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
@@ -178,14 +215,32 @@ class LatentAttention(nn.Module):
         out_THK = varlen_attention(q_THK, k_SHK, v_SHK, of_q, documents_k=of_k)
         return out_THK[..., :value_width]
 
-    def _attend_sparsely(
-        self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, chosen_TK: Tensor
-    ) -> Tensor:
-        """Attend in latent space: heads share keys, and `kv_b_proj` moves to queries and output."""
-        mla = self.mla
-        up_HUC = self.kv_b_proj.weight.unflatten(0, (q_THN.shape[1], -1))
-        key_HNC, value_HVC = up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
+    def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
+        """Return queries [T, H, W] of latent keys, which all heads share."""
+        key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
-        q_THW = torch.cat((q_THC, q_THR), dim=-1)
-        out_THC, _ = sparse_mla(q_THW, kv_SW, chosen_TK, self.scale, mla.kv_lora_rank)
+        return torch.cat((q_THC, q_THR), dim=-1)
+
+    def _attend_sparsely(self, q_THW: Tensor, kv_SW: Tensor, chosen_TK: Tensor) -> Tensor:
+        _, value_HVC = self._up_projections()
+        out_THC, _ = sparse_mla(q_THW, kv_SW, chosen_TK, self.scale, self.mla.kv_lora_rank)
         return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))
+
+    def _up_projections(self) -> tuple[Tensor, ...]:
+        """Return the parts [H, ·, C] of `kv_b_proj` that move to queries and to the output."""
+        mla = self.mla
+        up_HUC = self.kv_b_proj.weight.unflatten(0, (-1, mla.nope_head_dim + mla.value_head_dim))
+        return up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
+
+
+def num_served(types: Sequence[str], index: int) -> int:
+    """Return the number of layers that share the choice of layer `index`."""
+    first = max(i for i in range(index + 1) if types[i] == "full")
+    after = (i for i in range(first + 1, len(types)) if types[i] == "full")
+    return next(after, len(types)) - first
+
+
+def train_indexers(module: nn.Module) -> None:
+    for one in module.modules():
+        if isinstance(one, KeyIndexer):
+            one.requires_grad_(True)

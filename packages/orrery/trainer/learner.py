@@ -182,6 +182,8 @@ class Learner:
             set_gradient_sync(self.policy, is_last, self.trainer.fsdp)
             logprob, entropy = self.policy(batch)
             value, part = loss(logprob, entropy, batch.loss, totals, self.loss)
+            if (indexer_kl := self.policy.network.indexer_kl) is not None:
+                value = value + indexer_kl / max(1, *totals.values())
             if is_last:
                 self.optimizer.prefetch()
             value.backward()
@@ -194,6 +196,7 @@ class Learner:
                 batch.routes_missing,
                 batch.routes_replayed,
                 self.policy.network.num_routes_differ,
+                indexer_kl,
             )
         reshard_all(self.policy)
         if arrivals.count != count:
@@ -213,7 +216,9 @@ class Learner:
                     f"step {step}: the batch announces {totals[name]} {name} tokens, but has "
                     f"{found:.0f}, so its loss would be normalised wrongly"
                 )
-        return _metrics(values, float(sums.peaks))
+        has_kl = self.trainer.indexer == "train"
+        indexer_kl = values["indexer_kl"] / values["tokens"] if has_kl else None
+        return _metrics(values, float(sums.peaks)) | {"indexer_kl": indexer_kl}
 
     def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
         """Sum `sums` in place over all ranks. Raise RunFailed if one is not finite. A

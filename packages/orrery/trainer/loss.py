@@ -9,6 +9,7 @@ advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
+With `trainer.indexer` "train" the learner adds the indexers' KL over max_c N_c.
 """
 
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class StepSums:
         "members_rl", "members_cross_entropy", "members_reference_kl",
         "entropy", "scored", "mismatch_kl", "mismatch_kl_same_weights", "same_weights", "masked",
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
+        "indexer_kl",
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
@@ -63,9 +65,17 @@ class StepSums:
         routes_missing: int,
         routes_replayed: int,
         routes_differ: torch.Tensor | None,
+        indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add to the last five sums: samples, tokens and routes."""
-        counts = (num_samples, num_tokens, routes_missing, routes_replayed, routes_differ)
+        """Add to the last six sums: samples, tokens, routes and the indexers' KL."""
+        counts = (
+            num_samples,
+            num_tokens,
+            routes_missing,
+            routes_replayed,
+            routes_differ,
+            None if indexer_kl is None else indexer_kl.detach(),
+        )
         for index, number in enumerate(counts, -len(counts)):
             if number is not None:
                 self.sums[index] += number
@@ -97,7 +107,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` fills the last five sums.
+    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` fills the last six sums.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0
@@ -132,7 +142,7 @@ def loss(
             torch.where(same, kl, torch.zeros_like(kl)).sum(),
             same.sum(),
             (~keep & in_rl).sum(),
-            *logprob.new_zeros(5),
+            *logprob.new_zeros(6),
         ]
         peak = torch.where(same, log_ratio.abs(), torch.full_like(log_ratio, -1.0)).max().reshape(1)
     return total, StepSums(torch.stack([value.double() for value in sums]), peak)

@@ -249,7 +249,9 @@ Attention = Literal["auto", "fa2", "fa3", "fa4", "cudnn", "plain"]
 class Trainer(Record):
     """The RL trainer. SFT uses the same mesh, precision and memory.
 
-    `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
+    - `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
+    - `indexer` "train": indexers of sparse attention learn the attention of their layers
+      (`kernels/sparse_index_loss.py`). "frozen": they stay as in the checkpoint.
     """
 
     mesh: Mesh
@@ -261,6 +263,7 @@ class Trainer(Record):
     attention: Attention
     memory: Memory
     lora: Lora | None
+    indexer: Literal["frozen", "train"]
     optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat

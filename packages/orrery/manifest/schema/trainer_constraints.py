@@ -42,9 +42,22 @@ def trainer_misfits(
         yield from adapters
         return
     yield from context_misfits(trainer.mesh, model, devices)
+    yield from _indexer_misfits(trainer, model)
     yield from _spread_misfits(trainer, model, accelerator)
     yield from _attention_misfits(trainer, model, accelerator)
     yield from _fp8_misfits(trainer, model, accelerator)
+
+
+def _indexer_misfits(trainer: Trainer, model: Model) -> Iterator[str]:
+    if trainer.indexer == "frozen":
+        return
+    what, off = "trainer.indexer 'train'", "set trainer.indexer to 'frozen'"
+    if model.mla is None or model.mla.indexer is None:
+        yield f"{what}: family {model.family!r} has no indexers; {off}"
+    if trainer.lora is not None:
+        yield f"{what} with trainer.lora: engines would get no indexers, only adapters; {off}"
+    if trainer.mesh.cp > 1:
+        yield f"{what} with trainer.mesh.cp {trainer.mesh.cp}: needs whole documents; {off}"
 
 
 def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, fp8, lora
 from orrery.models.causal_lm import CausalLm
+from orrery.models.latent_attention import train_indexers
 from orrery.trainer.parallel import (
     activation_offload,
     blocks,
@@ -47,7 +48,10 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
     """
     param_dtype = getattr(torch, trainer.param_dtype)
     if trainer.lora is None:
-        return build(model, param_dtype, device)
+        network = build(model, param_dtype, device)
+        if trainer.indexer == "train":
+            train_indexers(network)
+        return network
     network = build(model, getattr(torch, trainer.compute_dtype), device)
     lora.adapt(network, trainer.lora, param_dtype)
     return network
