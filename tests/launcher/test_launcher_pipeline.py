@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher.pipeline import checked_in
+from orrery.launcher.pipeline import Pipeline, checked_in, targets_of
 from orrery.launcher.status import read as read_status
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
@@ -35,6 +35,11 @@ def checkout(tmp_path):
     shutil.copy(ROOT / "Snakefile", tmp_path)
     put_orrery(tmp_path, ORRERY)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    return checked_in(Workspace(ROOT))
 
 
 def put_orrery(checkout: Path, text: str) -> None:
@@ -143,20 +148,19 @@ def test_an_edited_spec_is_refused_until_it_is_rendered_and_then_a_new_run(check
     assert len(before) == 1 and len(pipeline.folders) > 1
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "{ odd: 1 }", "{ odd:"])
-def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkout, text):
-    (checkout / "jsonnet/runs/odd.jsonnet").write_text(text)
+def test_a_broken_spec_is_named_and_leaves_the_runs_of_other_files_alone(checkout):
+    for number, text in enumerate(("[1, 2]", "{ odd: 1 }", "{ odd:")):
+        (checkout / f"jsonnet/runs/odd_{number}.jsonnet").write_text(text)
     result = snakemake(checkout, "-n", "reverse_text")
     assert result.returncode == 0, result.stderr
-    (warning,) = [
-        line
-        for line in result.stderr.splitlines()
-        if line.startswith("warning: jsonnet/runs/odd.jsonnet")
-    ]
-    assert (
-        warning.endswith("; the runs of this file are left out")
-        and "Traceback" not in result.stderr
-    )
+    for number in range(3):
+        (warning,) = [
+            line
+            for line in result.stderr.splitlines()
+            if line.startswith(f"warning: jsonnet/runs/odd_{number}.jsonnet")
+        ]
+        assert warning.endswith("; the runs of this file are left out")
+    assert "Traceback" not in result.stderr
 
 
 def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
@@ -204,14 +208,24 @@ def test_make_demo_with_a_misspelt_run_says_which_one_was_meant(checkout):
         ),
     ],
 )
-def test_a_misspelt_target_is_one_sentence_with_what_was_meant(checkout, targets, says):
-    [folder] = checked_in(Workspace(checkout)).folders["reverse_text"]
+def test_a_misspelt_target_is_one_sentence_with_what_was_meant(pipeline, targets, says):
+    [folder] = pipeline.folders["reverse_text"]
+    words = [target.replace("FOLDER", folder) for target in targets]
+    with pytest.raises(OrreryError) as raised:
+        pipeline.check_targets(targets_of(["snakemake", "--profile", "local", *words]))
+    [line] = str(raised.value).splitlines()
+    assert says.replace("FOLDER", folder) in line
+
+
+def test_snakemake_prints_that_sentence_alone_and_starts_nothing(checkout):
     result = snakemake(
-        checkout, "--profile", "local", *(target.replace("FOLDER", folder) for target in targets)
+        checkout, "--profile", "local", "-n", "reverse_text", "--", "reverse_text_seed"
     )
     assert result.returncode == 1 and not (checkout / "runs").exists()
     [line] = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-    assert line.startswith("error: ") and says.replace("FOLDER", folder) in line
+    assert line.startswith("error: ") and (
+        "a group of runs; did you mean 'reverse_text_seed" in line
+    )
     assert "Exception" not in result.stderr and "Traceback" not in result.stderr
 
 

@@ -18,19 +18,44 @@ from orrery.tasks.scorer_pool import ScorerPool
 from orrery.tasks.task import JudgeBroken
 
 HANGS = "9**9**9**9"
+WAITS = "__import__('time').sleep(600)"
 TASK = task_use(
     "reasoning_gym", family="spiral_matrix", config={}
 )  # its scorer takes an answer that evaluates to the right list as 0.1
 
 
+@pytest.fixture(scope="module")
+def spare():
+    """A process that no test has ended, for the next test: its imports take a second."""
+    scorers = []
+    yield scorers
+    for scorer in scorers:
+        scorer.end()
+
+
 @pytest.fixture
-def kept(monkeypatch):
-    """Scorers of this test's own, two at most, with little time."""
+def kept(monkeypatch, spare):
+    """A pool of this test's own, of two scorers at most, with little time."""
     mine = ScorerPool(num_scorers=2, limit_s=2.0)
     monkeypatch.setattr(orrery.tasks.reasoning_gym, "SCORERS", mine)
+    mine._idle += spare
+    spare.clear()
+    for scorer in mine._idle:
+        scorer.num_until_canary = 0
     yield mine
     for scorer in mine._idle:
-        scorer.end()
+        if spare or scorer.process.poll() is not None:
+            scorer.end()
+        else:
+            spare.append(scorer)
+
+
+@pytest.fixture
+def unstarted(kept, spare):
+    """The same pool, before its first process starts."""
+    spare += kept._idle
+    kept._idle.clear()
+    return kept
 
 
 @pytest.fixture
@@ -71,26 +96,26 @@ async def test_an_answer_that_exits_ends_nobody_but_its_own_scorer(task, leaves)
 
 
 async def test_an_answer_that_hangs_holds_up_one_scorer_of_all_and_there_are_no_more_than_there_may(
-    kept, task
+    unstarted, task
 ):
     ended = []
-    scored = [asyncio.create_task(said(task, text)) for text in (HANGS, *["RIGHT"] * 20)]
+    scored = [asyncio.create_task(said(task, text)) for text in (WAITS, *["RIGHT"] * 20)]
     for number, one in enumerate(scored):
         one.add_done_callback(lambda _, number=number: ended.append(number))
     await asyncio.gather(*scored)
     assert ended[-1] == 0 and [one.result().reward for one in scored] == [0.0, *[1.0] * 20]
-    assert len(kept._idle) == 2
+    assert len(unstarted._idle) == 2
 
 
 async def test_the_limit_counts_from_an_answers_turn(kept, task):
     kept.num_scorers = 1
-    waits_longer_than_the_limit = [HANGS, "RIGHT"]
+    waits_longer_than_the_limit = [WAITS, "RIGHT"]
     judged = await asyncio.gather(*(said(task, text) for text in waits_longer_than_the_limit))
     assert [one.reward for one in judged] == [0.0, 1.0]
 
 
 async def test_an_answer_finds_neither_the_token_nor_a_file_nor_room_for_one(
-    task, monkeypatch, tmp_path
+    unstarted, task, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MY_PASSWORD", "secret")
@@ -193,23 +218,21 @@ found = any(bytes.fromhex(HALF) + bytes.fromhex(OTHER) in each for each in seen(
 
 
 @pytest.mark.parametrize("asks_as", ["whoever tests", "an ordinary user"])
-@pytest.mark.parametrize("through", ["itself", "a program that it starts"])
 def test_an_answer_reads_the_token_of_the_process_that_asks_neither_in_variables_nor_in_memory(
-    through, asks_as, tmp_path
+    asks_as, tmp_path
 ):
     """The answer holds the token in two parts, so that it does not find itself."""
     token = "5ca1ab1e0ddba11"
     reads = READS_ALL.replace("HALF", repr(token[:7].encode().hex())).replace(
         "OTHER", repr(token[7:].encode().hex())
     )
-    reads = reads.replace("LAST", "3" if through == "itself" else "4")
-    found = f"(names := {{}}, exec({reads!r}, names), names['found'])[2]"
-    if through != "itself":
-        program = [sys.executable, "-c", f"{reads}print(found)"]
-        found = (
-            f"__import__('subprocess').run({program!r}, capture_output=True).stdout != b'False\\n'"
-        )
-    (tmp_path / "answer").write_text(f"RIGHT if {found} else []")
+    itself = f"(names := {{}}, exec({reads.replace('LAST', '3')!r}, names), names['found'])[2]"
+    program = [sys.executable, "-c", f"{reads.replace('LAST', '4')}print(found)"]
+    a_program = (
+        f"__import__('subprocess').run({program!r}, capture_output=True).stdout != b'False\\n'"
+    )
+    (tmp_path / "itself").write_text(f"RIGHT if {itself} else []")
+    (tmp_path / "a program that it starts").write_text(f"RIGHT if {a_program} else []")
     code = f"""
 import asyncio
 import orrery.tasks.reasoning_gym as gym
@@ -221,7 +244,9 @@ if {asks_as == "an ordinary user"}:
 token = take()
 assert len(token) == {len(token)}
 item = gym.Family("spiral_matrix", {{}}).dataset(0)[0]
-answers = open({str(tmp_path / "answer")!r}).read(), "RIGHT if True else []"
+files = "itself", "a program that it starts"
+answers = [open({str(tmp_path)!r} + "/" + file).read() for file in files]
+answers.append("RIGHT if True else []")
 async def main():
     scorers = ScorerPool(limit_s=60.0)
     texts = [each.replace("RIGHT", repr(item["answer"].split())) for each in answers]
@@ -238,11 +263,11 @@ asyncio.run(main())
         text=True,
         timeout=120,
     )
-    assert asks.stdout == "[0.0, 0.1]\n", asks.stderr
+    assert asks.stdout == "[0.0, 0.0, 0.1]\n", asks.stderr
 
 
 async def test_a_scorer_that_knows_known_answers_no_more_ends_the_run(
-    kept, task, monkeypatch, tmp_path
+    unstarted, task, monkeypatch, tmp_path
 ):
     module = (
         "from reasoning_gym.algorithmic.spiral_matrix import SpiralMatrixDataset as S\n"
@@ -281,14 +306,14 @@ async def test_a_scorer_whose_answer_nobody_waits_for_does_not_give_it_to_the_ne
     assert (await said(task, "RIGHT")).reward == 1.0
 
 
-async def test_a_start_that_nobody_waits_for_any_more_serves_the_next_answer(kept, task):
+async def test_a_start_that_nobody_waits_for_any_more_serves_the_next_answer(unstarted, task):
     given_up = asyncio.create_task(said(task, "RIGHT"))
     await asyncio.sleep(0.1)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    [scorer] = kept._idle
-    assert (await said(task, "RIGHT")).reward == 1.0 and kept._idle == [scorer]
+    [scorer] = unstarted._idle
+    assert (await said(task, "RIGHT")).reward == 1.0 and unstarted._idle == [scorer]
 
 
 async def test_a_scorer_that_ended_while_idle_costs_no_answer(kept, task):
@@ -308,7 +333,7 @@ def test_processes_survive_a_change_of_event_loop_and_signals_to_the_group(kept,
     assert kept._idle == [scorer]
 
 
-async def test_a_scorer_that_cannot_start_is_no_answers_fault(task, monkeypatch):
+async def test_a_scorer_that_cannot_start_is_no_answers_fault(unstarted, task, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
         OrreryError,
@@ -352,14 +377,14 @@ except OrreryError as error:
     assert said.startswith(expected[seed])
 
 
-@pytest.mark.parametrize("text", ["wrong", "__import__('time').sleep(600)"])
-def test_no_scorer_outlives_who_started_it(text):
+def test_no_scorer_outlives_who_started_it():
     question = Family("spiral_matrix", {}).dataset(0)[0]["question"]
     code = f"""
 import asyncio, orrery.tasks.reasoning_gym as gym
 async def main():
     request = ["spiral_matrix", {{}}, 0, {question!r}]
-    asyncio.create_task(gym.SCORERS.score("reasoning_gym", request, {text!r}))
+    for text in ("wrong", {WAITS!r}):
+        asyncio.create_task(gym.SCORERS.score("reasoning_gym", request, text))
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -368,9 +393,11 @@ asyncio.run(main())
     )
     try:
         limit_s = time.monotonic() + 60
-        while not (found := psutil.Process(parent.pid).children()) or not _is_limited(found[0].pid):
+        found = []
+        while len(found) < 2 or not all(_is_limited(scorer.pid) for scorer in found):
             assert time.monotonic() < limit_s and parent.poll() is None
             time.sleep(0.02)
+            found = psutil.Process(parent.pid).children()
     finally:
         parent.kill()
         parent.wait()
