@@ -9,9 +9,7 @@ No row starts after `--seconds`. A row that fails says why, and the others go on
     python benchmarks/kernels/sparse_mla.py
 """
 
-import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +18,21 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import BYTES, GEMM_FLOPS, copy_out, milliseconds, relative_error
+from timing import (
+    BYTES,
+    GEMM_FLOPS,
+    copy_out,
+    guarded,
+    limited_run,
+    milliseconds,
+    relative_error,
+    seconds,
+)
 
 from orrery.kernels import flash_mla
 from orrery.kernels.sparse_mla import HAS_TRITON, Backend, reference_sparse_mla, sparse_mla
 from record import record
 
-STARTED = time.monotonic()
 GOAL = 210  # TFLOP/s, backward with random indices of 131,072 keys
 TOLERANCE = 1.5e-2  # p, d logit and rows of pairs round to bfloat16: at most 2⁻⁹ each
 SCALE = 256**-0.5
@@ -123,24 +129,6 @@ def outcome(function: Callable[..., Any], data: list[Tensor], width: int, **opti
     q, kv = (x.detach().requires_grad_() for x in data[:2])
     out, lse = function(q, kv, data[3], SCALE, width, **options)
     return [out.detach(), lse, *torch.autograd.grad(out, (q, kv), data[2].to(out.dtype))]
-
-
-def guarded(
-    variant: str, until_s: float, measure: Callable[..., dict[str, Any]], *given: Any
-) -> dict[str, Any]:
-    """Return a row: what `measure` returns, or why it failed or did not run."""
-    row: dict[str, Any] = {"variant": variant, "unit": "TFLOP/s", "value": None, "goal": None}
-    if time.monotonic() - STARTED > until_s:
-        row["left_out"] = "out of time"
-    else:
-        try:
-            row |= measure(*given)
-        except Exception as error:
-            row["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
-    facts = {key: value for key, value in row.items() if key not in ("variant", "unit", "goal")}
-    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
-    print(f"{variant}: {', '.join(shown)}", flush=True)
-    return row
 
 
 def checked(shape: Shape, backend: Backend, device: str) -> dict[str, Any]:
@@ -277,21 +265,16 @@ def time_all(backends: list[Backend], smoke: bool, device: str, until_s: float) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time")
-    options = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    if not options.smoke and not has_gpu:
-        sys.exit("sparse_mla: there is no GPU here; run it on a host with one, or with --smoke")
+    smoke, until_s, device = limited_run("sparse_mla", __doc__)
+    has_gpu = device == "cuda"
     backends: list[Backend] = ["triton"] if has_gpu and HAS_TRITON else ["plain"]
     if flash_mla.load() is not None:
         backends.insert(0, "flash_mla")
-    given = (backends, options.smoke, "cuda" if has_gpu else "cpu", options.seconds)
+    given = (backends, smoke, device, until_s)
     checks = check_all(*given)
     rows = time_all(*given)
     failed = [row["variant"] for row in checks if not row.get("passes")]
-    if options.smoke:
+    if smoke:
         sys.exit(f"wrong: {failed}" if failed else 0)
     last = TIMED[-1]
     name = f"backward, {backends[-1]}, random, {last.keys} keys"
@@ -306,7 +289,7 @@ def main() -> None:
         unit="TFLOP/s",
         goal=GOAL,
         better="higher",
-        details={"checks": checks, "seconds": round(time.monotonic() - STARTED, 1)},
+        details={"checks": checks, "seconds": seconds()},
         rows=rows,
     )
     copy_out(path)

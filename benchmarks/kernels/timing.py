@@ -18,6 +18,7 @@ from torch import Tensor
 
 from record import record
 
+STARTED = time.monotonic()
 GEMM_FLOPS = 650e12  # a second, large bfloat16 products
 BYTES = 4.2e12  # a second, device memory
 
@@ -83,3 +84,39 @@ def copy_out(path: Path) -> None:
     """Copy a result to the folder $OUT, if it is set."""
     if os.environ.get("OUT"):
         shutil.copy(path, os.environ["OUT"])
+
+
+def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
+    """Parse `--smoke` and `--seconds`, and return them with the device. Exit without a GPU."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
+    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time")
+    options, has_gpu = parser.parse_args(), torch.cuda.is_available()
+    if not options.smoke and not has_gpu:
+        sys.exit(f"{name}: there is no GPU here; run it on a host with one, or with --smoke")
+    return options.smoke, options.seconds, "cuda" if has_gpu else "cpu"
+
+
+def seconds() -> float:
+    """Return the time since this module was imported."""
+    return round(time.monotonic() - STARTED, 1)
+
+
+def guarded(
+    variant: str, until_s: float, measure: Callable[..., dict[str, Any]], *given: Any
+) -> dict[str, Any]:
+    """Return a row: what `measure` returns, or why it failed or did not run."""
+    row: dict[str, Any] = {"variant": variant, "unit": "TFLOP/s", "value": None, "goal": None}
+    if seconds() > until_s:
+        row["left_out"] = "out of time"
+    else:
+        try:
+            row |= measure(*given)
+        except Exception as error:
+            row["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
+    facts = {key: value for key, value in row.items() if key not in ("variant", "unit", "goal")}
+    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
+    print(f"{variant}: {', '.join(shown)}", flush=True)
+    return row

@@ -9,7 +9,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "kernels"
 
 
-@pytest.mark.parametrize("name", ["adapters", "experts", "lm_head", "sparse_mla"])
+@pytest.mark.parametrize("name", ["adapters", "experts", "lm_head", "sparse_index", "sparse_mla"])
 def test_a_benchmark_runs_to_its_end(name):
     ran = subprocess.run(
         [sys.executable, BENCHMARKS / f"{name}.py", "--smoke"],

@@ -1,6 +1,6 @@
 """Machine code of Triton kernels for Hopper, compiled without a GPU.
 
-Sparse MLA spills no registers, fits shared memory, and multiplies with wgmma.
+Sparse attention's products spill no registers, fit shared memory, and use wgmma.
 
 ptxas 12.8 compiled a tile that was rounded to FP8 once and stored twice, as it is and transposed,
 to code that takes every second transposed byte from a register before anything is written to it.
@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from orrery.kernels import sparse_mla_triton  # noqa: E402
+from orrery.kernels import sparse_index_triton, sparse_mla_triton  # noqa: E402
 from orrery.kernels.fp8 import quantize_triton  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -78,7 +78,7 @@ class Compiler:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps, num_stages=3, **constants):
+    def launch(self, *args, num_warps, num_stages=3, maxnreg=None, **constants):
         types = [POINTERS[x.dtype] if torch.is_tensor(x) else scalar_type(x) for x in args]
         aligned = [i for i, x in enumerate(args) if torch.is_tensor(x) or x % 16 == 0]
         names = self.kernel.arg_names
@@ -88,7 +88,7 @@ class Compiler:
             constexprs={(names.index(name),): value for name, value in constants.items()},
             attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
         )
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.compiled.append(compiled)
 
@@ -178,3 +178,17 @@ def test_sparse_mla_at_true_widths_fits_hopper(num_heads, monkeypatch):
         assert compiled.metadata.shared <= SHARED_BYTES and stack_bytes(compiled) == 0, name
         has_product = name not in ("delta", "sum_pairs")
         assert ("wgmma.mma_async" in compiled.asm["ptx"]) == has_product, name
+
+
+@pytest.mark.parametrize("num_heads", [32, 64])
+def test_the_indexer_at_true_widths_fits_hopper(num_heads, monkeypatch):
+    score, choose = (Compiler(getattr(sparse_index_triton, f"_{n}")) for n in ("score", "choose"))
+    monkeypatch.setattr(sparse_index_triton, "_score", score)
+    monkeypatch.setattr(sparse_index_triton, "_choose", choose)
+    q, k = torch.zeros(8, num_heads, 128).bfloat16(), torch.zeros(4096, 128).bfloat16()
+    weights, ends = torch.zeros(8, num_heads), torch.zeros(8).int()
+    sparse_index_triton.select_keys(q, k, weights, ends, ends, 2048)
+    assert "wgmma.mma_async" in score.compiled[0].asm["ptx"]
+    assert stack_bytes(score.compiled[0]) == 0
+    for (compiled,) in (score.compiled, choose.compiled):
+        assert 2 * compiled.metadata.shared <= SHARED_BYTES, "two programs share a multiprocessor"

@@ -41,17 +41,17 @@ def ranges():
 def indexed(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     num_keys = sum(LENGTHS)
-    q = torch.randn(num_keys, 3, 8, generator=generator).to(dtype)
-    k = torch.randn(num_keys, 8, generator=generator).to(dtype)
-    weights = torch.randn(num_keys, 3, generator=generator)
-    return q, k, weights, *ranges()
+    q = torch.randn(num_keys, 4, 16, generator=generator).to(DEVICE, dtype)
+    k = torch.randn(num_keys, 16, generator=generator).to(DEVICE, dtype)
+    weights = torch.randn(num_keys, 4, generator=generator).to(DEVICE)
+    return q, k, weights, *(x.to(DEVICE) for x in ranges())
 
 
 def attended(top_k, dtype=torch.float32, num_queries=NUM_TOKENS):
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(num_queries, NUM_HEADS, WIDTH, generator=generator).to(DEVICE, dtype)
     kv = torch.randn(sum(LENGTHS), WIDTH, generator=generator).to(DEVICE, dtype)
-    indices = select_keys(*indexed(), top_k)[:num_queries].to(DEVICE)
+    indices = select_keys(*indexed(), top_k, "plain")[:num_queries]
     return q.requires_grad_(), kv.requires_grad_(), indices
 
 
@@ -83,10 +83,12 @@ def assert_near(found, wanted, tolerance):
         assert (one - other).norm() <= tolerance * other.norm()
 
 
+@BACKENDS
 @pytest.mark.parametrize("top_k", [4, 16, 64])
-def test_chosen_keys_are_the_best_of_the_querys_own_document_and_past(top_k):
+def test_chosen_keys_are_the_best_of_the_querys_own_document_and_past(backend, top_k):
     arguments = indexed()
-    found, wanted = select_keys(*arguments, top_k), reference_select_keys(*arguments, top_k)
+    found = select_keys(*arguments, top_k, backend)
+    wanted = reference_select_keys(*arguments, top_k)
     assert found.dtype == torch.int32 and found.shape == (sum(LENGTHS), top_k)
     first, last = ranges()
     for t in range(len(found)):
@@ -97,29 +99,56 @@ def test_chosen_keys_are_the_best_of_the_querys_own_document_and_past(top_k):
         assert first[t] <= chosen.min() and chosen.max() <= last[t]
 
 
+def same_choice(found, wanted):
+    return torch.equal(found.sort(dim=1).values, wanted.sort(dim=1).values)
+
+
 def test_chunks_of_keys_and_queries_choose_as_the_whole_matrix(monkeypatch):
     arguments = indexed(seed=3)
     monkeypatch.setattr(sparse_index, "CHUNK_KEYS", 10)
-    monkeypatch.setattr(sparse_index, "CHUNK_ELEMENTS", 3 * 10 * 7)
-    assert torch.equal(select_keys(*arguments, 8), reference_select_keys(*arguments, 8))
+    monkeypatch.setattr(sparse_index, "CHUNK_ELEMENTS", 4 * 10 * 7)
+    found = select_keys(*arguments, 8, "plain")
+    assert torch.equal(found, reference_select_keys(*arguments, 8))
 
 
-def test_the_lowest_index_wins_among_equal_scores(monkeypatch):
+@pytest.mark.parametrize("backend", [TRITON])
+@pytest.mark.parametrize("top_k", [5, 16])
+def test_a_full_buffer_keeps_the_best(backend, top_k):
+    from orrery.kernels import sparse_index_triton as kernels
+
+    q, k, weights, _, _ = indexed(seed=3)
+    q, weights = q[:6].contiguous(), weights[:6].contiguous()
+    ends = torch.tensor([[0, 3, 0, 9, 0, 5], [63, 50, 63, 50, 12, 5]], device=DEVICE)
+    arguments = (q, k, weights, *ends)
+    sizes = {"rows": 16, "keys": 16, "span": 32, "block": 8, "buffer": 32, "chunk_elements": 700}
+    tiles = kernels.TILES._replace(**sizes, warps=4, choose_warps=1, choose_registers=None)
+    found = kernels.select_keys(*arguments, top_k, tiles)
+    assert same_choice(found, reference_select_keys(*arguments, top_k))
+    rising = (q.abs(), k.abs().cumsum(dim=0), weights.abs(), *ends)
+    found = kernels.select_keys(*rising, top_k, tiles)
+    assert same_choice(found, reference_select_keys(*rising, top_k))
+
+
+@BACKENDS
+def test_the_lowest_index_wins_among_equal_scores(backend, monkeypatch):
     q, k, weights, first, last = indexed()
+    q, weights = q.round(), weights.round()  # sums are exact in any order
     monkeypatch.setattr(sparse_index, "CHUNK_KEYS", 10)
-    found = select_keys(q, torch.ones_like(k), weights, first, last, 5)
-    for t in range(len(found)):
-        wanted = range(int(first[t]), min(int(first[t]) + 5, int(last[t]) + 1))
-        assert sorted(found[t][found[t] >= 0].tolist()) == list(wanted)
+    for weight in (weights, weights * 0.0):  # zeros of both signs
+        found = select_keys(q, torch.ones_like(k), weight, first, last, 5, backend)
+        for t in range(len(found)):
+            wanted = range(int(first[t]), min(int(first[t]) + 5, int(last[t]) + 1))
+            assert sorted(found[t][found[t] >= 0].tolist()) == list(wanted)
 
 
-def test_scores_of_other_queries_and_documents_change_no_choice():
+@BACKENDS
+def test_scores_of_other_queries_and_documents_change_no_choice(backend):
     q, k, weights, first, last = indexed()
-    whole = select_keys(q, k, weights, first, last, 6)
+    whole = select_keys(q, k, weights, first, last, 6, backend)
     begin, end = LENGTHS[0] + LENGTHS[1], sum(LENGTHS[:3])
     part = slice(begin, end)
     moved = (first[part] - begin, last[part] - begin)
-    alone = select_keys(q[part], k[part], weights[part], *moved, 6)
+    alone = select_keys(q[part], k[part], weights[part], *moved, 6, backend)
     assert torch.equal(whole[part], torch.where(alone < 0, alone, alone + begin))
 
 
@@ -218,7 +247,7 @@ def test_both_ops_are_one_graph_to_the_compiler():
         return sparse_mla(q, kv, select_keys(*arguments, 8), 0.3, VALUE_WIDTH)[0]
 
     q, kv, _ = attended(8)
-    keys = [x.to(DEVICE) for x in indexed()]
+    keys = indexed()
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, kv, *keys), both(q, kv, *keys))
 

@@ -4,26 +4,38 @@ T queries · S keys · H indexer heads · D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. No [T, S] matrix stands in memory: keys are
-read in chunks, and each chunk is merged with the best keys before it.
+Source: https://arxiv.org/abs/2512.02556, equation 1. No [T, S] matrix stands in memory: the
+plain backend reads keys in chunks, and Triton's takes queries in chunks.
 """
+
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+Backend = Literal["triton", "plain"]
+
+HAS_TRITON = find_spec("triton") is not None
 CHUNK_KEYS = 4096
 CHUNK_ELEMENTS = 2**24  # most values of per-head products at a time: 64 MiB in float32
 
 
 @torch.no_grad()
 def select_keys(
-    q_THD: Tensor, k_SD: Tensor, weights_TH: Tensor, first_T: Tensor, last_T: Tensor, top_k: int
+    q_THD: Tensor,
+    k_SD: Tensor,
+    weights_TH: Tensor,
+    first_T: Tensor,
+    last_T: Tensor,
+    top_k: int,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order, −1 last.
 
     Query t chooses among keys [first_t, last_t] (integers, inclusive). It gets all of them if they
-    are at most `top_k`. The lowest index wins among equal scores. Gradients do not pass. Raise
-    ValueError if shapes do not match.
+    are at most `top_k`. The lowest index wins among equal scores. Gradients do not pass. `backend`
+    defaults to the fastest. Raise ValueError if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     if k_SD.shape[1:] != (width,) or weights_TH.shape != (num_queries, num_heads):
@@ -35,7 +47,11 @@ def select_keys(
         raise ValueError(
             f"first {list(first_T.shape)} and last {list(last_T.shape)} must be [{num_queries}]"
         )
-    return torch.ops.orrery.select_keys(q_THD, k_SD, weights_TH, first_T, last_T, top_k)
+    if backend is None:
+        is_half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SD.dtype == q_THD.dtype
+        is_fast = HAS_TRITON and q_THD.is_cuda and is_half and _triton().supports(q_THD)
+        backend = "triton" if is_fast else "plain"
+    return torch.ops.orrery.select_keys(q_THD, k_SD, weights_TH, first_T, last_T, top_k, backend)
 
 
 def reference_select_keys(
@@ -47,6 +63,12 @@ def reference_select_keys(
     score_TS, index_TS = score_TS.sort(dim=1, descending=True, stable=True)
     index_TS = index_TS.masked_fill(score_TS.isneginf(), -1)[:, :top_k]
     return torch.nn.functional.pad(index_TS, (0, top_k - index_TS.shape[1]), value=-1).int()
+
+
+def _triton() -> Any:
+    from orrery.kernels import sparse_index_triton
+
+    return sparse_index_triton
 
 
 def _scores(
@@ -66,8 +88,11 @@ def _scores(
 
 @torch.library.custom_op("orrery::select_keys", mutates_args=())
 def _select_keys(
-    q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int
+    q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int, backend: str
 ) -> Tensor:
+    if backend == "triton":
+        tensors = (x.contiguous() for x in (q, k, weights, first, last))
+        return _triton().select_keys(*tensors, top_k)
     indices = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
     step = max(1, CHUNK_ELEMENTS // (q.shape[1] * max(1, min(CHUNK_KEYS, k.shape[0]))))
     for start in range(0, q.shape[0], step):
@@ -96,5 +121,7 @@ def _stream(
 
 
 @_select_keys.register_fake
-def _(q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, weights: Tensor, first: Tensor, last: Tensor, top_k: int, backend: str
+) -> Tensor:
     return q.new_empty(q.shape[0], top_k, dtype=torch.int32)

@@ -1,0 +1,192 @@
+"""Triton kernels of the indexer: scores of a chunk of queries, then the best keys of each.
+
+T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
+
+1. `_score` writes scores [C, S]. It skips tiles that no query of the tile may choose.
+2. `_choose` reads a query's scores once, in rising order. It appends those above the K-th best so
+   far to a buffer. When that is full, a search for the K-th best, bit by bit, shrinks it to K.
+
+Equal inputs give equal bits: the buffer is in rising order, and the first of equal scores stay.
+Beside the result, a chunk takes 4·C·S bytes of scores and 8·C·`buffer` bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class IndexTiles(NamedTuple):
+    """Sizes of tiles and chunks."""
+
+    rows: int = 128  # of a score tile: queries × heads
+    keys: int = 128
+    span: int = 4096  # keys of a program
+    warps: int = 8
+    stages: int = 2
+    block: int = 1024  # scores that `_choose` reads at once
+    buffer: int = 4096  # the least; it holds K + block
+    choose_warps: int = 16
+    choose_registers: int | None = 64  # of a thread: room for two programs
+    chunk_elements: int = 2**26  # scores of a chunk: 256 MiB
+
+
+TILES = IndexTiles()
+
+
+def supports(q_THD: Tensor) -> bool:
+    """Return whether both sizes of a query are powers of two that tiles take."""
+    _, num_heads, width = q_THD.shape
+    sizes = (num_heads, width)
+    return width >= 16 and num_heads <= 128 and all(n & (n - 1) == 0 for n in sizes)
+
+
+def select_keys(
+    q_THD: Tensor,
+    k_SD: Tensor,
+    weights_TH: Tensor,
+    first_T: Tensor,
+    last_T: Tensor,
+    top_k: int,
+    tiles: IndexTiles = TILES,
+) -> Tensor:
+    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, −1 last."""
+    num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
+    indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
+    step = max(1, tiles.chunk_elements // max(1, num_keys))
+    for start in range(0, num_queries if num_keys and top_k else 0, step):
+        rows = slice(start, start + step)
+        ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
+        score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
+        choose(score_CS, *ends, indices_TK[rows], tiles)
+    return indices_TK
+
+
+def score(
+    q_CHD: Tensor,
+    k_SD: Tensor,
+    weights_CH: Tensor,
+    first_C: Tensor,
+    last_C: Tensor,
+    tiles: IndexTiles,
+) -> Tensor:
+    """Return scores f32 [C, S]. Those outside of first and last are undefined."""
+    (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
+    score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
+    queries = max(1, tiles.rows // num_heads)
+    span = max(tiles.span, tiles.keys)
+    _score[(triton.cdiv(num_queries, queries), triton.cdiv(num_keys, span))](
+        q_CHD, k_SD, weights_CH, first_C, last_C, score_CS, num_queries, num_keys,
+        H=num_heads, D=width, QUERIES=queries, KEYS=tiles.keys, SPAN=span,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return score_CS
+
+
+def choose(
+    score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
+) -> None:
+    """Write the best keys of each query in rising order. The rest of `indices_CK` stays."""
+    (num_queries, num_keys), top_k = score_CS.shape, indices_CK.shape[1]
+    size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
+    buffer = torch.empty(num_queries, 2, size, dtype=torch.int32, device=score_CS.device)
+    _choose[(num_queries,)](
+        score_CS, first_C, last_C, buffer, indices_CK, num_keys,
+        K=top_k, BLOCK=tiles.block, SIZE=size, num_warps=tiles.choose_warps, num_stages=2,
+        maxnreg=tiles.choose_registers,
+    )  # fmt: skip
+
+
+@triton.jit
+def _score(
+    q, k, weights, first, last, score, num_queries, num_keys,
+    H: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    known = t < num_queries
+    begin = tl.min(tl.load(first + t, mask=known, other=num_keys), axis=0)
+    end = tl.max(tl.load(last + t, mask=known, other=-1), axis=0) + 1
+    begin = tl.maximum(begin, tl.program_id(1) * SPAN) // KEYS * KEYS
+    end = tl.minimum(end, (tl.program_id(1) + 1) * SPAN)
+    if begin < end:
+        column = tl.arange(0, D)
+        row = tl.program_id(0) * QUERIES * H + tl.arange(0, QUERIES * H)
+        row = tl.minimum(row, num_queries * H - 1).to(tl.int64)
+        q_tile = tl.trans(tl.load(q + row[:, None] * D + column[None, :]))
+        weight = tl.load(weights + row).to(tl.float32)
+        to = score + t.to(tl.int64)[None, :] * num_keys
+        for start in range(begin, end, KEYS):
+            s = start + tl.arange(0, KEYS)
+            key_row = tl.minimum(s, num_keys - 1).to(tl.int64)
+            key = tl.load(k + key_row[:, None] * D + column[None, :])
+            product = tl.maximum(tl.dot(key, q_tile, input_precision="ieee"), 0.0)
+            product = tl.reshape(product * weight[None, :], (KEYS, QUERIES, H))
+            inside = (s < num_keys)[:, None] & known[None, :]
+            tl.store(to + s[:, None], tl.sum(product, axis=2), mask=inside)
+
+
+@triton.jit
+def _choose(
+    score, first, last, buffer, indices, num_keys,
+    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    ranks, places = buffer + 2 * t * SIZE, buffer + (2 * t + 1) * SIZE
+    begin, end = tl.load(first + t), tl.load(last + t) + 1
+    threshold = tl.full([], 0, tl.uint32)
+    count = tl.full([], 0, tl.int32)
+    for start in range(begin // BLOCK * BLOCK, end, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        inside = (s >= begin) & (s < end)
+        rank = _rank(tl.load(score + t * num_keys + s, mask=inside, other=0.0))
+        taken = inside & (rank > threshold)
+        at = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        tl.store(ranks + at, rank.to(tl.int32, bitcast=True), mask=taken)
+        tl.store(places + at, s, mask=taken)
+        count += tl.sum(taken.to(tl.int32), axis=0)
+        if count > SIZE - BLOCK:
+            threshold = _keep_best(ranks, places, count, K, SIZE)
+            count = tl.full([], K, tl.int32)
+    if count > K:
+        _keep_best(ranks, places, count, K, SIZE)
+        count = tl.full([], K, tl.int32)
+    tl.debug_barrier()
+    at = tl.arange(0, SIZE)
+    tl.store(indices + t * K + at, tl.load(places + at, mask=at < count, other=-1), mask=at < count)
+
+
+@triton.jit
+def _rank(value):
+    """Return u32 in the order of the values. Both zeros are equal, and no value has rank 0."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
+    """Keep the K best of `count` entries, the first of equal ones. Return the K-th best rank."""
+    tl.debug_barrier()
+    at = tl.arange(0, SIZE)
+    known = at < count
+    rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
+    least = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        trial = least | bit
+        enough = tl.sum((rank >= trial).to(tl.int32), axis=0) >= K
+        least = tl.where(enough, trial, least)
+        bit = bit >> 1
+    above, equal = rank > least, rank == least
+    spare = K - tl.sum(above.to(tl.int32), axis=0)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))
+    to = tl.cumsum(taken.to(tl.int32), axis=0) - 1
+    place = tl.load(places + at, mask=taken, other=0)
+    tl.debug_barrier()
+    tl.store(ranks + to, rank.to(tl.int32, bitcast=True), mask=taken)
+    tl.store(places + to, place, mask=taken)
+    tl.debug_barrier()
+    return least
