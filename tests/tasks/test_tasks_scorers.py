@@ -414,3 +414,55 @@ async def test_a_scorer_ends_with_its_input(kept, task):
 def _is_limited(pid: int) -> bool:
     """Whether a scorer is about to take answers: its folder is removed by then."""
     return os.readlink(f"/proc/{pid}/cwd").endswith(" (deleted)")
+
+
+class Counting(ScorerPool):
+    """Record the answers that are scored. An answer is worth what `worth` says."""
+
+    def __init__(self, **worth):
+        super().__init__()
+        self.asked, self.worth = [], worth
+
+    async def score(self, kind, request, text):
+        self.asked.append((request, text))
+        await asyncio.sleep(0)
+        worth = self.worth.get(text, 1.0)
+        if isinstance(worth, Exception):
+            raise worth
+        return worth
+
+
+async def test_equal_answers_are_scored_once_whether_at_once_or_later():
+    pool = Counting()
+    calls = [pool.score_once("verdict", {"answer": a}, t) for a in "12" for t in ("x", "x", "y")]
+    assert await asyncio.gather(*calls) == [1.0] * 6
+    assert await pool.score_once("verdict", {"answer": "1"}, "y") == 1.0
+    assert pool.asked == [({"answer": a}, t) for a in "12" for t in "xy"]
+
+
+async def test_an_answer_without_a_score_is_scored_again():
+    pool = Counting(late=None, broken=OrreryError("the process ended"))
+    for _ in range(2):
+        results = await asyncio.gather(
+            *(pool.score_once("verdict", 1, text) for text in ("late", "late", "broken", "broken")),
+            return_exceptions=True,
+        )
+        assert results[:2] == [None, None]
+        assert [str(each) for each in results[2:]] == ["the process ended"] * 2
+    assert [text for _, text in pool.asked] == ["late", "broken"] * 2
+
+
+async def test_a_cancelled_call_does_not_cancel_the_score_of_another():
+    pool = Counting()
+    first, second = (asyncio.create_task(pool.score_once("verdict", 1, "x")) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == 1.0 and first.cancelled() and len(pool.asked) == 1
+
+
+async def test_the_oldest_scores_make_room(monkeypatch):
+    monkeypatch.setattr(scorer_pool, "KEPT_SCORES", 2)
+    pool = Counting()
+    for text in "abcca":
+        await pool.score_once("verdict", 1, text)
+    assert [text for _, text in pool.asked] == list("abca") and len(pool._scores) == 2

@@ -221,7 +221,10 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        return scored(await SCORERS.score("verdict", request, messages[-1].content))
+        # A user's function may depend on more than the reply.
+        is_users = self.args.verdict.kind == "python"
+        score = SCORERS.score if is_users else SCORERS.score_once
+        return scored(await score("verdict", request, messages[-1].content))
 
     def _request(self, at: int, answer: str) -> dict[str, Any]:
         verdict, row = self.args.verdict.model_dump(), None

@@ -4,10 +4,12 @@
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool for scorers.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
+- `score_once` keeps the newest KEPT_SCORES scores, because a group often repeats a short answer.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -16,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from orrery.manifest.errors import OrreryError
@@ -32,6 +34,7 @@ MAX_LINE_BYTES = 100 + 12 * MAX_SENTENCE  # numbers, and an escaped sentence or 
 HASH_SEED = "0"
 SLACK_S = 5.0  # scaled. After LIMIT_S, to kill the fork and reply
 CANARY_EVERY = 500  # answers between two checks
+KEPT_SCORES = 10_000
 CANARY = "spiral_matrix"  # its scorer executes answers
 WRONG = "[]"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
@@ -42,6 +45,23 @@ class ScorerPool:
         self.num_scorers, self.limit_s = num_scorers, limit_s
         self._idle: list[_Scorer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._scores: dict[bytes, asyncio.Future[float | None]] = {}
+
+    async def score_once(self, kind: str, request: Any, text: str) -> float | None:
+        """Return `score` of these arguments, kept or new. It must depend on nothing else."""
+        content = json.dumps([kind, request, text]).encode()
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        scoring = self._scores.get(key)
+        if scoring is None:
+            scoring = self._scores[key] = asyncio.ensure_future(self.score(kind, request, text))
+            scoring.add_done_callback(partial(self._forget_failure, key))
+            if len(self._scores) > KEPT_SCORES:
+                del self._scores[next(iter(self._scores))]
+        return await asyncio.shield(scoring)  # other calls may wait for it
+
+    def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
+        if scoring.cancelled() or scoring.exception() or scoring.result() is None:
+            self._scores.pop(key, None)
 
     async def score(self, kind: str, request: Any, text: str) -> float | None:
         """Return the finite score of answer `text`, or None if it cannot be scored.
