@@ -19,8 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -104,6 +104,46 @@ class InstantTrainer:
                     )
 
 
+@contextmanager
+def stage(spec: Manifest, commands: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
+    """Start these roles on random weights, published as version 0. Yield the orchestrator's."""
+    import torch
+
+    from orrery.models import build, weights
+
+    with tempfile.TemporaryDirectory(prefix="orrery-overhead-") as folder:
+        run_dir = Path(folder)
+        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
+        init = run_dir / "weights" / "init"
+        network = build(spec.model, torch.float32, torch.device("cpu"))
+        weights.initialize(network, spec.model)
+        init.mkdir(parents=True)
+        weights.save(network, spec.model, init)
+        write_tokenizer(spec.model, init)
+        ctx = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
+        try:
+            publisher = WeightPublisher(weight_dir(ctx.run_dir, ctx.attempt))
+            publisher.publish(0, read_weights(init))
+            with roles(run_dir, commands):
+                yield ctx
+        finally:
+            remove_weight_dir(ctx.run_dir, ctx.attempt)
+            ctx.metrics.close()
+
+
+def loop_of(ctx: RoleContext, pool: EnginePool) -> Loop:
+    """Return the orchestrator's loop with an instant trainer."""
+    return Loop(
+        ctx,
+        Scheduler(ctx.manifest),
+        assemble.tasks(ctx.manifest),
+        Renderer(assemble.policy_dir(ctx, "init")),
+        pool,
+        WeightWatch(weight_dir(ctx.run_dir, ctx.attempt)),
+        InstantTrainer(),
+    )
+
+
 async def metered(pool: EnginePool, warm_up_s: float, seconds: float) -> float:
     """Return the engine's generated tokens/s over `seconds`, after `warm_up_s`."""
     await asyncio.sleep(warm_up_s)
@@ -165,18 +205,7 @@ async def orchestrated(
     ctx: RoleContext, pool: EnginePool, warm_up_s: float, seconds: float
 ) -> float:
     """Run the orchestrator's loop through the router."""
-    renderer = Renderer(assemble.policy_dir(ctx, "init"))
-    watch = WeightWatch(weight_dir(ctx.run_dir, ctx.attempt))
-    loop = Loop(
-        ctx,
-        Scheduler(ctx.manifest),
-        assemble.tasks(ctx.manifest),
-        renderer,
-        pool,
-        watch,
-        InstantTrainer(),
-    )
-    running = asyncio.create_task(loop.run())
+    running = asyncio.create_task(loop_of(ctx, pool).run())
     meter = asyncio.create_task(metered(pool, warm_up_s, seconds))
     await asyncio.wait([running, meter], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
@@ -222,34 +251,13 @@ def main() -> None:
         "--dry-run", action="store_true", help="measure, but do not write the record"
     )
     args = parser.parse_args()
-
-    import torch
-
-    from orrery.models import build, weights
-
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="orrery-overhead-") as folder:
-        run_dir = Path(folder)
-        spec = manifest(args.run, args.concurrency, args.max_tokens)
-        (run_dir / "manifest.json").write_bytes(canonical_json(spec))
-        init = run_dir / "weights" / "init"
-        network = build(spec.model, torch.float32, torch.device("cpu"))
-        weights.initialize(network, spec.model)
-        init.mkdir(parents=True)
-        weights.save(network, spec.model, init)
-        write_tokenizer(spec.model, init)
-        ctx = parse_role("orchestrator", ["--run-dir", str(run_dir), "--stage", "rl"])
-        try:
-            publisher = WeightPublisher(weight_dir(ctx.run_dir, ctx.attempt))
-            publisher.publish(0, read_weights(init))
-            with (
-                roles(run_dir, {"inference": ENGINE, "router": ROUTER}),
-                asyncio.Runner(loop_factory=event_loop) as runner,
-            ):
-                rows = runner.run(measure(ctx, args.rounds, args.warm_up_s, args.seconds))
-        finally:
-            remove_weight_dir(ctx.run_dir, ctx.attempt)
-            ctx.metrics.close()
+    spec = manifest(args.run, args.concurrency, args.max_tokens)
+    with (
+        stage(spec, {"inference": ENGINE, "router": ROUTER}) as ctx,
+        asyncio.Runner(loop_factory=event_loop) as runner,
+    ):
+        rows = runner.run(measure(ctx, args.rounds, args.warm_up_s, args.seconds))
     value = statistics.median(row["ratio"] for row in rows)
     print(f"{value:.3f} of the engine's own rate (goal {GOAL})")
     if not args.dry_run:

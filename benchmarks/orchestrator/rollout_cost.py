@@ -1,0 +1,148 @@
+"""Measure the processor time of a short single-turn rollout, with and without shared requests.
+
+    python benchmarks/orchestrator/rollout_cost.py        # on a CPU, about 2 minutes
+
+- `shared`: an engine request for all members of a group that start together. `single`: a request
+  for each rollout.
+- Both use one engine, the orchestrator's own loop and a trainer that takes every batch at once.
+  The network is tiny, so most of the time is spent on requests. Rounds alternate.
+- The figure is the processor time of API server and orchestrator. Other programs lengthen it only a
+  little, but lower the rate of rollouts.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from overhead import loop_of, manifest, stage
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from orrery.manifest.schema import Manifest
+from orrery.orchestrator import assemble
+from orrery.orchestrator.__main__ import event_loop
+from orrery.orchestrator.dispatch import Request
+from orrery.orchestrator.rollout import Failed, Rollout
+from orrery.runtime.role_context import RoleContext
+from record import record
+from roles import ALONE, ENGINE
+
+SINGLE, SHARED = "single", "shared"
+WARM_UP_S = 3.0
+PARTS = ("api_server", "engine_core", "orchestrator")
+
+
+def spent_s(server: psutil.Process) -> dict[str, float]:
+    """Return the processor seconds so far, by process."""
+    found = zip(PARTS, ([server], server.children(), [psutil.Process()]), strict=True)
+    times = {name: [process.cpu_times() for process in each] for name, each in found}
+    return {name: sum(one.user + one.system for one in each) for name, each in times.items()}
+
+
+def variants(spec: Manifest) -> dict[str, Manifest]:
+    """Return manifests for the orchestrator. A request has at most `max_num_sequences` samples."""
+    inference = spec.inference.model_copy(update={"max_num_sequences": 1})
+    return {SINGLE: spec.model_copy(update={"inference": inference}), SHARED: spec}
+
+
+async def costs(ctx: RoleContext, spec: Manifest, seconds: float) -> dict[str, float]:
+    """Return microseconds a rollout by process, and rollouts/s."""
+    ctx.manifest = spec
+    # A new pool each time, because a pool with this version would wait for the next.
+    async with await assemble.engine_pool(ctx) as pool:
+        endpoint = ctx.run_dir / "stages/rl/endpoints/inference.0.json"
+        server = psutil.Process(json.loads(endpoint.read_text())["pid"])
+        loop, num_ended = loop_of(ctx, pool), 0
+        end = loop.runner.on_ended
+
+        def on_ended(request: Request, outcome: Rollout | Failed) -> None:
+            nonlocal num_ended
+            num_ended += isinstance(outcome, Rollout)
+            end(request, outcome)
+
+        loop.runner.on_ended = on_ended
+        running = asyncio.create_task(loop.run())
+        await asyncio.wait([running], timeout=WARM_UP_S)
+        before, num_before, begin_s = spent_s(server), num_ended, time.perf_counter()
+        await asyncio.wait([running], timeout=seconds)
+        after, num_rollouts = spent_s(server), num_ended - num_before
+        row = {"rollouts_per_s": num_rollouts / (time.perf_counter() - begin_s)}
+        if running.done():
+            running.result()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    return row | {name: 1e6 * (after[name] - before[name]) / num_rollouts for name in PARTS}
+
+
+async def measure(
+    ctx: RoleContext, rounds: int, seconds: float
+) -> dict[str, list[dict[str, float]]]:
+    found: dict[str, list[dict[str, float]]] = {SINGLE: [], SHARED: []}
+    specs = variants(ctx.manifest)
+    for number in range(rounds):
+        for name, spec in specs.items():
+            found[name].append(await costs(ctx, spec, seconds))
+            numbers = ", ".join(f"{key} {value:.0f}" for key, value in found[name][-1].items())
+            print(f"round {number + 1} of {rounds}, {name}: {numbers}", flush=True)
+    return found
+
+
+def row(name: str, rounds: list[dict[str, float]]) -> dict[str, object]:
+    medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    value = medians["api_server"] + medians["orchestrator"]
+    return {
+        "variant": name,
+        "value": value,
+        "unit": "us",
+        "better": "lower",
+        "goal": None,
+    } | medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--run", default="reverse_text", help="which checked-in run's model")
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--dry-run", action="store_true", help="measure, but write no record")
+    args = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    spec = manifest(args.run, args.concurrency, args.max_tokens)
+    spec = Manifest.model_validate(
+        spec.model_dump() | {"inference": spec.inference.model_dump() | ALONE}
+    )
+    with (
+        stage(spec, {"inference": ENGINE}) as ctx,
+        asyncio.Runner(loop_factory=event_loop) as runner,
+    ):
+        found = runner.run(measure(ctx, args.rounds, args.seconds))
+    rows = [row(name, rounds) for name, rounds in found.items()]
+    print(json.dumps(rows, indent=1))
+    if not args.dry_run:
+        record(
+            Path(__file__).with_suffix(".json"),
+            figure="processor time of API server and orchestrator a rollout of "
+            f"{args.max_tokens} tokens, groups of {spec.orchestrator.algorithm.group_size}",
+            value=rows[-1]["value"],
+            unit="us",
+            goal=None,
+            better="lower",
+            rows=rows,
+            details={
+                "load_average_before": load_before,
+                **{key: value for key, value in vars(args).items() if key != "dry_run"},
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
