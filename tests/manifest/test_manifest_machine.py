@@ -127,7 +127,7 @@ def test_a_run_on_this_machine_is_a_run_of_its_own(name, names, found, driver, w
     assert capsys.readouterr().out.splitlines() == [
         f"wrote jsonnet/runs/{adapted}.jsonnet",
         f"wrote manifests/{adapted}.json",
-        f"start with `snakemake --profile local {adapted}`",
+        f"start with `make demo RUN={adapted}`",
     ]
     cli.check([adapted])
     manifest, before = load(workspace.manifest_path(adapted)), render(workspace, name).manifest

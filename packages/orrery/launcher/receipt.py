@@ -169,12 +169,23 @@ def changes(
     for role, path in sorted(images.items()):
         was = last["images"].get(role, {"file": path.name})["file"]
         changed += [f"{role} {was} → {path.name}"] if was != path.name else []
-    other = {"code": code_changes(CodeState(**last["code"]), code), "images": ", ".join(changed)}
+    was = CodeState(**last["code"])
+    name = "new files" if _edits(run_dir, was) == _edits(run_dir, code) else "code"
+    other = {name: code_changes(was, code), "images": ", ".join(changed)}
     what = " and ".join(name for name, text in other.items() if text)
     if not what:
         return ""
     texts = ", ".join(filter(None, other.values()))
     return f"other {what} than attempt {last['attempt']} ({before}): {texts}"
+
+
+def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
+    """Return the commit and the stored diff without new files."""
+    file = run_dir / (code.diff or "")
+    text = file.read_text(errors="surrogateescape") if file.is_file() else ""
+    parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)
+    edits = [part for part in parts if "\nnew file mode " not in part.partition("\n@@")[0]]
+    return code.commit, [*edits, *([] if file.exists() else [str(file)])]
 
 
 def code_changes(before: CodeState, after: CodeState) -> str:

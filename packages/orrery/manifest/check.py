@@ -79,6 +79,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def misspelt(path: str, given: list[str]) -> str | None:
+    """Return a sentence about the name in `given` that was meant to be the missing field `path`."""
+    *parents, name = path.split(".")
+    siblings = _walk((*parents, name))[1]
+    unknown = [each for each in given if each not in siblings]
+    close = nearest(name, unknown)
+    if close is None:
+        return None
+    return f"{'.'.join([*parents, close])}: there is no such field; did you mean {name!r}?"
+
+
 def _walk(loc: tuple[int | str, ...]) -> tuple[str, list[str], Any]:
     """Return the field path of pydantic's `loc`, the names beside the last field, and its type."""
     kind: Any = Manifest

@@ -176,7 +176,8 @@ def render(
         for note in (note for run in runs for note in notes(run.manifest)):
             print(note)
     if on_this_machine:
-        print(f"start with `snakemake --profile local {' '.join(r.manifest.name for r in runs)}`")
+        for run in runs:
+            print(f"start with `make demo RUN={run.manifest.name}`")
 
 
 AXIS = "The file of the axis. Default: jsonnet/hardware/this_machine.libsonnet."

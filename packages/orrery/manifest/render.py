@@ -7,12 +7,13 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orrery.manifest.check import check, nearest
+from orrery.manifest.check import check, misspelt, nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
@@ -24,6 +25,7 @@ MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
 # A failed import returns this. If it raised, the binding would append stray bytes to the text.
 _FAILS = b"error 'import'"
+_MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -174,7 +176,21 @@ def locate(workspace: Workspace, name: str) -> Path:
 
 def render(workspace: Workspace, name: str) -> Rendered:
     path = locate(workspace, name)
-    return _rendered(workspace, name, Evaluator(workspace)(_run_of(workspace, path, name)), path)
+    return _rendered(workspace, name, _value(workspace, path, name), path)
+
+
+def _value(workspace: Workspace, path: Path, name: str) -> Any:
+    """Return the value of a run. If a required field is missing, look for a misspelt one."""
+    run = _run_of(workspace, path, name)
+    try:
+        return Evaluator(workspace)(run)
+    except OrreryError as error:
+        if found := _MISSING.match(str(error)):
+            parents = "".join(f"[{quoted(each)}]" for each in found["field"].split(".")[:-1])
+            given = Evaluator(workspace)(f"std.objectFields({run}{parents})")
+            if text := misspelt(found["field"], given):
+                raise OrreryError(f"{workspace.shown(path)}: {name}: {text}") from None
+        raise
 
 
 def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
@@ -184,13 +200,15 @@ def closure(workspace: Workspace, run: Rendered) -> tuple[Path, ...]:
 
 
 def render_file(workspace: Workspace, path: Path) -> list[Rendered]:
-    return _all_rendered(workspace, path, Evaluator(workspace)(import_of(workspace, path)))
+    with _each_run(workspace, [path]):
+        return _all_rendered(workspace, path, Evaluator(workspace)(import_of(workspace, path)))
 
 
 def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) -> list[Rendered]:
     run_files = workspace.run_files if run_files is None else run_files
     files = ", ".join(f"{quoted(str(path))}: {import_of(workspace, path)}" for path in run_files)
-    runs_of = Evaluator(workspace)(f"{{{files}}}")
+    with _each_run(workspace, run_files):
+        runs_of = Evaluator(workspace)(f"{{{files}}}")
 
     def rendered(path: Path) -> dict[str, Rendered]:
         return {
@@ -199,6 +217,19 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
     runs = _of_all_files(workspace, rendered, run_files)
     return [runs[name] for name in sorted(runs)]
+
+
+@contextmanager
+def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
+    """If a required field is missing, evaluate each run alone to name the run."""
+    try:
+        yield
+    except OrreryError as error:
+        if _MISSING.match(str(error)):
+            for path in paths:
+                for name in _names(workspace, path):
+                    _value(workspace, path, name)
+        raise
 
 
 def _run_of(workspace: Workspace, path: Path, name: str) -> str:
