@@ -12,7 +12,12 @@ local run =
     stages+: { sft+: { optimizer+: { lr: 1e-4 }, data+: { num_problems: 1793 } } },
   };
 local gpu = run + (import 'hardware/one_h100.libsonnet') + {
-  trainer+: { memory+: { max_tokens_per_micro_batch: 8192 }, checkpoint+: { interval_steps: 20 } },
+  // A batch of 256 short rollouts is one micro-batch. A second one would double the time, most of which launches kernels.
+  trainer+: {
+    memory+: { max_tokens_per_micro_batch: 16384, lm_head_chunk_tokens: 4096 },
+    fsdp+: { reshard_after_forward: false },
+    checkpoint+: { interval_steps: 20 },
+  },
   inference+: { kv_cache_bytes: 4294967296 },
   orchestrator+: {
     rollouts_per_batch: 256,
