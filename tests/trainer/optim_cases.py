@@ -52,6 +52,8 @@ SHAPES = {
     "layers.0.mlp.experts.gate_up_proj": (4, 12, 8),
     "layers.0.mlp.experts.down_proj": (4, 8, 6),
     "layers.1.q.weight": (12, 10),
+    "layers.1.mlp.experts.gate_up_proj": (4, 8, 16),  # of some networks of transformers
+    "layers.1.mlp.experts.down_proj": (4, 8, 8),
     "layers.1.bias": (700,),
 }
 
@@ -61,12 +63,12 @@ def spec_of(name: str) -> schema.Optimizer:
 
 
 class Toy(nn.Module):
-    """Weights by the names of `SHAPES`, the same every time."""
+    """Weights by the names of `shapes`, the same every time."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             *path, last = name.split(".")
             owner: nn.Module = self
             for part in path:

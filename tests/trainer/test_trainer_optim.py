@@ -1,5 +1,6 @@
 """Optimizers: kinds against references, shards against the whole, offloaded or not, and norms."""
 
+import importlib
 import itertools
 import math
 
@@ -231,7 +232,9 @@ def test_muon_is_torchs_where_that_is_defined_and_stacks_are_their_matrices(kind
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
 
     def parts(name, tensor):
-        halves = tensor.chunk(2, 1) if "gate_up" in name else [tensor]
+        halves = [tensor]
+        if "gate_up" in name:
+            halves = tensor.chunk(2, 2 if "layers.1" in name else 1)
         return [matrix for half in halves for matrix in (half if half.ndim == 3 else [half])]
 
     matrices = {
@@ -287,11 +290,9 @@ def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is()
         "gate_up_lora.b": (2, 12, 4),
         "down_lora.b": (2, 8, 4),
     }
-    weights = {
-        f"network.layers.0.mlp.experts.{name}": torch.nn.Parameter(torch.zeros(shape))
-        for name, shape in shapes.items()
-    }
-    group, *_ = muon.groups(spec_of("muon"), weights)
+    toy = Toy({f"network.layers.0.mlp.experts.{name}": shape for name, shape in shapes.items()})
+    weights = dict(toy.named_parameters())
+    group, *_ = muon.groups(spec_of("muon"), toy, weights)
     fused = {
         name.rpartition("experts.")[2]
         for name, weight in weights.items()
@@ -300,9 +301,53 @@ def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is()
     assert len(group.weights) == 4 and fused == {"gate_up_proj", "gate_up_lora.b"}
 
 
-def test_stacks_of_transformers_are_a_matrix_an_expert_and_their_biases_do_not_decay():
+STACKS = {  # by the class of transformers: how it stores gate and up
+    "mixtral.modeling_mixtral.MixtralExperts": lambda w: w.chunk(2, dim=1),
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": lambda w: (w[..., ::2], w[..., 1::2]),
+    "llama4.modeling_llama4.Llama4TextExperts": lambda w: w.chunk(2, dim=2),
+    "aria.modeling_aria.AriaExperts": lambda w: w.chunk(2, dim=2),
+}
+
+
+@pytest.mark.parametrize("inner", [6, 10, 20])  # at 10, gate and up together are square
+@pytest.mark.parametrize("kind", STACKS)
+def test_stacks_of_transformers_are_two_matrices_an_expert(kind, inner):
+    module, _, name = kind.rpartition(".")
+    configs = importlib.import_module(f"transformers.models.{module.split('.')[0]}")
+    made = importlib.import_module(f"transformers.models.{module}")
+    config = {
+        "MixtralExperts": "MixtralConfig",
+        "GptOssExperts": "GptOssConfig",
+        "Llama4TextExperts": "Llama4TextConfig",
+        "AriaExperts": "AriaTextConfig",
+    }[name]
+    sizes = {"hidden_size": 20, "intermediate_size": inner}
+    counts = {"num_local_experts": 3, "moe_num_experts": 3, "num_attention_heads": 2}
+    experts = getattr(made, name)(getattr(configs, config)(**sizes, **counts))
+    policy = torch.nn.Module()
+    policy.layers = torch.nn.ModuleList([torch.nn.Module()])
+    policy.layers[0].experts = experts
+    old = torch.randn(experts.gate_up_proj.shape, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(old)
+    experts.gate_up_proj.grad = gradient.clone()
+    spec = spec_of("muon")
+    make_optimizer(policy, spec).step(None)
+    momentum = 1.0 - spec.momentum
+    direction = gradient.lerp(momentum * gradient, spec.momentum)
+    scale = spec.lr * 0.2 * max(20, inner) ** 0.5
+    parts = (STACKS[kind](each) for each in (experts.gate_up_proj.detach(), old, direction))
+    for found, before, towards in zip(*parts, strict=True):
+        for e in range(3):
+            update = newton_schulz(towards[e : e + 1], spec.num_newton_schulz_steps, torch.float32)
+            wanted = before[e] * (1.0 - spec.lr * spec.weight_decay) - scale * update[0]
+            torch.testing.assert_close(found[e], wanted, rtol=0, atol=1e-6)
+
+
+def test_biases_and_convolutions_of_transformers_are_no_matrices_and_biases_do_not_decay():
     shapes = {
-        "mlp.experts.gate_up_proj": (4, 32, 96),  # of gpt_oss: gate and up take turns
+        "mlp.experts.gate_up_proj": (4, 32, 96),
         "mlp.experts.down_proj": (4, 48, 32),
         "mlp.gate_up_proj.weight": (96, 32),  # of phi3: gate above up
         "mlp.experts.gate_up_proj_bias": (4, 96),
@@ -311,20 +356,19 @@ def test_stacks_of_transformers_are_a_matrix_an_expert_and_their_biases_do_not_d
         "conv.conv.weight": (32, 1, 3),
         "mixer.A_log": (48, 16),
     }
-    weights = {
-        f"network.body.layers.0.{name}": torch.nn.Parameter(torch.zeros(shape))
-        for name, shape in shapes.items()
-    }
+    toy = Toy({f"network.body.layers.0.{name}": shape for name, shape in shapes.items()})
+    weights = dict(toy.named_parameters())
     names = {
         weight: name.removeprefix("network.body.layers.0.") for name, weight in weights.items()
     }
-    matrices, decayed, plain = muon.groups(spec_of("muon"), weights)
+    matrices, decayed, plain = muon.groups(spec_of("muon"), toy, weights)
     assert [names[weight] for weight in matrices.weights] == list(shapes)[:3]
-    assert [names[weight] for weight in matrices.rule.fused] == ["mlp.gate_up_proj.weight"]
+    fused = {names[weight]: how.dim for weight, how in matrices.rule.fused.items()}
+    assert fused == {"mlp.experts.gate_up_proj": -1, "mlp.gate_up_proj.weight": -2}
     assert [names[weight] for weight in plain.weights] == list(shapes)[
         3:5
     ] and plain.weight_decay == 0.0
-    assert [names[weight] for weight in decayed.weights] == list(shapes)[5:]
+    assert {names[weight] for weight in decayed.weights} == set(list(shapes)[5:])
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 7, 7)])

@@ -26,5 +26,5 @@ def make_optimizer(
 ) -> BucketedOptimizer:
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     if isinstance(spec, schema.Muon):
-        return BucketedOptimizer(muon.groups(spec, weights), offload)
+        return BucketedOptimizer(muon.groups(spec, policy, weights), offload)
     return BucketedOptimizer(elementwise.groups(spec, weights), offload)

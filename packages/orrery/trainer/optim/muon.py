@@ -30,21 +30,42 @@ from orrery.trainer.optim.optimizer import ParamGroup, UpdateRule, WeightPart, i
 from orrery.trainer.parallel.world import all_to_all
 
 RMS = 0.2
-# Weights that stack the gate matrix on the up matrix: dense projections, and stacked experts with
-# their adapter's B. Stacks in networks of transformers (`body.`) are not split.
-FUSED = re.compile(r"\.gate_up_proj\.weight$|^(?!.*\bbody\.).*\.gate_up_(proj|lora\.b)$")
+FUSED = re.compile(r"\.gate_up_(proj|proj\.weight|lora\.b)$")
 NOT_MATRICES = ("gate", "router", "conv", "conv1d", "conv_1d", "A_log")
 # The odd quintic polynomial that moves singular values to one fastest.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
+@dataclass(frozen=True)
+class GateUp:
+    """How one weight holds the gate's and the up projection's matrix: one after the other.
+
+    If `is_interleaved`, their rows or columns take turns.
+    """
+
+    dim: int = -2
+    is_interleaved: bool = False
+
+    @property
+    def _pair_dim(self) -> int:
+        return self.dim if self.is_interleaved else self.dim - 1
+
+    def split(self, x_BMN: Tensor) -> Tensor:
+        """Return both matrices of each weight, [2·B, ..]."""
+        sizes = (-1, 2) if self.is_interleaved else (2, -1)
+        return x_BMN.unflatten(self.dim, sizes).movedim(self._pair_dim, 1).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(0, (-1, 2)).movedim(1, self._pair_dim)
+        return pairs.flatten(self.dim - 1, self.dim)
+
+
 class MuonRule(UpdateRule):
     keys = ("momentum",)
     needs_whole_shards = True
 
-    def __init__(self, spec: Muon, fused: set[nn.Parameter]):
-        """`fused`: weights that hold two matrices, one above the other."""
+    def __init__(self, spec: Muon, fused: dict[nn.Parameter, GateUp]):
         super().__init__(spec)
         self.fused = fused
 
@@ -55,12 +76,11 @@ class MuonRule(UpdateRule):
         shards = []
         for part in parts:
             direction = directions.get(part.source, part.gradient)
-            num_fused = 2 if part.source in self.fused else 1
-            shards.append(MatrixShard(part.source, direction, num_fused))
+            shards.append(MatrixShard(part.source, direction, self.fused.get(part.source)))
         updates = orthogonalize(shards, self.spec.num_newton_schulz_steps)
         for part, shard, update in zip(parts, shards, updates, strict=True):
             part.weight.mul_(1.0 - lr * weight_decay)
-            part.weight.add_(update, alpha=-lr * RMS * math.sqrt(max(shard.rows, shard.columns)))
+            part.weight.add_(update, alpha=-lr * RMS * math.sqrt(max(shard.sides)))
 
     def _directions(
         self, parts: list[WeightPart], divisor: Tensor | None
@@ -84,9 +104,26 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
     return weight.ndim in (2, 3) and inside and owner not in NOT_MATRICES and not is_bias(name)
 
 
-def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
+def gate_up(policy: nn.Module, name: str) -> GateUp:
+    """Return how the weight `name` is stored, judged by the down projection beside it.
+
+    Ours are [E, 2·I, D]. Some networks of transformers have [E, D, 2·I], gpt_oss interleaved.
+    """
+    owner = policy.get_submodule(name.rpartition(".")[0])
+    shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
+    if (
+        len(shape) == 3
+        and isinstance(down, Tensor)
+        and shape[1:] == (down.shape[2], 2 * down.shape[1])
+    ):
+        return GateUp(-1, not getattr(owner, "is_concatenated", True))
+    return GateUp()
+
+
+def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
+    """Group `weights`, all or some of policy's."""
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
-    fused = {weight for name, weight in matrices.items() if FUSED.search(name)}
+    fused = {one: gate_up(policy, name) for name, one in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
     return [
         ParamGroup(list(matrices.values()), MuonRule(spec, fused), spec.lr, spec.weight_decay),
@@ -96,22 +133,19 @@ def groups(spec: Muon, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of an update direction [M, N] or [B, M, N], sharded like `source`.
-
-    Each matrix stacks `num_fused` matrices.
-    """
+    """This rank's shard of an update direction [M, N] or [B, M, N], sharded like `source`."""
 
     source: nn.Parameter
     shard: Tensor
-    num_fused: int
+    fused: GateUp | None
 
     @property
-    def rows(self) -> int:
-        return self.source.shape[-2] // self.num_fused
-
-    @property
-    def columns(self) -> int:
-        return self.source.shape[-1]
+    def sides(self) -> tuple[int, int]:
+        """Return rows and columns of a matrix, one of the pair if `fused`."""
+        *_, rows, columns = self.source.shape
+        if self.fused is None:
+            return rows, columns
+        return (rows // 2, columns) if self.fused.dim == -2 else (rows, columns // 2)
 
     @cached_property
     def split(self) -> tuple[DeviceMesh, int, int] | None:
@@ -165,7 +199,7 @@ def orthogonalize(shards: Sequence[MatrixShard], num_steps: int) -> list[Tensor]
         dtype = torch.bfloat16 if some[0].device.type == "cuda" else some[0].shard.dtype
         stacks = [_stack(one).to(one.device, dtype) for one in some]
         if axis is None:
-            done = _orthogonalize_whole(stacks, [one.num_fused for one in some], num_steps)
+            done = _orthogonalize_whole(stacks, [one.fused for one in some], num_steps)
         else:
             done = _orthogonalize_split(stacks, some, *axis, num_steps)
         for index, one, stack in zip(indices, some, done, strict=True):
@@ -178,21 +212,25 @@ def _stack(one: MatrixShard) -> Tensor:
 
 
 def _orthogonalize_whole(
-    stacks: list[Tensor], num_fused: list[int], num_steps: int
+    stacks: list[Tensor], fused: list[GateUp | None], num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize stacks [B, num_fused · M, N] of one dtype, in batches of equal shapes."""
+    """Orthogonalize stacks [B, M, N] of one dtype, in batches of equal shapes."""
+    matrices = [
+        stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
+    ]
     alike: dict[tuple[int, int], list[int]] = {}
-    for index, (stack, num) in enumerate(zip(stacks, num_fused, strict=True)):
-        alike.setdefault((stack.shape[-2] // num, stack.shape[-1]), []).append(index)
+    for index, one in enumerate(matrices):
+        alike.setdefault((one.shape[1], one.shape[2]), []).append(index)
     done = list(stacks)
     for (rows, columns), indices in alike.items():
-        batch_BMN = torch.cat([stacks[index].reshape(-1, rows, columns) for index in indices])
+        batch_BMN = torch.cat([matrices[index] for index in indices])
         for chunk_BMN in batch_BMN.split(max(BATCH_VALUES // (rows * columns), 1)):
             if len(chunk_BMN):
                 chunk_BMN.copy_(newton_schulz(chunk_BMN, num_steps, chunk_BMN.dtype))
-        counts = [len(stacks[index]) * num_fused[index] for index in indices]
+        counts = [len(matrices[index]) for index in indices]
         for index, part in zip(indices, batch_BMN.split(counts), strict=True):
-            done[index] = part.reshape(stacks[index].shape)
+            how = fused[index]
+            done[index] = part if how is None else how.join(part)
     return done
 
 
@@ -203,7 +241,7 @@ class _SplitMatrix:
     shape: tuple[int, int]
     dim: int
     bounds: tuple[int, ...]  # rank r holds bounds[r] to bounds[r + 1] along `dim`
-    num_fused: int
+    fused: GateUp | None
 
     def size(self, rank: int) -> int:
         return self.bounds[rank + 1] - self.bounds[rank]
@@ -244,7 +282,7 @@ def _orthogonalize_split(
         for one, of_one in zip(own, zip(*by_sender, strict=True), strict=True)
     ]
 
-    whole = _orthogonalize_whole(whole, [one.num_fused for one in own], num_steps)
+    whole = _orthogonalize_whole(whole, [one.fused for one in own], num_steps)
 
     back = [
         matrix[0].narrow(one.dim, one.bounds[to], one.size(to)).reshape(-1)
@@ -266,10 +304,10 @@ def _split_matrices(
     for index, one in enumerate(shards):
         assert one.split is not None
         dim = one.split[2]
-        shape = (one.rows * one.num_fused, one.columns)
+        shape = (one.source.shape[-2], one.source.shape[-1])
         bounds = _bounds(one.source.shape[dim - 2], num_ranks)
         for position in range(len(stacks[index])):
-            found.append(_SplitMatrix(index, position, shape, dim, bounds, one.num_fused))
+            found.append(_SplitMatrix(index, position, shape, dim, bounds, one.fused))
     return found
 
 
