@@ -11,6 +11,7 @@ from orrery.manifest.budget import engine, table
 from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.search import engine_layouts, trainer_layouts
 from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -96,6 +97,37 @@ def test_shorter_rollouts_make_a_shorter_step_and_more_fits_into_the_cache():
     assert short.step_s < long.step_s / 4
     assert short.engines["sequences_a_rank"] > long.engines["sequences_a_rank"]
     assert short.tokens == {"all": 32768, "prompt": 1024, "sampled": 31744}
+
+
+@pytest.mark.parametrize("name", ["smollm2_demo", "qwen3_4b_16k"])
+def test_proposed_layouts_can_start_keep_the_devices_and_come_fastest_first(name):
+    manifest = run(name)
+    now = plan_run(manifest)
+    trainers, engines = trainer_layouts(manifest, None), engine_layouts(manifest, None)
+    assert trainers and engines
+    assert trainers[0].seconds <= now.trainer_s["step"]
+    assert engines[0].seconds <= now.engines["step_s"]
+    for found in (trainers, engines):
+        assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+        for one in found:
+            check_supported(one.manifest)
+            assert one.device_bytes < now.capacity_bytes
+            old, new = now.roles, plan_run(one.manifest).roles
+            assert [role.num_devices for role in new] == [role.num_devices for role in old]
+            assert one.manifest.trainer.optimizer == manifest.trainer.optimizer
+            assert one.manifest.orchestrator == manifest.orchestrator
+
+
+def test_a_search_finds_a_layout_for_a_trainer_that_does_not_fit():
+    large = run("qwen3_4b_16k", trainer__memory__max_tokens_per_micro_batch=16384 * 16)
+    assert list(memory_misfits(large))
+    (first, *_) = trainer_layouts(large, None)
+    assert not list(memory_misfits(first.manifest))
+
+
+def test_a_run_on_cpus_has_nothing_to_search():
+    with pytest.raises(OrreryError, match="take a hardware axis with GPUs"):
+        list(table.search(run("reverse_text"), None))
 
 
 def test_a_slower_network_slows_updates_and_gathers_over_nodes():

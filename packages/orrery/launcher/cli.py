@@ -91,6 +91,7 @@ def adopt(
 
 PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
 TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: inference.max_model_len_tokens."
+SEARCH_HELP = "Print instead the three fastest layouts of trainer and engines that fit."
 JSON_HELP = "Print memory and time as JSON instead."
 WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."
 
@@ -102,6 +103,7 @@ def plan(
     to: Annotated[Path | None, typer.Option("--write", metavar="FOLDER", help=WRITE_HELP)] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=2, help=TOKENS_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    search: Annotated[bool, typer.Option("--search", help=SEARCH_HELP)] = False,
 ) -> None:
     """Print a run's stages, nodes and commands, then its memory and time. Start nothing."""
     import json
@@ -117,6 +119,9 @@ def plan(
     run, site = planned(word, workspace), load_site(workspace)
     if as_json:
         print(json.dumps(plan_run(run.manifest, tokens).as_json(), indent=2))
+        return
+    if search:
+        print(*table.search(run.manifest, tokens), sep="\n")
         return
     stages = [stage] if stage else run.stages
     if to is not None:

@@ -163,6 +163,13 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 def check_supported(manifest: Manifest) -> None:
     """Raise OrreryError if a stage of this run cannot start."""
+    check_built(manifest)
+    if found := list(memory_misfits(manifest)):
+        raise OrreryError("; ".join(found))
+
+
+def check_built(manifest: Manifest) -> None:
+    """Raise OrreryError if the run needs something that is not built yet."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(
@@ -201,8 +208,6 @@ def check_supported(manifest: Manifest) -> None:
                 f"{field} {value!r}: this is not built yet. Choose from "
                 f"{', '.join(map(repr, built))}"
             )
-    if found := list(memory_misfits(manifest)):
-        raise OrreryError("; ".join(found))
 
 
 def refusal(manifest: Manifest) -> str | None:

@@ -15,7 +15,7 @@ L layers · H query heads · K head size · D hidden · V vocabulary · C latent
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orrery.manifest.budget.parameters import block_weights
+from orrery.manifest.budget.parameters import block_weights, is_sparse
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 
@@ -44,13 +44,15 @@ def active_parameters(model: Model) -> Flops:
     if not is_counted(model):
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
-    for layer in range(model.num_layers):
-        for weight in block_weights(model, layer):
+    kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
+    for kind in set(kinds):  # blocks of a kind differ in indexers alone, which are not counted
+        for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
-                experts += weight.size // moe.num_experts * moe.num_experts_per_token
+                size = weight.size // moe.num_experts * moe.num_experts_per_token
+                experts += kinds.count(kind) * size
             elif weight.part in ("attention", "router", "feed_forward"):
-                projections += weight.size
+                projections += kinds.count(kind) * weight.size
     return Flops(projections, experts, 0, model.vocab_size * model.hidden_size)
 
 

@@ -8,6 +8,7 @@
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from orrery.manifest.budget import engine, trainer_time
@@ -89,7 +90,7 @@ def plan_run(
 
     Raise OrreryError for a network of transformers.
     """
-    one = _RunPlan(manifest, tokens, network)
+    one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
     return RunBudget(
         roles=one.roles(),
@@ -124,8 +125,12 @@ def engine_memory(manifest: Manifest) -> Bytes:
     return engine.memory(manifest.model, manifest.inference, is_gpu, has_adapters)
 
 
-class _RunPlan:
-    def __init__(self, manifest: Manifest, tokens: float | None, network: float | None) -> None:
+class RunPlan:
+    """The figures of one run. `plan_run` collects them."""
+
+    def __init__(
+        self, manifest: Manifest, tokens: float | None = None, network: float | None = None
+    ) -> None:
         self.manifest, self.model = manifest, manifest.model
         self.trainer, self.inference = manifest.trainer, manifest.inference
         self.counted = count_parameters(self.model, self.trainer.lora)
@@ -139,8 +144,6 @@ class _RunPlan:
         prompt = longest - sampled if sampled < longest else longest // 2
         self.prompt = prompt if self.tokens == longest else min(prompt, self.tokens / 2)
         self.batch_tokens = manifest.orchestrator.rollouts_per_batch * self.tokens
-        self.trainer_s = self._trainer_s()
-        self.engines = self._engines()
 
     def roles(self) -> tuple[RoleBudget, ...]:
         hardware, mesh = self.manifest.hardware, self.trainer.mesh
@@ -173,7 +176,8 @@ class _RunPlan:
         )  # fmt: skip
         return trainer, engines
 
-    def _trainer_s(self) -> dict[str, float]:
+    @cached_property
+    def trainer_s(self) -> dict[str, float]:
         mesh, orchestrator = self.trainer.mesh, self.manifest.orchestrator
         per_group = -(-orchestrator.rollouts_per_batch // mesh.num_data_ranks)
         room = max(1, int(self.trainer.memory.max_tokens_per_micro_batch // self.tokens))
@@ -185,7 +189,8 @@ class _RunPlan:
             self.model, self.trainer, micro_batches, lengths, self.rates, link
         )
 
-    def _engines(self) -> dict[str, float]:
+    @cached_property
+    def engines(self) -> dict[str, float]:
         """Return the engines' speed: a wave of a rank's sequences is prefilled, then decoded.
 
         Where prefill is apart, the slower of both kinds sets the speed.

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 
-from orrery.manifest.budget.run import RunBudget
+from orrery.manifest.budget.options import format_value
+from orrery.manifest.budget.run import RunBudget, RunPlan
+from orrery.manifest.budget.search import Layout, engine_layouts, trainer_layouts
+from orrery.manifest.schema import Manifest
 
 GIB = 2**30
 PARTS = (  # rows of the trainer's step, in the order of the table
@@ -92,6 +95,26 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
     gathers = [f"{_gb(size)} {how}" for how, size in budget.layer_gather_bytes.items()]
     if gathers:
         yield _line("gather of largest layer", ", ".join(gathers))
+
+
+def search(run: Manifest, tokens: float | None) -> Iterator[str]:
+    """Yield the fastest layouts of both roles, each with the fields to set."""
+    now = RunPlan(run, tokens)
+    yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
+    yield ""
+    yield from _proposals("engines", now.engines["step_s"], engine_layouts(run, tokens))
+
+
+def _proposals(role: str, now_s: float, layouts: list[Layout]) -> Iterator[str]:
+    yield f"{role}: {_s(now_s)} a batch as it is; the fastest layouts that fit:"
+    for number, one in enumerate(layouts, 1):
+        yield f"  {number}. {_s(one.seconds)}, {one.device_bytes / GIB:,.1f} GiB a device"
+        for field, value in one.changes.items():
+            yield f"       {field}: {format_value(value)}"
+        if not one.changes:
+            yield "       the run as it is"
+    if not layouts:
+        yield "  none: take more devices, a smaller model or shorter rollouts"
 
 
 def _line(name: str, text: str) -> str:

@@ -1,0 +1,200 @@
+"""Search a run's devices for the fastest layouts that fit, by the plan of its memory and time.
+
+- The devices of trainer and engines stay as many as they are, and so do all fields that change
+  results: the model, the optimizer, precisions, the number of rollouts.
+- Trainer: mesh, micro-batch, checkpointing, and `SAVINGS`. Engines: replicas, tensor, data and
+  expert parallel, and the cache that is left.
+- Only layouts that pass all constraints of the manifest are returned.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from orrery.manifest.budget.engine import memory
+from orrery.manifest.budget.options import KEPT
+from orrery.manifest.budget.rates import usable_bytes
+from orrery.manifest.budget.run import RunPlan
+from orrery.manifest.errors import OrreryError
+from orrery.manifest.plan import check_built
+from orrery.manifest.schema import Manifest
+
+NUM_LAYOUTS = 3
+ROOM = 0.97  # share of a device that a proposal may fill
+SAVINGS: tuple[dict[str, Any], ...] = (  # each saves more memory than the one before
+    {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
+    {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
+    {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
+    {"memory.optimizer_offload": True},
+    {"memory.activation_offload": True},
+)
+SIZES = (0.25, 0.5, 1, 2, 4)  # of a micro-batch, over the run's
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+
+Changes = dict[str, Any]  # new values by field
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Seconds of a batch, a device's bytes, and what differs from the run."""
+
+    seconds: float
+    device_bytes: int
+    changes: Changes
+    manifest: Manifest
+
+
+def trainer_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
+    """Return the fastest layouts, each of another mesh or another checkpointing."""
+    room = _room(run)
+    if run.hardware.shared_devices:
+        room -= sum(role.total_bytes for role in RunPlan(run, tokens).roles()[1:])
+    timed = []
+    for changes in _trainer_changes(run):
+        changed = _changed(run, changes)
+        if changed is not None:
+            timed.append((RunPlan(changed, tokens).trainer_s["step"], len(changes), changed))
+    timed.sort(key=lambda one: one[:2])
+    found: dict[tuple[Any, ...], Layout] = {}
+    for seconds, _, changed in timed:
+        trainer = changed.trainer
+        key = trainer.mesh, trainer.memory.activation_checkpointing.kind
+        if key not in found and (size := _trainer_bytes(changed)) <= room:
+            found[key] = Layout(seconds, size, _differences(run, changed), changed)
+            if len(found) == NUM_LAYOUTS:
+                break
+    return list(found.values())
+
+
+def engine_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
+    """Return the fastest shapes of the engines, with as much cache as they leave."""
+    room = _room(run)
+    if run.hardware.shared_devices:
+        room -= RunPlan(run, tokens).roles()[0].total_bytes
+    found = []
+    for shape in _shapes(run):
+        changed = _with_cache(run, shape, room)
+        if changed is not None:
+            plan = RunPlan(changed, tokens)
+            size = plan.roles()[1].total_bytes
+            differences = _differences(run, changed)
+            found.append(Layout(plan.engines["step_s"], size, differences, changed))
+    return sorted(found, key=lambda one: (one.seconds, len(one.changes)))[:NUM_LAYOUTS]
+
+
+def _room(run: Manifest) -> int:
+    capacity = usable_bytes(run.hardware.accelerator)
+    if capacity is None:
+        raise OrreryError(
+            f"hardware.accelerator {run.hardware.accelerator!r}: a CPU has no layouts to search; "
+            "take a hardware axis with GPUs"
+        )
+    return int(ROOM * capacity)
+
+
+def _trainer_changes(run: Manifest) -> Iterator[Changes]:
+    longest, now = run.inference.max_model_len_tokens, run.trainer.memory
+    sizes = [int(size * now.max_tokens_per_micro_batch) for size in SIZES]
+    experts = 0 if run.model.moe is None else run.model.moe.num_experts
+    kinds: list[Changes] = [{"kind": "none"}, {"kind": "full"}]
+    kinds += [{"kind": "selective", "keep": list(keep)} for keep in KEPT]
+    savings: list[Changes] = []
+    for more in SAVINGS:
+        savings.append({**(savings[-1] if savings else {}), **more})
+    for mesh, size, kind, saving in product(
+        _meshes(run.trainer.mesh.world_size, experts), sizes, kinds, savings
+    ):
+        if size < longest:
+            continue
+        if mesh["dp_shard"] * mesh["cp"] == 1 and saving["fsdp.reduce_gradients"] == "step":
+            continue  # one rank reduces nothing
+        yield {
+            **{f"trainer.mesh.{name}": value for name, value in mesh.items()},
+            "trainer.memory.max_tokens_per_micro_batch": size,
+            "trainer.memory.activation_checkpointing": kind,
+            "trainer.memory.optimizer_offload": False,
+            "trainer.memory.activation_offload": False,
+            **{f"trainer.{name}": value for name, value in saving.items()},
+        }
+
+
+def _meshes(world: int, experts: int) -> Iterator[dict[str, int]]:
+    for cp in (cp for cp in POWERS[:4] if world % cp == 0):
+        ranks = world // cp
+        for replicate in {1, 2, 4} & {n for n in range(1, ranks + 1) if ranks % n == 0}:
+            shard = ranks // replicate
+            for ep in POWERS if experts else (1,):
+                if shard * cp % ep == 0 and (ep == 1 or experts % ep == 0):
+                    yield {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "ep": ep}
+
+
+def _trainer_bytes(run: Manifest) -> int:
+    return RunPlan(run, None).roles()[0].total_bytes
+
+
+def _shapes(run: Manifest) -> Iterator[Changes]:
+    one = run.inference
+    devices = one.num_replicas * one.devices_per_replica
+    for tensor, data in product(POWERS[:4], POWERS):
+        replicas, rest = divmod(devices, tensor * data)
+        prefill, odd = divmod(one.prefill_replicas * replicas, one.num_replicas)
+        if rest or odd or not replicas:
+            continue
+        is_mixture = run.model.moe is not None and tensor * data > 1
+        for expert_parallel in (False, True) if is_mixture else (False,):
+            changes: Changes = {
+                "inference.num_replicas": replicas,
+                "inference.prefill_replicas": prefill,
+                "inference.tensor_parallel": tensor,
+                "inference.data_parallel": data,
+                "inference.expert_parallel": expert_parallel,
+            }
+            if replicas == 1:
+                changes["inference.router"] = {"kind": "none"}
+            yield changes
+
+
+def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
+    """Return the run with this shape and the largest cache in whole GiB, or None."""
+    fields = {name.removeprefix("inference."): value for name, value in shape.items()}
+    shaped = run.inference.model_copy(
+        update={name: value for name, value in fields.items() if name != "router"}
+    )
+    has_adapters = run.transport.weights == "adapters"
+    needed = memory(run.model, shaped, True, has_adapters)
+    cache = room - sum(needed.values()) + needed["cache"]
+    if (cache := cache >> 30 << 30) <= 0:
+        return None
+    return _changed(run, {**shape, "inference.kv_cache_bytes": cache})
+
+
+def _changed(run: Manifest, changes: Changes) -> Manifest | None:
+    """Return the run with these fields, or None if a constraint forbids them."""
+    data = run.model_dump(mode="json")
+    for field, value in changes.items():
+        *path, last = field.split(".")
+        place = data
+        for name in path:
+            place = place[name]
+        place[last] = value
+    try:
+        changed = Manifest.model_validate(data)
+        check_built(changed)
+    except (ValidationError, OrreryError):
+        return None
+    return changed
+
+
+def _differences(run: Manifest, changed: Manifest) -> Changes:
+    before, after = run.model_dump(mode="json"), changed.model_dump(mode="json")
+    found: Changes = {}
+    for section, parts in (("trainer", ("mesh", "fsdp", "memory")), ("inference", ("",))):
+        for part in parts:
+            old, new = before[section], after[section]
+            old, new = (old[part], new[part]) if part else (old, new)
+            name = f"{section}.{part}." if part else f"{section}."
+            found |= {name + key: new[key] for key in new if new[key] != old[key]}
+    return found
