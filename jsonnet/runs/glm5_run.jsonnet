@@ -1,4 +1,4 @@
-// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train, 8 prefill, 8 decode.
+// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train in bfloat16, 16 serve in FP8, an engine on each.
 (import 'lib/named.libsonnet')({
   glm5_run:
     (import 'lib/run.libsonnet') +
@@ -8,20 +8,31 @@
     (import 'tasks/countdown.libsonnet') +
     (import 'memory/long_context.libsonnet') + {
       seed: 1,
+      layout+:: { prefill_engines: 0 },
       trainer+: {
         mesh+: { ep: 8 },
+        // whole gradients would take 400 GB of a GPU
+        fsdp+: { reduce_gradients: 'micro_batch' },
         optimizer+: { lr: 1e-6 },
         checkpoint+: { interval_steps: 50 },
       },
-      // caches of 131072 tokens leave room for few sequences at a time
-      inference+: { max_num_sequences: 96, max_restarts: 16 },
+      // Latent keys are the same on all tensor-parallel ranks, so data-parallel ranks hold more sequences.
+      inference+: {
+        quantization: 'fp8',
+        data_parallel: 4,
+        kv_cache_bytes: 34359738368,
+        max_num_sequences: 64,
+        max_restarts: 16,
+      },
       orchestrator+: {
         algorithm+: { group_size: 16 },
+        admission+: { max_in_flight: 1024 },
         rollouts_per_batch: 256,
         max_off_policy_steps: 8,
         evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
-      transport+: { weights: 'nccl' },
+      // the trainer routes tokens to the experts that the engines chose
+      transport+: { weights: 'nccl', routed_experts: true },
       stages+: {
         sft: null,
         rl+: { num_steps: 1000 },

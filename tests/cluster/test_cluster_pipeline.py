@@ -447,7 +447,5 @@ def test_what_is_typed_on_the_page_about_clusters_works(cluster: Cluster):
     began = time.monotonic()
     shown = cluster.run(*SLURM, "-n", "glm5_run", timeout_s=60)
     assert "28 nodes" in shown.stdout + shown.stderr and time.monotonic() - began < 15
-    refused = cluster.run(*SLURM, "glm5_run", check=False, timeout_s=60)
-    assert refused.returncode and "inference: a device needs" in refused.stderr
     assert "trainer.0-95" in cluster.run("orrery", "plan", "glm5_run", "rl").stdout
     assert not cluster.queue()

@@ -27,7 +27,6 @@ from dynamo import SERVER_FLAGS, without_server_flags
 from orrery.inference.assemble import server_arguments
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.identity import load
 from pods import Place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -254,7 +253,7 @@ def test_vllms_own_parsers_take_every_engines_arguments():
         ),
         (
             "dynamo",
-            load(REPOSITORY / "manifests/glm5_run.json"),
+            run(name="qwen3_30b_a3b_16k", kv_cache_bytes=120 << 30),
             PLACE,
             "inference: a device needs",
         ),

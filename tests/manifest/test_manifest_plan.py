@@ -31,14 +31,14 @@ def ranks(first: int) -> str:
 
 def glm5(trainer_nodes: int) -> dict[str, list[str]]:
     engines = [
-        "0: inference0/8 orchestrator0/0",
+        "0: inference0/8 router0/0 orchestrator0/0",
         *(f"{node}: inference{node}/8" for node in range(1, 16)),
     ]
     trainers = [f"{16 + number}: {ranks(8 * number)}" for number in range(trainer_nodes)]
     return {
         "init": ["all 0+1", "0: trainer0/1"],
-        "rl": ["prefill 0+8", "decode 8+8", f"trainer 16+{trainer_nodes}", *engines, *trainers],
-        "evaluate": ["prefill 0+8", "decode 8+8", *engines],
+        "rl": ["inference 0+16", f"trainer 16+{trainer_nodes}", *engines, *trainers],
+        "evaluate": ["inference 0+16", *engines],
         "report": ["all 0+1", "0: report0/0"],
     }
 

@@ -90,7 +90,7 @@ def adopt(
 
 
 PLAN_STAGE_HELP = "One stage, with its srun lines. Without it: all stages."
-TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: inference.max_model_len_tokens."
+TOKENS_HELP = "Mean tokens of a rollout, prompt included. Default: a quarter of the longest."
 SEARCH_HELP = "Print instead the three fastest layouts of trainer and engines that fit."
 JSON_HELP = "Print memory and time as JSON instead."
 WRITE_HELP = "Write the manifest and each stage's submission script into this new folder."

@@ -1,7 +1,7 @@
 """Plan a run: memory of each role, time of a step, and the bytes between roles.
 
-- A rollout has all tokens that `inference.max_model_len_tokens` allows, unless the caller says how
-  many it has on average. The prompt is what a rollout's turns leave of it.
+- Memory is that of the longest rollouts. For the time, rollouts have a quarter of the tokens that
+  `inference.max_model_len_tokens` allows, unless the caller says how many they have on average.
 - Trainer and engines work at the same time. The slower one sets the step.
 - Staleness follows from Little's law: with N rollouts in flight and B in a batch, a rollout lasts
   N / B steps, so its tokens are N / 2B steps old on average, and half a step more in the batch.
@@ -29,6 +29,7 @@ from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 Bytes = dict[str, int]
 FRAGMENTATION = 0.065  # of the allocated bytes, the median of benchmarks/trainer
 NETWORK_BYTES = 50e9  # a device's share of the network if the site does not say: 400 Gb/s
+MEAN_SHARE = 0.25  # mean length of a rollout over the greatest, unless given
 COLUMN_BYTES = 17  # a trained token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # bytes a second of a direct weight update, with conversion and attestation
 UPDATE_S = 0.05  # pause and resume of the engines
@@ -71,6 +72,7 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
+    longest_step_s: float  # if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
     checkpoint: dict[str, float]
@@ -102,6 +104,7 @@ def plan_run(
         engines=one.engines,
         step_s=step_s,
         slower=slower,
+        longest_step_s=RunPlan(manifest, one.longest, network).pace()[0],
         staleness=staleness,
         update=one.update(),
         checkpoint=one.checkpoint(),
@@ -137,8 +140,8 @@ class RunPlan:
         self.rates: Rates = rates_of(manifest.hardware.accelerator)
         self.is_gpu = manifest.hardware.accelerator != "cpu"
         self.network = network or min(NETWORK_BYTES, self.rates.link_bytes)
-        longest = self.inference.max_model_len_tokens
-        self.tokens = min(float(longest), tokens or float(longest))
+        self.longest = longest = self.inference.max_model_len_tokens
+        self.tokens = min(float(longest), tokens or MEAN_SHARE * longest)
         turns = max(use.max_turns for use in manifest.tasks.train)
         sampled = manifest.orchestrator.sampling.max_tokens_per_turn * turns
         prompt = longest - sampled if sampled < longest else longest // 2
@@ -300,7 +303,7 @@ class RunPlan:
     def assumptions(self) -> tuple[str, ...]:
         accelerator = self.manifest.hardware.accelerator
         said = [
-            f"rollouts of {self.tokens:,.0f} tokens; --tokens plans another mean",
+            f"rollouts of {self.tokens:,.0f} tokens on average; --tokens N plans another mean",
             f"{self.prompt:,.0f} of them are a prompt that no cache holds",
             f"rates of {accelerator}: {self.rates.source}",
             f"files at {FILE_BYTES / 1e9:g} GB/s a node",

@@ -78,6 +78,7 @@ def _speed(budget: RunBudget) -> Iterator[str]:
         f"{engines['decode_tokens_per_s_of_a_rank']:,.0f} and prefills "
         f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
     )
+    yield _line("longest rollouts only", f"{_s(budget.longest_step_s)} a step")
     yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
     yield _line("weight update", f"{_s(update['seconds'])}")
     yield _line(
@@ -91,7 +92,8 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
     yield "bytes of a step"
     for name, num_bytes in budget.traffic_bytes.items():
         rate = 8 * num_bytes / budget.step_s / 1e9
-        yield _line(name, f"{_gb(num_bytes)}, {rate:.2g} Gb/s")
+        speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
+        yield _line(name, f"{_gb(num_bytes)}, {speed} Gb/s")
     gathers = [f"{_gb(size)} {how}" for how, size in budget.layer_gather_bytes.items()]
     if gathers:
         yield _line("gather of largest layer", ", ".join(gathers))
