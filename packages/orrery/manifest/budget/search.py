@@ -38,7 +38,7 @@ Changes = dict[str, Any]  # new values by field
 
 
 @dataclass(frozen=True)
-class Layout:
+class Proposal:
     """Seconds of a batch, a device's bytes, and what differs from the run."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Layout:
     manifest: Manifest
 
 
-def trainer_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
+def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
     """Return the fastest layouts, each of another mesh or another checkpointing."""
     room = _room(run)
     if run.hardware.shared_devices:
@@ -58,18 +58,18 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
         if changed is not None:
             timed.append((RunPlan(changed, tokens).trainer_s["step"], len(changes), changed))
     timed.sort(key=lambda one: one[:2])
-    found: dict[tuple[Any, ...], Layout] = {}
+    found: dict[tuple[Any, ...], Proposal] = {}
     for seconds, _, changed in timed:
         trainer = changed.trainer
         key = trainer.mesh, trainer.memory.activation_checkpointing.kind
         if key not in found and (size := _trainer_bytes(changed)) <= room:
-            found[key] = Layout(seconds, size, _differences(run, changed), changed)
+            found[key] = Proposal(seconds, size, _differences(run, changed), changed)
             if len(found) == NUM_LAYOUTS:
                 break
     return list(found.values())
 
 
-def engine_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
+def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
     """Return the fastest shapes of the engines, with as much cache as they leave."""
     room = _room(run)
     if run.hardware.shared_devices:
@@ -81,7 +81,7 @@ def engine_layouts(run: Manifest, tokens: float | None) -> list[Layout]:
             plan = RunPlan(changed, tokens)
             size = plan.roles()[1].total_bytes
             differences = _differences(run, changed)
-            found.append(Layout(plan.engines["step_s"], size, differences, changed))
+            found.append(Proposal(plan.engines["step_s"], size, differences, changed))
     return sorted(found, key=lambda one: (one.seconds, len(one.changes)))[:NUM_LAYOUTS]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from orrery.manifest.budget.options import format_value
 from orrery.manifest.budget.run import RunBudget, RunPlan
-from orrery.manifest.budget.search import Layout, engine_layouts, trainer_layouts
+from orrery.manifest.budget.search import Proposal, engine_layouts, trainer_layouts
 from orrery.manifest.schema import Manifest
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def search(run: Manifest, tokens: float | None) -> Iterator[str]:
     yield from _proposals("engines", now.engines["step_s"], engine_layouts(run, tokens))
 
 
-def _proposals(role: str, now_s: float, layouts: list[Layout]) -> Iterator[str]:
+def _proposals(role: str, now_s: float, layouts: list[Proposal]) -> Iterator[str]:
     yield f"{role}: {_s(now_s)} a batch as it is; the fastest layouts that fit:"
     for number, one in enumerate(layouts, 1):
         yield f"  {number}. {_s(one.seconds)}, {one.device_bytes / GIB:,.1f} GiB a device"
