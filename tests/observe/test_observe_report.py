@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orrery.manifest.budget.run import plan_run
 from orrery.manifest.errors import OrreryError
 from orrery.observe.report.columns import POINTS, Table, extremes, largest, means
 from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
@@ -25,6 +26,7 @@ from orrery.observe.report.figures import (
     warm_start,
 )
 from orrery.observe.report.page import SECTIONS, _tiles, render, summary
+from orrery.observe.report.planned import comparison
 from orrery.runtime.metrics import read
 from orrery.runtime.timing import duration
 
@@ -164,6 +166,23 @@ def run_dir(tmp_path: Path) -> Path:
         json.dumps({"before": {"reward_mean": 0.314}, "after": {"reward_mean": 0.872}})
     )
     return tmp_path
+
+
+def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
+    run = RunData.load(run_dir)
+    assert comparison(run) == []  # rows without numbers of tokens
+    path = run_dir / "metrics" / "trainer.0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    more = {"num_tokens": 256 * 40, "peak_bytes": 3 << 29}
+    write_rows(path, [row | more if row["stage"] == "rl" else row for row in rows])
+    run = RunData.load(run_dir)
+    found = {what: (planned, measured) for what, planned, measured in comparison(run)}
+    budget = plan_run(run.manifest, 40)
+    assert found["step"] == (f"{budget.step_s:.2g} s", "1 s")
+    assert found["step of the trainer alone"][1] == "0.5 s"
+    assert found["sampled tokens a second"][1] == "1,000"
+    assert found["trainer's peak of allocated memory"][1] == "1.5 GiB"
+    assert "Plan and measurement" in render(run, 132.0)
 
 
 def test_the_page_holds_every_figure_and_needs_nothing_from_outside(run_dir):

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from orrery.manifest.errors import RunFailed
 from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
@@ -193,6 +195,7 @@ class RlLoop:
             publish_s=publish_s,
             checkpoint_blocked_s=checkpoint_blocked_s,
             tokens_per_s=result.num_tokens / step_time_s,
+            **_peak(),
         )
         loss = result.metrics["loss"]
         ctx.log.info("step %d: loss %.4f, waited %.2f s of %.2f s", step, loss, wait_s, step_time_s)
@@ -209,6 +212,10 @@ class RlLoop:
                 f"{what}: log-probs of trainer and engine differ by {difference:.2e} on the same "
                 f"weights, more than {SAME_WEIGHTS_TOLERANCE:g}, so they compute different models"
             )
+
+
+def _peak() -> dict[str, int]:
+    return {"peak_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
 
 
 def start_weights(ctx: RoleContext) -> Path:

@@ -16,6 +16,7 @@ from orrery.observe.report.data import (
     unfinished,
     without_signal,
 )
+from orrery.observe.report.planned import comparison
 from orrery.runtime.timing import duration
 
 LEARNING = (
@@ -180,6 +181,7 @@ def render(run: RunData, wall_s: float) -> str:
             num_batches=len(run.batches),
             pairs=_pairs(run),
             stages=sorted(run.stages.items(), key=lambda item: item[1]["started_s"]),
+            planned=comparison(run),
             pauses_s=run.updates.column("pause_s"),
             manifest=json.dumps(json.loads(canonical_json(run.manifest)), indent=2),
         )

@@ -1,0 +1,68 @@
+"""The RL stage as `orrery plan` computes it, beside what the run measured."""
+
+from collections.abc import Callable
+from statistics import mean, median
+
+from orrery.manifest.budget.run import plan_run
+from orrery.manifest.errors import OrreryError
+from orrery.observe.report.columns import Table
+from orrery.observe.report.data import RunData
+
+GIB = 2**30
+WARM = 2  # first steps, which compile, are not measured
+NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")  # not torch's tensors
+
+
+def comparison(run: RunData) -> list[tuple[str, str, str]]:
+    """Return (what, planned, measured), or [] for a run that is not planned or not measured.
+
+    The plan is of rollouts that are as long as the run's were on average.
+    """
+    tokens = _values(run.rl, "num_tokens")
+    if not tokens:
+        return []
+    try:
+        budget = plan_run(run.manifest, mean(tokens) / run.manifest.orchestrator.rollouts_per_batch)
+    except OrreryError:
+        return []
+    trainer = budget.roles[0].memory
+    allocated = sum(size for kind, size in trainer.items() if kind not in NOT_ALLOCATED)
+    parts = (_values(run.rl, part) for part in ("forward_backward_s", "optimizer_s"))
+    computing = [sum(pair) for pair in zip(*parts, strict=True)]
+
+    def row(
+        what: str, planned: float, measured: list[float], form: Callable[[float], str]
+    ) -> list[tuple[str, str, str]]:
+        return [(what, form(planned), form(median(measured)))] if measured else []
+
+    return [
+        *row("step", budget.step_s, _values(run.rl, "step_time_s"), _seconds),
+        *row("step of the trainer alone", budget.trainer_s["step"], computing, _seconds),
+        *row(
+            "sampled tokens a second",
+            budget.engines["sampled_tokens_per_s"],
+            _values(run.batches, "generated_tokens_per_s"),
+            lambda value: f"{value:,.0f}",
+        ),
+        *row(
+            "mean staleness in steps",
+            budget.staleness,
+            _values(run.batches, "staleness_mean"),
+            lambda value: f"{value:.1f}",
+        ),
+        *row("weight update", budget.update["seconds"], _values(run.updates, "pause_s"), _seconds),
+        *row(
+            "trainer's peak of allocated memory",
+            allocated,
+            _values(run.rl, "peak_bytes"),
+            lambda value: f"{value / GIB:,.1f} GiB",
+        ),
+    ]
+
+
+def _values(table: Table, key: str) -> list[float]:
+    return [value for value in table.column(key)[WARM:] if value is not None]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.2g} s"
