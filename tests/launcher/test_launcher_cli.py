@@ -357,6 +357,21 @@ def test_a_plan_is_written_as_the_manifest_and_the_very_commands_that_a_start_su
     assert len(submitted) == 5 and all(command[0] == "sbatch" for command in submitted)
 
 
+def test_a_plan_ends_with_memory_and_time_over_the_sites_network(checkout, capsys):
+    code, out, _ = orrery(capsys, "plan", "glm5_run")
+    assert code == 0 and "memory of a device, GiB           trainer × 96   inference × 128" in out
+    assert "network of 400 Gb/s a device" in out
+    site = PLANNED_SITE.replace('interface = "ib0"', 'interface = "ib0"\ngbit_per_s = 40.0')
+    (checkout / "site.toml").write_text(site)
+    fast = json.loads(orrery(capsys, "plan", "glm5_run", "--json", "--tokens", "8192")[1])
+    assert "network of 40 Gb/s a device" in fast["assumptions"]
+    assert fast["tokens"]["all"] == 8192 and fast["step_s"] < fast["longest_step_s"]
+    code, out, _ = orrery(capsys, "plan", "smollm2_demo", "--search")
+    assert code == 0 and out.count("the fastest layouts that fit:\n  1. ") == 2
+    code, _, err = orrery(capsys, "plan", "reverse_text", "--search")
+    assert code == 2 and err.startswith("error: hardware.accelerator 'cpu': ")
+
+
 def test_a_plan_is_written_into_a_new_folder_alone_and_without_slurm_has_the_stages_commands(
     checkout, capsys
 ):

@@ -117,8 +117,9 @@ def plan(
 
     workspace = find_workspace()
     run, site = planned(word, workspace), load_site(workspace)
+    network = site.network.gbit_per_s * 1e9 / 8 if site.network else None
     if as_json:
-        print(json.dumps(plan_run(run.manifest, tokens).as_json(), indent=2))
+        print(json.dumps(plan_run(run.manifest, tokens, network).as_json(), indent=2))
         return
     if search:
         print(*table.search(run.manifest, tokens), sep="\n")
@@ -136,7 +137,7 @@ def plan(
         print("\n".join(lines))
     if stage is None:
         try:
-            budget = plan_run(run.manifest, tokens)
+            budget = plan_run(run.manifest, tokens, network)
         except OrreryError as error:
             print(f"\nmemory and time are not planned: {error}")
         else:

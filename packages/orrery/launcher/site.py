@@ -118,6 +118,7 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
+    gbit_per_s: PositiveFloat = 400.0  # of one device to other nodes, for `orrery plan`
 
 
 class Roles(Record):

@@ -31,7 +31,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (  # each saves more memory than the one b
     {"memory.optimizer_offload": True},
     {"memory.activation_offload": True},
 )
-SIZES = (0.25, 0.5, 1, 2, 4)  # of a micro-batch, over the run's
+SIZES = (0.5, 1, 2)  # of a micro-batch, over the run's
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -124,7 +124,7 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
 def _meshes(world: int, experts: int) -> Iterator[dict[str, int]]:
     for cp in (cp for cp in POWERS[:4] if world % cp == 0):
         ranks = world // cp
-        for replicate in {1, 2, 4} & {n for n in range(1, ranks + 1) if ranks % n == 0}:
+        for replicate in (n for n in (1, 2) if ranks % n == 0):
             shard = ranks // replicate
             for ep in POWERS if experts else (1,):
                 if shard * cp % ep == 0 and (ep == 1 or experts % ep == 0):
