@@ -102,6 +102,7 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "plain vLLM, log-probs",
             ),
             Line("inference/throughput_cpu", "The same on two CPU cores, shared with the client"),
+            Line("inference/planned", "Largest error of the planned speed of an engine"),
             Line(
                 "orchestrator/overhead", "Tokens/s through orchestrator and router, share of direct"
             ),
