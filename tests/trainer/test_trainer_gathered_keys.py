@@ -16,12 +16,12 @@ LENGTHS = [1, 2, 3, 21, 5, 8, 1, 13, 64]
 cases = pytest.mark.parametrize("size", [2, 3, 4])
 
 
-def order(size, rank, is_sparse, lengths=LENGTHS):
+def order(size, rank, is_latent, lengths=LENGTHS):
     """Return this rank's order, and the padded stream as (document, position) of each place."""
     shards = [zigzag_of_whole(lengths, size, each) for each in range(size)]
     offsets = torch.from_numpy(shards[rank].cu_seqlens)
     documents = Documents(offsets, int(offsets.diff().max()))
-    found = KeyOrder.of(documents, len(shards[rank].source), size, rank, is_sparse)
+    found = KeyOrder.of(documents, len(shards[rank].source), size, rank, is_latent)
     return found, shards, offsets.tolist()
 
 
@@ -37,7 +37,7 @@ def padded_stream(lengths, offsets):
 @cases
 def test_gathered_keys_stand_in_the_order_of_whole_padded_documents(size):
     for rank in range(size):
-        found, shards, offsets = order(size, rank, is_sparse=True)
+        found, shards, offsets = order(size, rank, is_latent=True)
         gathered = np.concatenate([shard.source for shard in shards])
         stream = padded_stream(LENGTHS, offsets)
         assert (gathered[found.row] == stream).all()
@@ -50,10 +50,10 @@ def test_gathered_keys_stand_in_the_order_of_whole_padded_documents(size):
 def test_dense_queries_read_their_document_up_to_themselves(size):
     """The last key of the i-th query from the end of a piece is the i-th key from the end."""
     for rank in range(size):
-        found, shards, offsets = order(size, rank, is_sparse=False)
+        found, shards, offsets = order(size, rank, is_latent=False)
         gathered = np.concatenate([shard.source for shard in shards])[found.row]
         stream = padded_stream(LENGTHS, offsets)
-        places = order(size, rank, is_sparse=True)[0]
+        places = order(size, rank, is_latent=True)[0]
         q, k = found.queries.cu_seqlens.tolist(), found.keys.cu_seqlens.tolist()
         assert len(q) == len(k) == 2 * len(LENGTHS) + 1 and q[-1] == len(shards[rank].source)
         assert found.queries.max_seqlen == max(np.diff(q))
@@ -69,7 +69,7 @@ def test_dense_queries_read_their_document_up_to_themselves(size):
 @cases
 def test_parts_cover_all_keys_read_and_repeat_no_row_inside_one(size):
     for rank in range(size):
-        found, _, _ = order(size, rank, is_sparse=False)
+        found, _, _ = order(size, rank, is_latent=False)
         places = torch.cat([place for _, place in found.parts]).sort().values
         assert (places == torch.arange(len(found.row))).all()
         for rows, place in found.parts:
@@ -80,7 +80,7 @@ def test_parts_cover_all_keys_read_and_repeat_no_row_inside_one(size):
 @pytest.mark.parametrize("lengths", [[131_072], [70_000, 40_000, 3000, 900, 17]])
 def test_ranks_score_equally_many_keys_as_contiguous_shares_would_not(lengths):
     def scored(rank):
-        found, _, _ = order(4, rank, is_sparse=True, lengths=lengths)
+        found, _, _ = order(4, rank, is_latent=True, lengths=lengths)
         return int((found.last.long() - found.first + 1).sum())
 
     def contiguously(rank):

@@ -6,7 +6,8 @@ W = C + R · I width of the indexer's keys · K chosen keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-- While no document is longer than the indexer's `top_k`, all layers are dense.
+- While no document is longer than the indexer's `top_k`, all layers are dense. Gathered keys of a
+  network with indexers are then read in latent space too: each rank would expand all of them.
 - A choice passes no gradient. Indexers are frozen, or learn (`train_indexers`) the mean attention
   of the layers that they serve, by a loss without a gradient to other weights.
 """
@@ -97,7 +98,9 @@ class LocalKeys(nn.Module):
     `send` may return early, so that queries are made while keys travel. `receive` waits.
     """
 
-    def send(self, keys: Sequence[Tensor], documents: Documents, is_sparse: bool) -> Any:
+    is_gathered = False
+
+    def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         """Begin to turn each [T, ·] into [S, ·]."""
         return keys
 
@@ -113,6 +116,12 @@ class LocalKeys(nn.Module):
     def sides(self, documents: Documents) -> tuple[Documents, Documents]:
         """Return the documents of queries and of keys in dense attention."""
         return documents, documents
+
+
+def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
+    """Return i32 [T, longest]: the keys first to last of each query, then −1."""
+    key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
+    return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
 
 class LatentAttention(nn.Module):
@@ -160,7 +169,8 @@ class LatentAttention(nn.Module):
         keys = [torch.cat((self.kv_a_layernorm(latent_TC), k_TR), dim=-1)]
         if indexer is not None:
             keys.append(indexer.keys(x_TD, angles))
-        sent = self.keys.send(keys, documents, is_sparse)
+        is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
+        sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
         q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
         q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
@@ -173,9 +183,14 @@ class LatentAttention(nn.Module):
             choice = choice._replace(kl=kl)
         if choice is not None and choice.score_TK is not None:
             choice = self._with_loss(choice, q_THN, q_THR, kv_SW)
-        if is_sparse:
-            assert choice is not None  # the schema wants an indexer in the first layer
-            out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, choice.chosen_TK)
+        if is_latent:
+            if choice is not None:
+                chosen_TK = choice.chosen_TK
+            else:
+                assert not is_sparse  # the schema wants an indexer in the first layer
+                ranges = self.keys.ranges(documents, x_TD.shape[0])
+                chosen_TK = every_key(*ranges, documents.max_seqlen)
+            out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, chosen_TK)
         else:
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
         return self.o_proj(out_THV.flatten(1)), choice

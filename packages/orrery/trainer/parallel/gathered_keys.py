@@ -7,7 +7,7 @@
   count places of the padded stream, in which all documents are whole.
 - Recomputation gathers no frozen indexer's keys, because choices are saved.
 
-R ranks · t queries here · S = R·t keys · K keys read here, S unless attention is dense
+R ranks · t queries here · S = R·t keys · K keys read here, S unless they are expanded
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """What this rank's queries read. Row r·t + i of the gathered keys is token i of rank r.
 
-    Dense attention reads two prefixes of each document, for its early and its late piece of
-    queries. `parts` are these reads. Rows are distinct inside a part, so adding needs no atomics.
+    Attention to expanded keys reads two prefixes of each document, for its early and its late piece
+    of queries. `parts` are these reads. Rows are distinct inside a part, so adding needs no atomics.
     """
 
     row: Tensor  # i64 [K]
@@ -39,7 +39,7 @@ class KeyOrder(NamedTuple):
     keys: Documents
 
     @classmethod
-    def of(cls, documents: Documents, t: int, size: int, rank: int, is_sparse: bool) -> "KeyOrder":
+    def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
         start, length = documents.cu_seqlens[:-1].long(), documents.cu_seqlens.diff().long()
         place_Rt = _places(start, length, t, size)
         row_S = torch.empty_like(place_Rt).flatten()
@@ -47,7 +47,7 @@ class KeyOrder(NamedTuple):
         first = start.repeat_interleave(length // size, output_size=t)
         piece, longest = length // (2 * size), documents.max_seqlen // (2 * size)
         queries = _side(piece, (1, 1), longest)
-        if is_sparse:
+        if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
         early, late = rank + 1, 2 * size - rank  # pieces that the two pieces of queries read
@@ -103,16 +103,18 @@ class GatheredKeys(LocalKeys):
     With `keeps` recomputation reads what the forward pass has gathered.
     """
 
+    is_gathered = True
+
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()
         self.group, self.keeps = group, keeps
         self.watch: Callable[[Tensor], object] = lambda out: None
 
     @torch.compiler.disable
-    def send(self, keys: Sequence[Tensor], documents: Documents, is_sparse: bool) -> Any:
+    def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         if (order := _orders.get(documents)) is None:
             sizes = keys[0].shape[0], self.group.size(), self.group.rank()
-            order = _orders[documents] = KeyOrder.of(documents, *sizes, is_sparse)
+            order = _orders[documents] = KeyOrder.of(documents, *sizes, is_latent)
         transfer = _Transfer(self.group, order, keys, blocks.recall())
         return transfer, _Send.apply(transfer, *keys)
 
