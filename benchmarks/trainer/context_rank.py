@@ -37,7 +37,7 @@ from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Model
-from orrery.models.latent_attention import LatentAttention
+from orrery.models.latent_attention import ChosenKeys, LatentAttention
 from orrery.models.layers import rotary_angles
 from orrery.trainer.parallel import gathered_keys
 from orrery.trainer.parallel.context_parallel import zigzag_of_whole
@@ -125,10 +125,12 @@ class Share:
         width = model.latent.rope_head_dim
         self.angles = rotary_angles(position, width, model.rope_theta, x_TD.dtype)
 
-    def run(self, layer: LatentAttention, turns: Turns) -> tuple[Tensor, Tensor | None]:
+    def run(self, layer: LatentAttention, turns: Turns) -> tuple[Tensor, Tensor]:
         if self.rank is not None:
             turns.now = self.rank
-        return layer(self.x, self.angles, self.documents, self.chosen)
+        given = None if self.chosen is None else ChosenKeys(self.chosen)
+        out, choice = layer(self.x, self.angles, self.documents, given)
+        return out, choice.chosen_TK
 
 
 def outcome(
@@ -140,7 +142,6 @@ def outcome(
     for share in shares:
         share.x.grad = None
         out, chosen_TK = share.run(layer, turns)
-        assert chosen_TK is not None
         out.backward(grad_TD[share.source])
         outputs[share.source] = out.detach()
         chosen.append((share.source, chosen_TK.sort(dim=1).values))

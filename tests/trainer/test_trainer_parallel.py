@@ -21,6 +21,7 @@ from orrery.wire.routed_experts import route_shape
 from orrery.wire.weight_wire import remove_weight_dir
 
 # ‖a − b‖ / ‖b‖ of each gradient in float32: the order of sums makes 1e-6, a lost token 1e-2.
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the steps of all layouts
 RELATIVE = 1e-5
 
 MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 3}
@@ -43,6 +44,8 @@ GLM["moe"] = {
     "routed_scale": 2.5,
 }
 LATENT = trainer_cases.GLM5  # sparse or dense, with the longest document of a micro-batch
+INDEXER = {**LATENT["mla"]["indexer"], "top_k": 64}
+SHORT_LATENT = {**LATENT, "mla": {**LATENT["mla"], "indexer": INDEXER}}  # never sparse
 DENSE_LATENT = {
     **LATENT,
     "family": "deepseek_v3",
@@ -75,6 +78,7 @@ NETWORKS = {
     "replayed-glm": GLM,
     "adapted": MIXTURE,
     "latent": LATENT,
+    "latent-short": SHORT_LATENT,
     "latent-dense": DENSE_LATENT,
     "indexing": LATENT,
 }
@@ -128,6 +132,7 @@ CASES = {
         f"latent-dense_{name}": {"mesh": LATENT_MESHES[name], "model": DENSE_LATENT}
         for name in ("dsa4", "ep4_dsa2")
     },
+    "latent-short_dsa2": {"mesh": LATENT_MESHES["dsa2"], "model": SHORT_LATENT},
     **{
         f"indexing_{name}": {
             "mesh": MESHES[name],
@@ -203,6 +208,7 @@ AGAIN = {
             "replayed_ep2_ring2",
             "latent_dsa2",
             "latent_fsdp2_dsa2",
+            "latent-short_dsa2",
             "indexing_fsdp2",
         )
     },

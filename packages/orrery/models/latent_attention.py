@@ -188,8 +188,8 @@ class LatentAttention(nn.Module):
                 chosen_TK = choice.chosen_TK
             else:
                 assert not is_sparse  # the schema wants an indexer in the first layer
-                ranges = self.keys.ranges(documents, x_TD.shape[0])
-                chosen_TK = every_key(*ranges, documents.max_seqlen)
+                first_T, last_T = self.keys.ranges(documents, x_TD.shape[0])
+                chosen_TK = every_key(first_T, last_T, documents.max_seqlen)
             out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, chosen_TK)
         else:
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)

@@ -28,7 +28,7 @@ class KeyOrder(NamedTuple):
     """What this rank's queries read. Row r·t + i of the gathered keys is token i of rank r.
 
     Attention to expanded keys reads two prefixes of each document, for its early and its late piece
-    of queries. `parts` are these reads. Rows are distinct inside a part, so adding needs no atomics.
+    of queries. `parts` are these reads. A row stands once in a part, so adding needs no atomics.
     """
 
     row: Tensor  # i64 [K]
