@@ -46,7 +46,7 @@ def workspace(tmp_path, monkeypatch):
     for lock in ("cpu.txt", "cuda.txt"):
         shutil.copy(REPOSITORY.root / "locks" / lock, root / "locks")
     monkeypatch.chdir(root)
-    monkeypatch.setattr(cli, "check_tasks", lambda manifests: None)  # a check of its own
+    monkeypatch.setattr(cli, "check_tasks", lambda manifests: [])  # a check of its own
     return cli.find_workspace()
 
 

@@ -214,6 +214,21 @@ def test_a_task_that_is_learned_trains_every_batch_and_is_warned_of_once(tmp_pat
     )
 
 
+def test_the_warning_of_no_signal_names_the_turn_that_cuts_replies_off(tmp_path, caplog):
+    class Failed(fakes.FakeTask):
+        def judge(self, problem, messages):
+            return Judgement(0.0, {})
+
+    manifest = fakes.manifest(max_sampled_ratio=2.0)
+    turn = manifest.orchestrator.sampling.max_tokens_per_turn
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, manifest, fakes.FakePool(num_tokens=turn + 1), task=Failed())
+    (warning,) = [message for message in caplog.messages if "signal" in message]
+    assert "are equal; 100% of the replies were cut off at a length limit" in warning
+    assert f"max_tokens_per_turn ({turn}) to {4 * turn}, and raise inference.max_" in warning
+    assert "harder or easier" not in warning
+
+
 def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
     manifest = fakes.manifest(max_off_policy_steps=1)
     _, _, trainer, _ = run(tmp_path, manifest, fakes.FakePool(yields=9))

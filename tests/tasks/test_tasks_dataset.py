@@ -283,7 +283,21 @@ def test_few_shot_shows_training_rows_before_held_out_problems(path):
         held.check_rows(lambda problem: len(problem.messages), 4)
 
 
-def checked(monkeypatch, *uses):
+class CharacterRenderer:
+    """Counts each character as a token."""
+
+    def prompt(self, messages, tools):
+        return "".join(message.content for message in messages)
+
+    @property
+    def tokenizer(self):
+        return self
+
+    def encode_batch(self, texts):
+        return texts
+
+
+def checked(monkeypatch, *uses, renderer=None):
     """Return the lines of a manifest's check with these tasks on both sides."""
     content = json.loads((ROOT / "manifests/smollm2_problems_smoke.json").read_text())
     content["stages"]["sft"] = None
@@ -293,7 +307,7 @@ def checked(monkeypatch, *uses):
              "weight": weight, "seed": seed, "max_turns": 1}
             for i, (given, weight) in enumerate(uses)
         ]  # fmt: skip
-    monkeypatch.setattr("orrery.tasks.check._renderer", lambda model: None)
+    monkeypatch.setattr("orrery.tasks.check._renderer", lambda model: renderer)
     return check(Manifest.model_validate(content))
 
 
@@ -306,6 +320,27 @@ def test_a_run_takes_several_files_with_weights_and_checks_every_row(tmp_path, m
     write(one, [*ROWS, *({"question": f"{n}!", "answer": ""} for n in range(20))])
     with pytest.raises(OrreryError, match=r"tasks.train\[0\]: .* have an empty answer"):
         checked(monkeypatch, (args(one), 1.0), (given, 3.0))
+
+
+def test_answers_longer_than_a_turn_and_more_problems_than_rows_are_notes(tmp_path, monkeypatch):
+    rows = [{"question": f"{n}?", "answer": f"{'1' * (n % 2 * 99)}{n} #### {n}"} for n in range(60)]
+    given = args(write(tmp_path / "rows.jsonl", rows), answer_pattern="#### (.+)")
+    few = {"kind": "fraction", "fraction": 0.05}  # holds out fewer rows than an evaluation asks
+    given |= {"verdict": given["verdict"] | {"pattern": "#### (.+)"}, "held_out": few}
+    *_, long, asked, last = checked(monkeypatch, (given, 1.0), renderer=CharacterRenderer())
+    assert re.match(
+        r"  note: tasks.train\[0\]: \d+ of \d+ answers are longer than a turn, with up to 110 ",
+        long,
+    )
+    assert "max_tokens_per_turn (16) to 110 or more" in long
+    assert re.match(
+        r"  note: orchestrator.evaluation.num_problems 8: only [1-7] rows are held out", asked
+    )
+    assert last.startswith("  note: stages.evaluate.num_problems 8: only ")
+    half = {"kind": "fraction", "fraction": 0.5}
+    short = args(write(tmp_path / "short.jsonl"), held_out=half)
+    lines = checked(monkeypatch, (short, 1.0), renderer=CharacterRenderer())
+    assert not [line for line in lines if "note" in line]
 
 
 # Verdicts -----------------------------------------------------------------------------------------

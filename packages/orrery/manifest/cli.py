@@ -44,7 +44,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks check` prints it for each correct manifest
+FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` prints it for each correct manifest
+NOTE = "  note: "  # and such lines behind it
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -105,14 +106,16 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
     return [render_run(workspace, name) for name in dict.fromkeys(names)]
 
 
-def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
-    """Raise OrreryError for the first (name, manifest) with a task that does not build or fit.
+def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
+    """Return notes on the tasks of (name, manifest).
+
+    Raise OrreryError for the first manifest with a task that does not build or fit.
 
     One `orrery.tasks.check` process checks all manifests. Without that package no task is checked.
     Without the pretrained tokenizer prompts are not measured. The init stage checks again.
     """
     if not manifests or find_spec("orrery.tasks") is None:
-        return
+        return []
     with tempfile.TemporaryDirectory(prefix="orrery-") as folder:
         paths = [Path(folder) / f"{number}.json" for number in range(len(manifests))]
         for path, (_, manifest) in zip(paths, manifests, strict=True):
@@ -123,7 +126,7 @@ def check_tasks(manifests: list[tuple[str, Manifest]]) -> None:
             text=True,
         )
     if done.returncode == 0:
-        return
+        return [line for line in done.stdout.splitlines() if line.startswith(NOTE)]
     last = done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}"
     if not last.startswith("error: "):
         raise OrreryError(
@@ -166,14 +169,14 @@ def render(
     else:
         adapted = [(run, None) for run in _chosen(names)]
     runs = [run for run, _ in adapted]
-    check_tasks([_spelled(run) for run in runs])
+    said = check_tasks([_spelled(run) for run in runs])
     for run, text in adapted:
         if text is not None:
             write_run(workspace, run, text)
             wrote(run.file, True)
     write(workspace, runs, wrote)
     if names:
-        for note in (note for run in runs for note in notes(run.manifest)):
+        for note in [*(note for run in runs for note in notes(run.manifest)), *said]:
             print(note)
     if on_this_machine:
         for run in runs:
@@ -205,7 +208,7 @@ def check(names: Names = None) -> None:
     given = [(n, load(n)) for n in names or [] if n.endswith(".json")]
     rest = [n for n in names or [] if not n.endswith(".json")]
     runs = _chosen(rest) if rest or not names else []
-    check_tasks([*given, *map(_spelled, runs)])
+    said = check_tasks([*given, *map(_spelled, runs)])
     for word, manifest in given:
         _must_start(word, manifest)
         print(f"{word}: {manifest.name} is a manifest", *notes(manifest), sep="\n")
@@ -215,7 +218,10 @@ def check(names: Names = None) -> None:
         if names:
             _must_start(name, run.manifest)
         print(f"{name} {id12(run.manifest)}", *notes(run.manifest), sep="\n")
-    if not names:
+    if names:
+        for note in said:
+            print(note)
+    else:
         _check_known(workspace)
 
 

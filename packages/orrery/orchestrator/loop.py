@@ -39,6 +39,7 @@ POLL_S = 0.03
 GATHER_S = 0.01  # ends of rollouts in this time start new rollouts together, as whole groups
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4
+MANY_TRUNCATED = 0.5  # share of a batch
 PREEMPTION_POLL_S = 1.0
 TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 
@@ -290,13 +291,24 @@ class Loop:
         if self._has_warned or 2 * row["num_without_signal"] <= row["num_sampled"]:
             return
         self._has_warned = True
+        advice = (
+            "make the task harder or easier, raise orchestrator.algorithm.group_size, or end RL at "
+            "a held-out reward (orchestrator.evaluation.stop_at)"
+        )
+        if row["truncated_share"] >= MANY_TRUNCATED:
+            turn = self.manifest.orchestrator.sampling.max_tokens_per_turn
+            advice = (
+                f"{row['truncated_share']:.0%} of the replies were cut off at a length limit; set "
+                f"orchestrator.sampling.max_tokens_per_turn ({turn}) to {4 * turn}, and raise "
+                f"inference.max_model_len_tokens (in Jsonnet context_tokens) by {3 * turn}"
+            )
         self.ctx.log.warning(
             "batch %d: %d of %d sampled rollouts carry no signal, as all rewards of their group "
-            "are equal; make the task harder or easier, raise orchestrator.algorithm.group_size, "
-            "or end RL at a held-out reward (orchestrator.evaluation.stop_at)",
+            "are equal; %s",
             step,
             row["num_without_signal"],
             row["num_sampled"],
+            advice,
         )
 
     async def _end_preempted(self) -> NoReturn:

@@ -4,7 +4,8 @@
   `BYTES_PER_S` of its files.
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
-- A task with a file checks all its rows (`check_rows`), with a time limit for each row.
+- A task with a file checks all its rows (`check_rows`), with a time limit for each row. A note says
+  if its answers are longer than a turn, or an evaluation asks for more problems than it has.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -30,6 +31,8 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
 BYTES_PER_S = 1_000_000  # a tenth of the speed of the slowest file format
+NUM_MEASURED = 256  # answers whose tokens are counted
+NOTE = "  note: "
 
 
 def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
@@ -44,9 +47,10 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task. Raise OrreryError for the first that does not fit."""
+    """Return one line per task, then notes. Raise OrreryError for the first that does not fit."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
-    lines = []
+    lines: list[str] = []
+    notes: list[str] = []
     for path, use in task_uses(manifest):
         roles = sft.trained_roles if sft is not None and path.startswith("stages.sft") else ()
         longest = _checked_use(path, use, renderer, roles)
@@ -63,8 +67,12 @@ def check(manifest: Manifest) -> list[str]:
         if renderer is None:
             length = "not counted: the tokenizer is not here"
         lines.append(f"{path}: {use.kind} {use.name!r},{rows} prompts {length}")
+        if num_rows is not None and path.startswith("tasks.train") and renderer is not None:
+            notes += _long_answers(path, use, renderer, turn, num_rows)
+        if num_rows is not None and path == "tasks.evaluation[0]":
+            notes += _repeated_problems(manifest, num_rows)
     _check_sides(manifest)
-    return lines
+    return lines + notes
 
 
 def _checked_use(path: str, use: TaskUse, renderer: Renderer | None, roles: Sequence[Role]) -> int:
@@ -99,6 +107,42 @@ def _checked_rows(
         return check_rows(tokens, most_tokens)
     except OrreryError as error:
         raise OrreryError(f"{path}: task {use.name!r}: args.{error}") from error
+
+
+def _long_answers(
+    path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
+) -> Iterator[str]:
+    demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
+    if demonstrate is None or _verdict(use) in ("json_schema", "python"):  # answers are no replies
+        return
+    answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
+    lengths = [len(one) + 1 for one in renderer.tokenizer.encode_batch(answers)]  # 1 ends the turn
+    if num_longer := sum(length > turn for length in lengths):
+        yield (
+            f"{NOTE}{path}: {num_longer} of {len(lengths)} answers are longer than a turn, with up "
+            f"to {max(lengths)} tokens. A reply of that length is cut off. Set "
+            f"orchestrator.sampling.max_tokens_per_turn ({turn}) to {max(lengths)} or more, and "
+            "raise context_tokens by the difference"
+        )
+
+
+def _verdict(use: TaskUse) -> str | None:
+    return _problems(use)[1].get("verdict", {}).get("kind")
+
+
+def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
+    if len(manifest.tasks.evaluation) > 1:
+        return
+    evaluation = manifest.orchestrator.evaluation
+    for field, asked in (
+        ("orchestrator.evaluation", evaluation.num_problems),
+        ("stages.evaluate", manifest.stages.evaluate.num_problems),
+    ):
+        if asked > num_rows:
+            yield (
+                f"{NOTE}{field}.num_problems {asked}: only {num_rows} rows are held out, so some "
+                f"are asked again. Set it to {num_rows} or fewer"
+            )
 
 
 def _check_sides(manifest: Manifest) -> None:
