@@ -70,8 +70,8 @@ class Executor(RemoteExecutor):
         info = SubmittedJobInfo(job)
         try:  # report errors of the nodes before a job waits in the queue
             one = find(run, self.workspace)
-            check_supported(one.manifest)
             stage_plan = plan.stage(one.manifest, stage)
+            check_supported(one.manifest, stage_plan)
             check_network(self.site, stage_plan.num_nodes, f"{stage} of {one.manifest.name}")
             images_of(self.site.containers, self.workspace, one.manifest.hardware, stage_plan)
         except OrreryError as error:

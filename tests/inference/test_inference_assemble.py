@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from orrery.inference import kv_store
 from orrery.inference.assemble import (
     PLUGIN,
+    check_release,
     engine_environment,
     server_arguments,
     weights_dir,
@@ -50,6 +51,18 @@ def make_manifest():
         return check(manifest, "test")
 
     return make
+
+
+def test_a_release_of_vllm_without_the_network_is_refused(tmp_path):
+    manifest = load(REPOSITORY / "manifests" / "glm5_run.json")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GlmMoeDsaForCausalLM"]}))
+    check_release(manifest, tmp_path, {"Qwen3ForCausalLM", "GlmMoeDsaForCausalLM"}, "0.32.0")
+    with pytest.raises(OrreryError) as caught:
+        check_release(manifest, tmp_path, {"Qwen3ForCausalLM"}, "0.9.0")
+    assert str(caught.value) == (
+        "model.family 'glm5': vLLM 0.9.0 has no network GlmMoeDsaForCausalLM. Type `make setup` to "
+        "install the release in locks/"
+    )
 
 
 def test_what_the_manifest_says_of_inference_reaches_the_command_line(make_manifest, tmp_path):

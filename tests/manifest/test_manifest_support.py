@@ -8,7 +8,7 @@ import pytest
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace, load
-from orrery.manifest.plan import check_supported, notes, plan
+from orrery.manifest.plan import check_supported, notes, plan, stage
 from orrery.manifest.schema import Manifest
 
 WORKSPACE = find_workspace()
@@ -446,6 +446,60 @@ def test_one_environment_can_hold_the_trainer_and_an_engine_on_gpus():
     assert {
         name: (trainer[name], engine[name]) for name in shared if trainer[name] != engine[name]
     } == {}
+
+
+KERNELS_OF_ONE_WIDTH = "engines on h200 have kernels of sparse attention for"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"model__mla__kv_lora_rank": 256},
+            f"model.mla.kv_lora_rank 256: {KERNELS_OF_ONE_WIDTH} 512 only; set it to that",
+        ),
+        (
+            {"model__mla__rope_head_dim": 128, "model__mla__nope_head_dim": 128},
+            f"model.mla.rope_head_dim 128: {KERNELS_OF_ONE_WIDTH} 64 only; set it to that",
+        ),
+        (
+            {"model__mla__indexer__head_dim": 64},
+            f"model.mla.indexer.head_dim 64: {KERNELS_OF_ONE_WIDTH} 128 only; set it to that",
+        ),
+        (
+            {"inference__dtype": "float32"},
+            f"inference.dtype 'float32': {KERNELS_OF_ONE_WIDTH} 'bfloat16' only; set it to that",
+        ),
+        (
+            {"model__mla__indexer__top_k": 1000},
+            "model.mla.indexer.top_k 1000: sparse attention on h200 reads keys in blocks of 128; "
+            "set it to 1024",
+        ),
+        (
+            {"inference__kv_block_tokens": 48},
+            "inference.kv_block_tokens 48: sparse attention on h200 reads keys in blocks of 64; "
+            "set it to 64",
+        ),
+    ],
+)
+def test_sparse_attention_that_engines_have_no_kernels_for_is_refused(fields, sentence):
+    with pytest.raises(OrreryError) as caught:
+        changed("glm5_run", **fields)
+    assert str(caught.value) == f"glm5_run: {sentence}"
+
+
+@pytest.mark.parametrize("name", ["init", "sft", "rl", "evaluate", "report"])
+def test_sparse_attention_on_cpu_trains_but_has_no_engines(name):
+    run = load(WORKSPACE.manifest_path("glm5_smoke"))
+    if name in ("init", "sft", "report"):
+        check_supported(run, stage(run, name))
+        return
+    with pytest.raises(OrreryError) as caught:
+        check_supported(run, stage(run, name))
+    assert str(caught.value) == (
+        "model.family 'glm5' on cpu: vLLM has sparse attention only on GPUs. Run the stages init "
+        "and sft here, or choose a hardware axis with GPUs"
+    )
 
 
 @pytest.mark.parametrize(

@@ -264,3 +264,17 @@ def test_indexers_learn_attention_and_nothing_else_learns_from_them(
     with torch.no_grad():
         module(*pack)
     assert module.indexer_kl is None, "without gradients nothing is computed for the loss"
+
+
+def test_a_block_with_a_learning_indexer_is_one_graph(make_model, make_pack):
+    _, module = drawn(make_model, {"num_layers": 2, "indexer": {"types": ["full", "shared"]}})
+    pack, found = make_pack(LENGTHS), []
+    train_indexers(module)
+    for is_compiled in (False, True):
+        module.zero_grad()
+        if is_compiled:
+            for layer in module.layers:
+                layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+        (module(*pack).square().sum() + module.indexer_kl).backward()
+        found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+    assert all(close(one, other) for one, other in zip(*reversed(found), strict=True))

@@ -620,13 +620,21 @@ def test_sft_learns_to_reverse_and_repeats_to_the_bit(tmp_path):
 
 def test_a_tiny_glm5_learns_from_demonstrations(tmp_path):
     sft = manifest().stages.sft.model_dump() | {"num_steps": 40}
-    run = start_run(tmp_path / "run", manifest(model=GLM5, stages={"sft": sft}))
+    trainer = {"indexer": "train"}
+    run = start_run(tmp_path / "run", manifest(model=GLM5, trainer=trainer, stages={"sft": sft}))
     [(code, error)] = Stage(run, "sft").end()
     assert code == 0, error
     rows = read(run / "metrics" / "trainer.0.jsonl")
     losses = [row["loss"] for row in rows if row["stage"] == "sft"]
     assert len(losses) == 40 and losses[0] > 2.3, "about log 16, the size of the vocabulary"
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    assert all(row["indexer_kl"] > 0 for row in rows if row["stage"] == "sft")
+    before, after = (
+        load_file(run / "weights" / stage / "model.safetensors") for stage in ("init", "sft")
+    )
+    indexers = [name for name in after if ".indexer." in name]
+    assert len(indexers) == 5 * 2, "two of three layers have one"
+    assert not any(torch.equal(before[name], after[name]) for name in indexers)
 
 
 def test_sft_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):

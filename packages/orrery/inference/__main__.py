@@ -7,6 +7,7 @@ from functools import partial
 from orrery.inference import out_of_memory
 from orrery.inference.assemble import (
     blank_adapter,
+    check_release,
     engine_environment,
     server_arguments,
     weights_dir,
@@ -31,6 +32,9 @@ def main() -> None:
         arguments = server_arguments(manifest, weights, ctx.index, ctx.host, ctx.port, adapter)
         arguments += offload(ctx)
         registry.import_vllm(manifest.inference.enforce_eager)
+        from vllm import ModelRegistry, __version__
+
+        check_release(manifest, weights, ModelRegistry.get_supported_archs(), __version__)
         from orrery.inference import server
 
         registry.correct_server(manifest)

@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,16 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
             f"{path}: no config.json. Run the {stage} stage first, which writes these weights"
         )
     return path
+
+
+def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
+    """Raise OrreryError if a release of vLLM that has the `known` networks lacks the model's."""
+    (name,) = json.loads((weights / "config.json").read_text())["architectures"]
+    if manifest.model.family != "hugging_face" and name not in known:
+        raise OrreryError(
+            f"model.family {manifest.model.family!r}: vLLM {release} has no network {name}. Type "
+            "`make setup` to install the release in locks/"
+        )
 
 
 def server_arguments(

@@ -122,7 +122,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
     workspace = workspace or find_workspace()
     run = find(word, workspace)
     stage_plan, site = stage(run.manifest, stage_name), load_site(workspace)
-    check_supported(run.manifest)
+    check_supported(run.manifest, stage_plan)
     hardware = run.manifest.hardware
     inside = None
     if IN_JOB in os.environ:

@@ -161,11 +161,24 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 # Support: unsupported manifests can be rendered and planned, but no stage of them starts
 
 
-def check_supported(manifest: Manifest) -> None:
-    """Raise OrreryError if a stage of this run cannot start."""
+def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
+    """Raise OrreryError if this run cannot start, or one `stage` of it."""
+    if stage is not None:
+        _check_sparse_attention(manifest, stage)
     check_built(manifest)
     if found := list(memory_misfits(manifest)):
         raise OrreryError("; ".join(found))
+
+
+def _check_sparse_attention(manifest: Manifest, stage: StagePlan) -> None:
+    model, accelerator = manifest.model, manifest.hardware.accelerator
+    if accelerator != "cpu" or model.mla is None or model.mla.indexer is None:
+        return
+    if any(process.role == "inference" for process in stage.processes):
+        raise OrreryError(
+            f"model.family {model.family!r} on cpu: vLLM has sparse attention only on GPUs. Run "
+            "the stages init and sft here, or choose a hardware axis with GPUs"
+        )
 
 
 def check_built(manifest: Manifest) -> None:

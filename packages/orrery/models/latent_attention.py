@@ -84,7 +84,7 @@ class KeyIndexer(nn.Module):
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, min(self.indexer.top_k, longest))
+        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # −1 is last
         return ChosenKeys(chosen_TK, chosen_scores(*scored, chosen_TK) if self.learns else None)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The constraints between fields of a manifest. The trainer's are in `trainer_constraints.py`.
+"""The constraints between fields of a manifest. Others are in `{trainer,latent}_constraints.py`.
 
 Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
 basic first. `Manifest` raises the first sentence.
@@ -16,7 +16,8 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.model import EXPERT_GROUPS, FP8_BLOCK, MAX_COUNT, MLA, Model
+from orrery.manifest.schema.latent_constraints import latent_misfits, sparse_engine_misfits
+from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
 from orrery.manifest.schema.trainer_constraints import (
@@ -85,6 +86,7 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _node_misfits(run)
     yield from _length_misfits(run)
     yield from _expert_misfits(run)
+    yield from sparse_engine_misfits(run)
     yield from _engine_misfits(run)
     yield from _offload_misfits(run.model, run.inference, run.transport.routed_experts)
     yield from _fp8_misfits(run)
@@ -157,54 +159,7 @@ def _model_misfits(model: Model) -> Iterator[str]:
             f"from a pretrained checkpoint of {', '.join(MTP_FAMILIES)} only; set it to 0"
         )
     if mla is not None:
-        yield from _latent_misfits(model, mla)
-
-
-def _latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
-    if model.num_kv_heads != model.num_heads:
-        yield (
-            f"model.num_kv_heads {model.num_kv_heads}: latent attention has a key for each of "
-            f"num_heads {model.num_heads}; set it to that"
-        )
-    moe, indexer = model.moe, mla.indexer
-    num_groups, num_kept = EXPERT_GROUPS.get(model.family, (1, 1))
-    if moe and num_groups > 1 and (moe.num_experts % num_groups or moe.num_experts == num_groups):
-        yield (
-            f"model.moe.num_experts {moe.num_experts}: family {model.family!r} divides experts "
-            f"into {num_groups} groups of at least two; set it to {2 * num_groups} or another "
-            "multiple"
-        )
-    elif moe and moe.num_experts_per_token > moe.num_experts // num_groups * num_kept:
-        yield (
-            f"model.moe.num_experts_per_token {moe.num_experts_per_token}: a token uses "
-            f"{num_kept} of {num_groups} groups of experts; set it to at most "
-            f"{moe.num_experts // num_groups * num_kept}"
-        )
-    if indexer is None:
-        if model.family in ("glm5", "deepseek_v32"):
-            yield (
-                f"model.mla.indexer null: family {model.family!r} chooses keys with it; write it, "
-                "or choose family 'deepseek_v3'"
-            )
-        return
-    if model.family == "deepseek_v32" and indexer.types is not None:
-        yield (
-            "model.mla.indexer.types is set: each layer of family 'deepseek_v32' has an indexer; "
-            "set it to null"
-        )
-    if mla.rope_head_dim > indexer.head_dim:
-        yield (
-            f"model.mla.indexer.head_dim {indexer.head_dim} is less than mla.rope_head_dim "
-            f"{mla.rope_head_dim}, which turns in it; set it to at least that"
-        )
-    if indexer.types is None:
-        return
-    if len(indexer.types) != model.num_layers or indexer.types[0] != "full":
-        yield (
-            f"model.mla.indexer.types has {len(indexer.types)} layers, of which the first is "
-            f"{indexer.types[:1]}; name all {model.num_layers} layers, the first 'full', or set it "
-            "to null"
-        )
+        yield from latent_misfits(model, mla)
 
 
 def _inference_misfits(inference: Inference) -> Iterator[str]:
