@@ -8,6 +8,7 @@
     (import 'tasks/reverse_text.libsonnet') +
     (import 'memory/plain.libsonnet') + {
       seed: 1,
+      model+: { mla+: { indexer+: { top_k: 8 } } },  // of the 20 tokens of a document
       trainer+: {
         indexer: 'train',
         checkpoint+: { interval_steps: 10 },
@@ -18,7 +19,7 @@
       },
       stages+: {
         sft+: {
-          num_steps: 40,
+          num_steps: 30,
           examples_per_batch: 32,
           optimizer+: { lr: 2e-3 },
           schedule: { kind: 'constant', warmup_steps: 10 },
