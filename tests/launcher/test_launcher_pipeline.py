@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,17 @@ def test_a_dry_run_for_slurm_without_a_site_file_shows_nodes_and_processes_and_t
         and (ROOT / "docs/site.example.toml").is_file()
     )
     assert not (checkout / "runs").exists()
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_first_stage(pipeline):
+    (folder,) = pipeline.folders["smollm2_demo"]
+    one = pipeline.manifests[folder]
+    cache = one.inference.model_copy(update={"kv_cache_bytes": 400 << 30})
+    large = one.model_copy(update={"inference": cache})
+    changed = replace(pipeline, manifests={**pipeline.manifests, folder: large})
+    with pytest.raises(OrreryError, match=r"^smollm2_demo: inference: .* 400\.0 GiB"):
+        changed.check_targets(["smollm2_demo"])
+    changed.check_targets(["reverse_text"])  # other runs are not concerned
 
 
 def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkout):

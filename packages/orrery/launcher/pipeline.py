@@ -29,6 +29,7 @@ from orrery.launcher.slurm.job import (
     srun,
     step_plans,
 )
+from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.check import nearest
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, pretty_json, run_dir
@@ -208,10 +209,13 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for a stale target, or one that is no run, spec file or marker."""
+        """Raise OrreryError for a target that is stale, does not fit, or is unknown."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])
+            for folder in self.folders.get(target, ()):
+                if found := list(memory_misfits(self.manifests[folder])):
+                    raise OrreryError(f"{target}: {'; '.join(found)}")
         for target in sorted({*targets} - {*self.folders}):
             marker = MARKER.fullmatch(os.path.normpath(target))
             if marker is None:
