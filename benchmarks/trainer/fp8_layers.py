@@ -1,18 +1,18 @@
 """Layers in block-scaled FP8 on one Hopper GPU: bytes, bits, and speed beside bfloat16.
 
-- `bytes`: quantized activations and weights against vLLM's CUDA and compiled kernels. After a
-  difference, other orders of rounding are tried and counted.
+- `bytes`: quantized activations and weights against vLLM's CUDA and compiled kernels.
 - `bits`: outputs of a layer and of experts against vLLM's calls of DeepGEMM. Gradients against
   float32 products of dequantized blocks, and against a second run.
 - `speed`: each product alone and with its quantization, in TFLOP/s, beside bfloat16.
+- `experts`: forward and backward of a mixture's experts, permutation and activation included, in
+  bfloat16, in FP8 by separate operators, and fused. Bits of both FP8 forms.
 - `dense`, `mixture`: trained tokens/s of Qwen3-8B with 12 layers, two documents of 8,192 tokens,
   and of Qwen3-30B-A3B with 5 layers, 16,384 tokens, balanced routing. Both in bfloat16 and FP8.
 
-After a part that fails the next runs. Rows of parts that did not run stay as recorded. A copy of
-the rows goes to the folder $OUT.
+A row with a goal has a `verdict`. After a part that fails the next runs. Rows of parts that did not
+run stay as recorded. A copy of the rows goes to the folder $OUT.
 
-    python benchmarks/trainer/fp8_layers.py                  # about 6 minutes
-    python benchmarks/trainer/fp8_layers.py --parts bytes bits speed
+    python benchmarks/trainer/fp8_layers.py --parts bytes bits speed experts  # or all, 7 minutes
 """
 
 import argparse
@@ -34,7 +34,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from timing import copy_out, milliseconds, relative_error
 
+from orrery.kernels.expert_rows import (
+    RowOrder,
+    combine_rows,
+    gather_rows,
+    order_slots,
+    sort_by_expert,
+    swiglu_rows,
+)
 from orrery.kernels.fp8 import deep_gemm
+from orrery.kernels.fp8.experts import fp8_experts
 from orrery.kernels.fp8.products import (
     _grouped_gradients,
     _linear_gradients,
@@ -44,8 +53,6 @@ from orrery.kernels.fp8.products import (
 )
 from orrery.kernels.fp8.quantize import (
     BLOCK,
-    DTYPE,
-    MAX,
     Quantized,
     RowGroups,
     dequantize_columns,
@@ -56,21 +63,25 @@ from orrery.kernels.fp8.quantize import (
     quantize_weight,
     reference_quantize_columns,
 )
+from orrery.kernels.grouped_matmul import grouped_matmul
 from orrery.manifest.identity import load
 from orrery.manifest.schema import trainer_misfits
 from orrery.trainer.bench import Options, make_request
 from orrery.trainer.bench.__main__ import run_ranks
 from record import ROOT, record
 
-PARTS = ("bytes", "bits", "speed", "dense", "mixture")
+PARTS = ("bytes", "bits", "speed", "experts", "dense", "mixture")
 RECORD = Path(__file__).with_suffix(".json")
 LINEAR = ((16_384, 4096, 6144), (16_384, 4096, 24_576), (16_384, 12_288, 4096))  # M, K, N
+EXPERTS = ((16_384, 8, 128, 2048, 768), (16_384, 8, 32, 6144, 2048))  # T, K, E, D, I
 GROUPED = ((32, 1024, 6144, 4096), (128, 1024, 2048, 1536), (128, 1024, 768, 2048))  # E, rows, K, N
 TOLERANCE = 2e-2  # tensor cores keep 14 bits of FP8 products; results round to 8 bits
-SHAPES = {
-    "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], 1.3, "natural"),
-    "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], 1.24, "balanced"),
+SHARE = 0.9  # of the product alone, with its quantization
+SHAPES = {  # run, layers, parts in FP8, goals (times bfloat16, tokens/s), routing
+    "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], (1.3, 36_000), "natural"),
+    "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], (1.24, 76_000), "balanced"),
 }
+LOWER = ("bytes that differ", "of its norm")  # units of which less is better
 
 
 def normal(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
@@ -103,49 +114,36 @@ def measure_bytes() -> list[dict[str, Any]]:
         value, scale = per_token_group_quant_fp8(x, BLOCK, **options)
         found = quantize(x, has_columns=False)[0]
         counts = differing(found.value, value), differing(found.scale, scale)
-        rows.append(compared(f"bytes of activations, {name}", counts, x, value, scale, False))
+        rows.append(plain_row(f"bytes of activations, {name}", counts))
         value, scale = per_block_cast_to_fp8(x, [BLOCK, BLOCK], use_ue8m0=False)
         forward, backward = quantize_weight(x)
         counts = differing(forward.value, value), differing(forward.scale, scale)
-        rows.append(compared(f"bytes of weights, {name}", counts, x, value, scale, True))
+        rows.append(plain_row(f"bytes of weights, {name}", counts))
         counts = differing(backward.value, value.T), differing(backward.scale, scale.T)
         rows.append(plain_row(f"bytes of transposed weights, {name}", counts))
         found, wanted = quantize(x, has_rows=False)[1], reference_quantize_columns(x)
         counts = differing(found.value, wanted.value), differing(found.scale, wanted.scale)
         rows.append(plain_row(f"bytes of columns and the plain form's, {name}", counts))
+        rows.append(plain_row(f"bytes of one pass and of two, {name}", fused_bytes(x)))
     return rows
 
 
-def compared(
-    name: str, counts: tuple[int, int], x: Tensor, value: Tensor, scale: Tensor, is_weight: bool
-) -> dict[str, Any]:
-    row = plain_row(name, counts)
-    if sum(counts):
-        row["other_orders"] = other_orders(x.float(), value, scale, is_weight)
-    return row
+def fused_bytes(x: Tensor) -> tuple[int, int]:
+    """Return how many bytes of values and scales differ between one pass over x and two."""
+    from orrery.kernels.fp8 import quantize_triton
+
+    before, results = quantize_triton.IS_FUSED, []
+    for quantize_triton.IS_FUSED in (True, False):
+        results.append(quantize(x))
+    quantize_triton.IS_FUSED = before
+    pairs = list(zip(*results, strict=True))
+    values = sum(differing(one.value, two.value) for one, two in pairs)
+    return values, sum(differing(one.scale, two.scale) for one, two in pairs)
 
 
 def plain_row(name: str, counts: tuple[int, int]) -> dict[str, Any]:
     row = {"variant": name, "value": sum(counts), "unit": "bytes that differ", "goal": 0}
     return row | {"of_values": counts[0], "of_scales": counts[1]}
-
-
-def other_orders(x: Tensor, value: Tensor, scale: Tensor, is_weight: bool) -> dict[str, list[int]]:
-    """Return how many bytes of values and scales differ, by how scale and ratio are rounded."""
-    m, k = x.shape
-    high = BLOCK if is_weight else 1
-    blocks = x.view(m // high, high, k // BLOCK, BLOCK)
-    size = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4 if is_weight else 1e-10)
-    whole = torch.full_like(size, MAX)
-    scales = {"divide": size / whole, "multiply": size * (1 / MAX)}
-    found = {}
-    for how, unit in scales.items():
-        ratios = {"divide": blocks / unit, "multiply": blocks * (1.0 / unit)}
-        for then, ratio in ratios.items():
-            rounded = ratio.clamp(-MAX, MAX).to(DTYPE).view(m, k)
-            flat = unit.view(scale.shape)
-            found[f"{how}, {then}"] = [differing(rounded, value), differing(flat, scale)]
-    return found
 
 
 # Bits ---------------------------------------------------------------------------------------------
@@ -179,8 +177,7 @@ def repeated(name: str, found: list[Tensor], again: list[Tensor]) -> list[dict[s
 
 def closeness(name: str, found: Tensor, wanted: Tensor) -> dict[str, Any]:
     error = relative_error(found, wanted)
-    row = {"variant": name, "value": error, "unit": "of its norm", "goal": TOLERANCE}
-    return {**row, "is_met": error <= TOLERANCE}
+    return {"variant": name, "value": error, "unit": "of its norm", "goal": TOLERANCE}
 
 
 def outcome(call: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> list[Tensor]:
@@ -283,7 +280,8 @@ def timed(name: str, flops: float, calls: dict[str, Callable[[], Any]]) -> dict[
     rounded = {what: round(rate, 1) for what, rate in rates.items()}
     share = rates["with quantization"] / rates["product alone"]
     row = {"variant": name, "value": rounded["with quantization"], "unit": "TFLOP/s"}
-    return {**row, "tflops": rounded, "share_of_product": round(share, 3), "goal_share": 0.9}
+    row["goal"] = round(SHARE * rates["product alone"], 1)
+    return {**row, "tflops": rounded, "share_of_product": round(share, 3)}
 
 
 def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
@@ -342,10 +340,14 @@ def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
     """Return TB/s of one pass over x: 2 bytes read, and 1 or 2 written, a number."""
     from orrery.kernels.fp8 import quantize_triton
 
+    before = quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED
     rates = {}
-    for quantize_triton.NUM_WARPS in (4, 16, 8):
-        rate = 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
-        rates[f"both, {quantize_triton.NUM_WARPS} warps"] = rate
+    for quantize_triton.IS_FUSED in (True, False):
+        passes = "one pass" if quantize_triton.IS_FUSED else "two passes"
+        for quantize_triton.NUM_WARPS in (4, 8, 16):
+            rate = 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
+            rates[f"both, {passes}, {quantize_triton.NUM_WARPS} warps"] = rate
+    quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED = before
     rates |= {
         "rows": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_columns=False)),
         "columns": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_rows=False)),
@@ -409,11 +411,70 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
     ]
 
 
+# Experts ------------------------------------------------------------------------------------------
+
+
+def experts_by_operators(
+    x: Tensor, score: Tensor, rows: RowOrder, weights: list[Tensor], parts: list[list[Tensor]]
+) -> Tensor:
+    """Return `fp8_experts` by separate operators, or in bfloat16 with empty `parts`."""
+    groups = RowGroups(rows.ends_E, rows.counts_E)
+
+    def product(x: Tensor, index: int) -> Tensor:
+        if parts:
+            return fp8_grouped_matmul(x, weights[index], groups, parts[index])
+        return grouped_matmul(x, weights[index], rows.ends_E)
+
+    act = swiglu_rows(product(gather_rows(x, rows), 0), order_slots(score, rows))
+    return combine_rows(product(act, 1), rows)
+
+
+def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, Any]]:
+    from orrery.kernels.fp8 import quantize_triton
+
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(t, e, generator=generator).argsort(1)[:, :k].cuda()
+    dense, blocks = sort_by_expert(chosen, e), sort_by_expert(chosen, e, BLOCK)
+    inputs = [normal(t, d), torch.rand(t, k, generator=generator).cuda()]
+    weights = [normal(e, 2 * i, d, std=0.02, seed=1), normal(e, d, i, std=0.02, seed=2)]
+    parts, grad = [weight_parts(weight) for weight in weights], normal(t, d, seed=3)
+
+    def results(how: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in (*inputs, *weights)]
+        out = how(*leaves[:2], leaves[2:])
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    def fused(x: Tensor, score: Tensor, weights: list[Tensor]) -> Tensor:
+        return fp8_experts(x, score, blocks, (weights[0], weights[1]), (parts[0], parts[1]))
+
+    forms: dict[str, Callable[..., Tensor]] = {
+        "bf16": lambda x, score, w: experts_by_operators(x, score, dense, w, []),
+        "FP8 by operators": lambda x, score, w: experts_by_operators(x, score, blocks, w, parts),
+    }
+    name = f"{t} tokens, {k} of {e} experts, {d} and {i} wide"
+    times = {form: milliseconds(lambda how=how: results(how)) for form, how in forms.items()}
+    wanted, rows = results(forms["FP8 by operators"]), []
+    before = quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED
+    for quantize_triton.IS_FUSED in (True, False):
+        passes = "one pass" if quantize_triton.IS_FUSED else "two passes"
+        for quantize_triton.NUM_WARPS in (4, 8, 16):
+            form = f"FP8 fused, {passes}, {quantize_triton.NUM_WARPS} warps"
+            times[form] = milliseconds(lambda: results(fused))
+        names = ("output", "gradient of x", "of scores", "of gate-up", "of down")
+        for what, *pair in zip(names, results(fused), wanted, strict=True):
+            rows.append(bits(f"{name}: {what}, {passes}, and by operators", *pair))
+    quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED = before
+    times["FP8 fused"] = milliseconds(lambda: results(fused))
+    row = {"variant": name, "value": round(times["bf16"] / times["FP8 fused"], 3), "unit": "×"}
+    row |= {"goal": 1.24, "ms": {form: round(ms, 3) for form, ms in times.items()}}
+    return [row, *rows]
+
+
 # Training -----------------------------------------------------------------------------------------
 
 
 def measure_training(name: str) -> list[dict[str, Any]]:
-    manifest, layers, fp8, goal, routing = SHAPES[name]
+    manifest, layers, fp8, (goal, goal_tokens_s), routing = SHAPES[name]
     options = Options(
         devices=1,
         layers=layers,
@@ -440,6 +501,8 @@ def measure_training(name: str) -> list[dict[str, Any]]:
             "loss": answer["steps"][-1]["metrics"]["loss"],
             "peak_gib": round(answer["memory"]["peak_allocated_bytes"] / 2**30, 2),
         }
+        if parts:
+            row["goal"] = goal_tokens_s
         if "phases" in answer:
             phases = answer["phases"]
             row["seconds_by_kind"] = {
@@ -475,6 +538,7 @@ def main() -> None:
         "bytes": measure_bytes,
         "bits": measure_bits,
         "speed": measure_speed,
+        "experts": lambda: [row for shape in EXPERTS for row in measure_experts(*shape)],
         "dense": lambda: measure_training("dense"),
         "mixture": lambda: measure_training("mixture"),
     }
@@ -489,7 +553,7 @@ def main() -> None:
             found = []
         torch.cuda.empty_cache()
         for row in found:
-            row["part"] = part
+            row |= {"part": part} | judged(row)
             print(json.dumps(row), flush=True)
         print(f"=== {part}: {time.monotonic() - begin:.0f} s", flush=True)
         rows += found
@@ -499,6 +563,16 @@ def main() -> None:
     keep(rows)
     if failed:
         sys.exit("\n".join(failed))
+
+
+def judged(row: dict[str, Any]) -> dict[str, str]:
+    """Return which direction is better, and beside a goal whether the row reaches it."""
+    better = "lower" if row["unit"] in LOWER else "higher"
+    if "goal" not in row:
+        return {"better": better}
+    value, goal = row["value"], row["goal"]
+    is_reached = value <= goal if better == "lower" else value >= goal
+    return {"better": better, "verdict": "reached" if is_reached else "missed"}
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
@@ -515,7 +589,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
         figure="trainer: FP8 against bfloat16, Qwen3-8B shape",
         value=values["dense: FP8 / bfloat16"],
         unit="×",
-        goal=SHAPES["dense"][3],
+        goal=SHAPES["dense"][3][0],
         better="higher",
         rows=rows,
     )

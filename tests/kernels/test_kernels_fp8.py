@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from orrery.kernels.expert_rows import (
+    combine_rows,
+    gather_rows,
+    order_slots,
+    sort_by_expert,
+    swiglu_rows,
+)
 from orrery.kernels.fp8 import products
+from orrery.kernels.fp8.experts import fp8_experts
 from orrery.kernels.fp8.products import fp8_grouped_matmul, fp8_linear, weight_parts
 from orrery.kernels.fp8.quantize import (
     BLOCK,
@@ -18,6 +26,7 @@ from orrery.kernels.fp8.quantize import (
     dequantize_columns,
     dequantize_rows,
     dequantize_weight,
+    group_of_rows,
     quantize,
     quantize_weight,
     reference_quantize_columns,
@@ -150,6 +159,66 @@ def test_groups_and_their_gradients_are_layers():
     assert not weight.grad[1].any()
 
 
+def experts_from_parts(x, score, rows, weights, parts):
+    """Return `fp8_experts` by separate operators."""
+    groups = RowGroups(rows.ends_E, rows.counts_E)
+    is_real = group_of_rows(groups, len(rows.row_M)) >= 0
+    x_rows = torch.where(is_real[:, None], gather_rows(x, rows), 0)
+    y = fp8_grouped_matmul(x_rows, weights[0], groups, parts[0])
+    act = swiglu_rows(y, torch.where(is_real, order_slots(score, rows), 0))
+    out = fp8_grouped_matmul(act, weights[1], groups, parts[1])
+    return combine_rows(torch.where(is_real[:, None], out, 0), rows)
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_experts_have_the_bits_of_their_parts(dtype, is_given, frozen):
+    expert = torch.rand(70, 3, generator=torch.Generator().manual_seed(0)).argsort(1)
+    expert[expert == 1] = 3  # no slot of expert 1, and 3 is no expert
+    rows = sort_by_expert(expert, 3, BLOCK)
+    last = int(rows.ends_E[-1])
+    rows = rows._replace(row_M=rows.row_M[: last + BLOCK], place_TK=rows.place_TK.clamp(max=last))
+    inputs = [
+        draw(70, 256),
+        torch.rand(70, 3),
+        draw(3, 256, 256, seed=1),
+        draw(3, 256, 128, seed=2),
+    ]
+    inputs[2:] = [weight * 1e-3 for weight in inputs[2:]]
+    grad, found = draw(70, 256, seed=3).to("cpu", dtype), []
+    for how in (experts_from_parts, fp8_experts):
+        leaves = [each.detach().to("cpu", dtype).requires_grad_() for each in inputs]
+        if frozen is not None:
+            leaves[frozen].requires_grad_(False)
+        parts = [weight_parts(weight.detach()) if is_given else [] for weight in leaves[2:]]
+        spare = (True,) if how is fp8_experts else ()
+        out = how(*leaves[:2], rows, tuple(leaves[2:]), tuple(parts), *spare)
+        out.backward(grad)
+        found.append([out.detach(), *(each.grad for each in leaves)])
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        if index - 1 == frozen:
+            assert one is None and other is None
+            continue
+        assert one.isfinite().all() and torch.equal(one, other), index
+
+
+def test_compiled_experts_have_the_eager_bits():
+    def run(x, score, expert, gate_up, down):
+        rows = sort_by_expert(expert, 2, BLOCK)
+        return fp8_experts(x, score, rows, (gate_up, down), ([], []))
+
+    expert = torch.tensor([[0, 1], [1, 0], [1, 0]])
+    results = []
+    for how in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        leaves = [draw(3, 128), torch.ones(3, 2), draw(2, 256, 128, seed=1), draw(2, 128, 128)]
+        x, score, gate_up, down = (each.float().cpu().requires_grad_() for each in leaves)
+        out = how(x, score, expert, gate_up, down)
+        out.sum().backward()
+        results.append([out.detach(), *(each.grad for each in (x, score, gate_up, down))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_frozen_weights_get_no_gradient_and_keep_no_columns():
     x, weight = draw(128, 128).cpu().requires_grad_(), draw(128, 128).cpu()
     value_t = products._linear(x, weight, [], False)[1]
@@ -271,6 +340,33 @@ def test_triton_places_values_and_scales_as_the_reference(groups, is_fused, monk
     assert torch.equal(value.float(), wanted.value.float())
     assert torch.equal(value_t.float(), value.float().mT) and torch.equal(scale_t, scale.mT)
     torch.testing.assert_close(scale, wanted.scale, rtol=2e-7, atol=0)  # a rounding of 1/448
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs Triton and a GPU, or its interpreter")
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("source", ["tokens", "activation"])
+def test_triton_permutes_and_activates_rows_as_the_reference(source, is_fused, monkeypatch):
+    from orrery.kernels.fp8 import quantize_triton
+
+    monkeypatch.setattr(quantize_triton, "IS_FUSED", is_fused)
+    groups = RowGroups(*(each.to(DEVICE) for each in GROUPS))
+    x, sources = exact(512, 256), {}
+    if source == "tokens":
+        x = x[:200]
+        sources["token_M"] = torch.arange(512, device=DEVICE) * 7 % 200
+        rows = x[sources["token_M"]]
+    else:
+        # silu(64) = 64 in float32, so the activation is `up` exactly.
+        sources["score_M"] = torch.full((512,), 1 / 64, device=DEVICE)
+        rows, x = x, torch.cat([torch.full_like(x, 64.0), x], 1)
+        assert torch.equal(swiglu_rows(x, sources["score_M"]), rows)
+    found = quantize_triton.quantize(x, groups, True, True, **sources)
+    wanted = quantize_triton.quantize(rows.contiguous(), groups, True, True)
+    lengths = (384, 384, 384 * 256, 3)  # rows and blocks of groups
+    for one, other, length in zip(found, wanted, lengths, strict=True):
+        assert one.shape == other.shape
+        assert torch.equal(one[:length].float(), other[:length].float())
+    assert found[0][:384].float().any() and found[2][: 384 * 256].float().any()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -70,6 +70,44 @@ def test_cached_weights_change_no_bit_and_follow_an_update(make_network, make_pa
     assert all(parts == [] for parts, _ in products(plain))
 
 
+def test_a_cache_that_is_not_refreshed_multiplies_by_the_weights_of_before(make_network, make_pack):
+    pack, network = make_pack([30]), make_network("qwen3_moe", ALL)
+    cache = WeightCache(network)
+    with torch.no_grad():
+        cache.refresh()
+        before = network(*pack)
+        held = [parts[0] for parts, _ in products(network)]
+        cache.refresh()
+        assert all(one is parts[0] for one, (parts, _) in zip(held, products(network), strict=True))
+        projection = network.layers[1].mlp.experts.down_proj
+        projection.mul_(2.0)
+        assert torch.equal(network(*pack), before), "the cache quantized without a refresh"
+        cache.refresh()
+        pairs = zip(held, products(network), strict=True)
+        changed = [one is not parts[0] for one, (parts, _) in pairs]
+        assert sum(changed) == 1, "only one product's weight changed"
+        assert not torch.equal(network(*pack), before)
+
+
+@pytest.mark.parametrize("change", ["a new parameter", "a swapped parameter of equal version"])
+def test_a_cache_sees_a_replaced_weight(make_network, change):
+    network = make_network("qwen3", ["feed_forward"])
+    cache = WeightCache(network)
+    cache.refresh()
+    layer = network.layers[0].mlp
+    other = nn.Parameter(layer.down_proj.weight.detach() * 2)
+    if change != "a new parameter":
+        while other._version < layer.down_proj.weight._version:
+            with torch.no_grad():
+                other.mul_(1.0)
+        assert other._version == layer.down_proj.weight._version
+    layer.down_proj.weight = other
+    cache.refresh()
+    wanted = quantize_weight(other.detach()).forward
+    assert torch.equal(layer.down_fp8[0].view(torch.uint8), wanted.value.view(torch.uint8))
+    assert torch.equal(layer.down_fp8[1], wanted.scale)
+
+
 def test_fp8_moves_the_output_by_its_rounding(make_network, make_pack):
     """Every product of a layer rounds both sides to 3 bits, so a few percent, not none."""
     pack = make_pack([40])

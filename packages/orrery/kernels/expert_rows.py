@@ -90,6 +90,23 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = 
     return _Swiglu.apply(gate_up_M2I, score_M, backend or _choose_backend(gate_up_M2I))
 
 
+def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> Tensor:
+    """Return each token's sum over its rows, without autograd."""
+    if (backend or _choose_backend(y_MD)) == "triton":
+        return _sum_rows(y_MD.contiguous(), place_TK)
+    return _aten_sum_rows(y_MD, place_TK)
+
+
+def swiglu_rows_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `swiglu_rows`' inputs."""
+    tensors = (grad_MI, gate_up_M2I, score_M)
+    if (backend or _choose_backend(gate_up_M2I)) == "triton":
+        return _swiglu_rows_backward(*(x.contiguous() for x in tensors))
+    return _aten_swiglu_rows_backward(*tensors)
+
+
 def _choose_backend(rows: Tensor) -> Backend:
     return "triton" if HAS_TRITON and rows.is_cuda else "aten"
 
@@ -98,12 +115,6 @@ def _spread(x_TD: Tensor, row_M: Tensor, place_TK: Tensor, backend: Backend) -> 
     if backend == "triton":
         return _spread_rows(x_TD.contiguous(), place_TK, row_M.shape[0])
     return x_TD[row_M // place_TK.shape[1]]
-
-
-def _sum(y_MD: Tensor, place_TK: Tensor, backend: Backend) -> Tensor:
-    if backend == "triton":
-        return _sum_rows(y_MD.contiguous(), place_TK)
-    return _aten_sum_rows(y_MD, place_TK)
 
 
 class _Gather(torch.autograd.Function):
@@ -119,7 +130,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         (place_TK,) = ctx.saved_tensors
-        return _sum(grad_MD, place_TK, ctx.backend), None, None, None
+        return sum_rows(grad_MD, place_TK, ctx.backend), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -129,7 +140,7 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_M, place_TK)
         ctx.backend = backend
-        return _sum(y_MD, place_TK, backend)
+        return sum_rows(y_MD, place_TK, backend)
 
     @staticmethod
     @once_differentiable
@@ -163,11 +174,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MI: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = (grad_MI, *ctx.saved_tensors)
-        if ctx.backend == "triton":
-            contiguous = (x.contiguous() for x in tensors)
-            return *_swiglu_rows_backward(*contiguous), None
-        return *_aten_swiglu_rows_backward(*tensors), None
+        gate_up_M2I, score_M = ctx.saved_tensors
+        return *swiglu_rows_backward(grad_MI, gate_up_M2I, score_M, ctx.backend), None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

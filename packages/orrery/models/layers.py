@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.expert_rows import (
+    RowOrder,
     combine_rows,
     gather_rows,
     order_slots,
     sort_by_expert,
     swiglu_rows,
 )
-from orrery.kernels.fp8.products import Parts, fp8_grouped_matmul, fp8_linear
-from orrery.kernels.fp8.quantize import BLOCK, RowGroups
+from orrery.kernels.fp8.experts import fp8_experts
+from orrery.kernels.fp8.products import Parts, fp8_linear
+from orrery.kernels.fp8.quantize import BLOCK
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear
 from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScaling, YarnRopeScaling
@@ -268,20 +270,23 @@ class Experts(nn.Module):
         self.down_lora: Adapter | None = None
 
     def forward(
-        self, x_MD: Tensor, score_M: Tensor, ends_E: Tensor, counts_E: Tensor | None = None
+        self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder, has_spare: bool = False
     ) -> Tensor:
-        """Apply expert e to rows `ends[e − 1]:ends[e]` of x, times their score.
+        """Return each token's sum over its experts, times their scores.
 
-        `ends` and `counts` (rows without padding) are i32. Only FP8 reads `counts`.
+        With `has_spare` slots of no expert share a row in the last block, which counts as zero.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
-            assert counts_E is not None, "experts in FP8 need rows in blocks"
-            groups = RowGroups(ends_E, counts_E)
-            y = fp8_grouped_matmul(x_MD, self.gate_up_proj, groups, self.gate_up_fp8)
-            act_MI = swiglu_rows(y, score_M)
-            return fp8_grouped_matmul(act_MI, self.down_proj, groups, self.down_fp8)
+            weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
+            return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
+        x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
+        if has_spare:  # kernels skip rows without an expert
+            is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
+            x_MD = torch.where(is_real_M[:, None], x_MD, 0)
+            score_M = torch.where(is_real_M, score_M, 0)
         act_MI = swiglu_rows(_project(x_MD, self.gate_up_proj, self.gate_up_lora, ends_E), score_M)
-        return _project(act_MI, self.down_proj, self.down_lora, ends_E)
+        y_MD = _project(act_MI, self.down_proj, self.down_lora, ends_E)
+        return combine_rows(torch.where(is_real_M[:, None], y_MD, 0) if has_spare else y_MD, rows)
 
 
 def _project(x_MK: Tensor, weight_ENK: Tensor, adapter: Adapter | None, ends_E: Tensor) -> Tensor:
@@ -297,9 +302,7 @@ class LocalExchange(nn.Module):
         self, x_TD: Tensor, score_TK: Tensor, expert_TK: Tensor, experts: Experts
     ) -> Tensor:
         rows = sort_by_expert(expert_TK, experts.down_proj.shape[0], experts.row_block)
-        groups = rows.ends_E, rows.counts_E
-        out_MD = experts(gather_rows(x_TD, rows), order_slots(score_TK, rows), *groups)
-        return combine_rows(out_MD, rows)
+        return experts(x_TD, score_TK, rows)
 
 
 class MixtureOfExperts(nn.Module):

@@ -142,12 +142,15 @@ def _grouped(
     ends_E: Tensor,
     counts_E: Tensor,
     keeps: bool,
+    token_M: Tensor | None = None,
+    score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, and x's columns if `keeps`. `token_M` and `score_M`: as `quantize`, no autograd."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
     )
-    rows, columns = quantize(x_MK, groups, has_columns=keeps)
+    rows, columns = quantize(x_MK, groups, True, keeps, token_M, score_M)
     return _grouped_product(rows, weight, groups, x_MK.dtype), *columns
 
 
@@ -159,8 +162,10 @@ def _(
     ends_E: Tensor,
     counts_E: Tensor,
     keeps: bool,
+    token_M: Tensor | None = None,
+    score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    m, k = x_MK.shape
+    m, k = (x_MK if token_M is None else token_M).shape[0], weight_ENK.shape[2]
     value_t = x_MK.new_empty(m * k if keeps else 0, dtype=DTYPE)
     scale_t = x_MK.new_empty((m // BLOCK, k) if keeps else 0, dtype=torch.float32)
     return x_MK.new_empty(m, weight_ENK.shape[1]), value_t, scale_t
@@ -175,9 +180,11 @@ def _grouped_gradients(
     counts_E: Tensor,
     wants_x: bool,
     wants_weight: bool,
+    token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Return x's gradient by rows and the weight's. With `token_M`, y's gradient is grad[token]."""
     groups = RowGroups(ends_E, counts_E)
-    rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight)
+    rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)
     if wants_x:
         grad_x = _grouped_product(rows, _transposed(weight), groups, grad_MN.dtype)
@@ -195,15 +202,16 @@ def _(
     counts_E: Tensor,
     wants_x: bool,
     wants_weight: bool,
+    token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    m, n = grad_MN.shape
+    m, n = (grad_MN if token_M is None else token_M).shape[0], grad_MN.shape[1]
     grad_x = grad_MN.new_empty((m, _width(weight)) if wants_x else 0)
     shape = (ends_E.shape[0], n, columns[1].shape[1]) if wants_weight else 0
     return grad_x, grad_MN.new_empty(shape, dtype=torch.float32)
 
 
 def _keep_for_grouped(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight_ENK, parts, ends_E, counts_E, _ = inputs
+    _, weight_ENK, parts, ends_E, counts_E, *_ = inputs
     _keep(ctx, weight_ENK, parts, (*output[:1], ends_E, counts_E, *output[1:]))
 
 

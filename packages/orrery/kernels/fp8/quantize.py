@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orrery.kernels.expert_rows import swiglu_rows
+
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 MAX = 448.0  # of e4m3
@@ -51,9 +53,16 @@ class Weight(NamedTuple):
 
 
 def quantize(
-    x_MK: Tensor, groups: RowGroups | None = None, has_rows: bool = True, has_columns: bool = True
+    x_MK: Tensor,
+    groups: RowGroups | None = None,
+    has_rows: bool = True,
+    has_columns: bool = True,
+    token_M: Tensor | None = None,
+    score_M: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
+
+    With `token_M` quantize x[token], and with `score_M` swiglu_rows(x, score), without writing it.
 
     - Rows are values [M, K] and scales [M, K/128].
     - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.
@@ -61,11 +70,16 @@ def quantize(
 
     Raise ValueError if 128 does not divide K.
     """
-    if x_MK.dim() != 2 or x_MK.shape[1] % BLOCK:
+    if x_MK.dim() != 2 or x_MK.shape[1] % (BLOCK if score_M is None else 2 * BLOCK):
         raise ValueError(f"x in FP8 is [M, K] with K a multiple of 128, not {_sides(x_MK)}")
     if kernels := _triton(x_MK):
-        found = kernels.quantize(x_MK.contiguous(), groups, has_rows, has_columns)
+        sources = (each if each is None else each.contiguous() for each in (token_M, score_M))
+        found = kernels.quantize(x_MK.contiguous(), groups, has_rows, has_columns, *sources)
         return Quantized(*found[:2]), Quantized(*found[2:])
+    if token_M is not None:
+        x_MK = x_MK[token_M]
+    if score_M is not None:
+        x_MK = swiglu_rows(x_MK, score_M)
     if groups is not None:
         is_real_M = group_of_rows(groups, x_MK.shape[0]) >= 0
         x_MK = torch.where(is_real_M[:, None], x_MK, 0)

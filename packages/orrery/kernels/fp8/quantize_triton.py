@@ -20,11 +20,17 @@ NUM_WARPS = 8
 IS_FUSED = False
 
 
-def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[Tensor, ...]:
+def quantize(
+    x: Tensor, groups, has_rows: bool, has_columns: bool, token_M=None, score_M=None
+) -> tuple[Tensor, ...]:
     """Return values and scales of rows, then of columns. Unwanted tensors are empty."""
-    num_rows, width = x_MK.shape
+    num_rows, width = x.shape
+    if token_M is not None:
+        num_rows = token_M.shape[0]
+    if score_M is not None:
+        width //= 2
     num_tiles, num_blocks = triton.cdiv(num_rows, BLOCK), width // BLOCK
-    options = {"device": x_MK.device}
+    options = {"device": x.device}
     rows_stride = triton.cdiv(num_rows, 4) * 4  # DeepGEMM needs strides of 16 bytes
     of_rows, of_columns = int(has_rows), int(has_columns)
     value = torch.empty(of_rows * num_rows, width, dtype=DTYPE, **options)
@@ -36,18 +42,22 @@ def quantize(x_MK: Tensor, groups, has_rows: bool, has_columns: bool) -> tuple[T
     wanted = [(has_rows, has_columns)]
     if has_rows and has_columns and not IS_FUSED:
         wanted = [(True, False), (False, True)]
-    for with_rows, with_columns in wanted if x_MK.numel() else ():
+    for with_rows, with_columns in wanted if num_rows and width else ():
         _quantize[(num_tiles, num_blocks)](
-            x_MK,
+            x,
             value,
             scale,
             value_t,
             scale_t,
             tiles,
+            token_M,
+            score_M,
             num_rows,
             width,
             rows_stride,
             num_tiles * BLOCK,
+            HAS_TOKENS=token_M is not None,
+            HAS_SCORES=score_M is not None,
             IS_GROUPED=groups is not None,
             HAS_ROWS=with_rows,
             HAS_COLUMNS=with_columns,
@@ -80,10 +90,14 @@ def _quantize(
     value_t,
     scale_t,
     tiles,
+    token,
+    score,
     num_rows,
     width,
     rows_stride,
     length,
+    HAS_TOKENS: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
     IS_GROUPED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
@@ -102,7 +116,22 @@ def _quantize(
         # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
         first = tile * 128 * width + block * 128
         offset = here[:, None] * width + here[None, :]
-        loaded = tl.load(x + first + offset, mask=(here < num_real)[:, None], other=0.0)
+        is_real = here < num_real
+        if HAS_TOKENS:
+            row = tl.load(token + tile * 128 + here, mask=is_real, other=0).to(tl.int64)
+            source = x + block * 128 + row[:, None] * width + here[None, :]
+            loaded = tl.load(source, mask=is_real[:, None], other=0.0)
+        elif HAS_SCORES:
+            source = (
+                x + tile * 256 * width + block * 128 + here[:, None] * 2 * width + here[None, :]
+            )
+            gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
+            up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
+            weight = tl.load(score + tile * 128 + here, mask=is_real, other=0.0).to(tl.float32)
+            # Rounded as `swiglu_rows` does, for equal bits.
+            loaded = (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
+        else:
+            loaded = tl.load(x + first + offset, mask=is_real[:, None], other=0.0)
         if HAS_ROWS:
             number = loaded.to(tl.float32)
             top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)

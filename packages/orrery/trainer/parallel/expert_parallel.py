@@ -28,7 +28,6 @@ from orrery.kernels.expert_rows import (
     order_slots,
     sort_by_expert,
 )
-from orrery.kernels.fp8.quantize import RowGroups, group_of_rows
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Trainer
 from orrery.models import expert_modules
@@ -140,9 +139,8 @@ class TorchExchange(nn.Module):
             arriving_RE.flatten(), output_size=sum(arriving)
         )
         here = sort_by_expert(expert_N[:, None], arriving_RE.shape[1], experts.row_block)
-        groups = here.ends_E, here.counts_E
-        y_ND = experts(gather_rows(x_ND, here), order_slots(score_N[:, None], here), *groups)
-        (y_MD,) = exchange(to_tokens, to_experts, combine_rows(y_ND, here))
+        y_ND = experts(x_ND, score_N[:, None], here)
+        (y_MD,) = exchange(to_tokens, to_experts, y_ND)
         return combine_rows(y_MD, rows)
 
     def _request_lengths(self, ends_E: Tensor) -> tuple[Tensor, "HostLengths"]:
@@ -202,13 +200,8 @@ class DeepEpExchange(nn.Module):
         )
         num_local = self.num_experts // self.group.size()
         rows = _rows(expert_NK, num_local, rows_of_expert, experts.row_block)
-        groups = RowGroups(rows.ends_E, rows.counts_E)
-        real_M = group_of_rows(groups, len(rows.row_M)) >= 0
-        # Kernels skip rows without an expert, so set these to zero.
-        x_MD = torch.where(real_M[:, None], gather_rows(x_ND, rows), 0)
-        score_M = torch.where(real_M, order_slots(score_NK, rows), 0)
-        y_MD = torch.where(real_M[:, None], experts(x_MD, score_M, *groups), 0)
-        return _DeepEpCombine.apply(combine_rows(y_MD, rows), buffer, handle)
+        y_ND = experts(x_ND, score_NK, rows, has_spare=True)
+        return _DeepEpCombine.apply(y_ND, buffer, handle)
 
 
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
