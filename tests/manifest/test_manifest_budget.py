@@ -12,6 +12,7 @@ from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.search import engine_layouts, trainer_layouts
+from orrery.manifest.budget.trainer_time import links
 from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
@@ -141,6 +142,14 @@ def test_a_slower_network_slows_updates_and_gathers_over_nodes():
     fast, slow = plan_run(manifest, network=50e9), plan_run(manifest, network=1e9)
     assert slow.update["seconds"] > 10 * fast.update["seconds"]
     assert slow.trainer_s["communication"] > fast.trainer_s["communication"]
+
+
+def test_ranks_that_shard_an_expert_share_no_network_card_of_a_node():
+    trainer, rates = run("glm5_run").trainer, rates_of("h200")
+    found = links(trainer, rates, devices_per_node=8, network=10e9)
+    assert (found.shards, found.experts, found.ep, found.all) == (80e9, 10e9, 350e9, 10e9)
+    alone = links(run("qwen3_30b_a3b_16k").trainer, rates, devices_per_node=8, network=10e9)
+    assert alone.shards == alone.experts == rates.collective_bytes
 
 
 def test_every_device_has_rates_and_only_measured_ones_have_a_file():

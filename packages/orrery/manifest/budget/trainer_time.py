@@ -34,10 +34,12 @@ QUEUED_SHARE = 0.5  # share of computation that hides gathers if exchanges of cp
 class Links:
     """Bytes a second of one device in exchanges of the trainer's groups.
 
-    `shards`: gathers and reductions. `all`, `cp` and `ep`: exchanges between the ranks of a group.
+    `shards` and `experts`: gathers and reductions of weights and of experts under expert parallel.
+    `all`, `cp` and `ep`: exchanges between the ranks of a group.
     """
 
     shards: float
+    experts: float
     all: float
     cp: float
     ep: float
@@ -46,17 +48,19 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of groups within a node, or over several with `network` bytes a device.
 
-    A ring over nodes divides its bytes among the network cards of a node.
+    A ring over nodes divides its bytes among the network cards of its ranks on a node. The ranks
+    that shard an expert are `ep` apart.
     """
 
     def of(ranks: int) -> float:
         return rates.link_bytes if ranks <= devices_per_node else network
 
     mesh = trainer.mesh
-    shards = rates.collective_bytes
+    shards = experts = rates.collective_bytes
     if mesh.world_size > devices_per_node:
         shards = min(shards, devices_per_node * network)
-    return Links(shards, of(mesh.world_size), of(mesh.cp), of(mesh.ep))
+        experts = min(experts, max(1, devices_per_node // mesh.ep) * network)
+    return Links(shards, experts, of(mesh.world_size), of(mesh.cp), of(mesh.ep))
 
 
 def step_s(
@@ -72,7 +76,7 @@ def step_s(
     `lengths`: the lengths of a cp group's documents in all micro-batches. Raise OrreryError for a
     network of transformers.
     """
-    link = link or Links(rates.collective_bytes, *3 * (rates.link_bytes,))
+    link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
     seconds = _computation(model, trainer, lengths, rates)
@@ -188,11 +192,15 @@ def _communication(
     """
     mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
-    others = (shards - 1) / shards
     c, r = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.reduce_dtype]
-    gather = c * others * sum(unit.gathered(mesh.ep) for unit in units) / link.shards
-    trained = sum(unit.gathered_trained(mesh.ep) for unit in units)
-    reduction = r * others * trained / link.shards
+    trained_experts = sum(unit.trained_experts for unit in units) / mesh.ep
+    experts = trained_experts + sum(unit.frozen_experts for unit in units) / mesh.ep
+    weights = sum(unit.gathered(mesh.ep) for unit in units) - experts
+    trained = sum(unit.gathered_trained(mesh.ep) for unit in units) - trained_experts
+    of_weights = (1 - 1 / shards) / link.shards
+    of_experts = (1 - mesh.ep / shards) / link.experts
+    gather = c * (of_weights * weights + of_experts * experts)
+    reduction = r * (of_weights * trained + of_experts * trained_experts)
     by_micro_batch = trainer.fsdp.reduce_gradients == "micro_batch"
     exchange = 0.0
     if mesh.ep > 1 and model.moe is not None:
