@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from orrery.runtime import scratch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def run_dir(tmp_path):
+@contextmanager
+def new_run_dir(tmp_path):
     path = tmp_path / f"fake-{os.urandom(6).hex()}"
     path.mkdir()
     yield path
@@ -27,6 +28,18 @@ def run_dir(tmp_path):
     assert not list(Path("/dev/shm").glob(f"*{scratch.memory_prefix(path)}*"))
     for name in (f"orrery-kv-{path.name}-", scratch.start_prefix(path)):
         assert not list(Path(tempfile.gettempdir()).glob(f"{name}*"))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    with new_run_dir(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture
+def other_run_dir(tmp_path):
+    with new_run_dir(tmp_path) as path:
+        yield path
 
 
 @pytest.fixture

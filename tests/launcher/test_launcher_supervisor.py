@@ -468,37 +468,44 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
         assert "be_a_role" in (run_dir / f"logs/{name}.log").read_text()
 
 
-@pytest.mark.parametrize("how", ["blocked", "stopped"])
-def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(run_dir, how):
-    """The rank's own wait for the orchestrator may take hours."""
+def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
+    run_dir, other_run_dir
+):
+    """The rank's own wait for the orchestrator may take hours. Two runs, side by side."""
     scale = 0.1
-    launcher = launch(
-        run_dir,
-        ("orchestrator", ["orchestrate, then block"]),
-        ("trainer", ["wait"]),
-        deadline_scale=scale,
-    )
-    pid = ready(run_dir, "orchestrator.0")["orchestrator.0"]
-    file = run_dir / "stages/rl/health/orchestrator.0.json"
-    turned = wait_for(lambda: json.loads(text(file))["turns"], 30)["count"]
-    wait_for(lambda: json.loads(text(file))["turns"]["count"] > turned + 2, 30)
-    begin_s = time.monotonic()
-    if how == "stopped":
-        os.kill(pid, signal.SIGSTOP)
-    else:
-        (run_dir / "go").touch()
-    code, stderr = end(launcher)
-    assert code == 1 and scale * HANG_S - 1 < time.monotonic() - begin_s < scale * HANG_S + 20, (
-        stderr
-    )
-    assert (
-        "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr
-        and "s, while judging (step 3); stacks are in" in stderr
-    )
-    if how == "blocked":
-        assert "time.sleep" in text(run_dir / "logs/orchestrator.0.log") or "in fleet" in text(
-            run_dir / "logs/orchestrator.0.log"
+    launchers = {
+        folder: launch(
+            folder,
+            ("orchestrator", ["orchestrate, then block"]),
+            ("trainer", ["wait"]),
+            deadline_scale=scale,
         )
+        for folder in (run_dir, other_run_dir)
+    }
+    begun_s = {}
+    for folder in launchers:
+        pid = ready(folder, "orchestrator.0")["orchestrator.0"]
+        file = folder / "stages/rl/health/orchestrator.0.json"
+        turned = wait_for(lambda file=file: json.loads(text(file))["turns"], 30)["count"]
+        wait_for(
+            lambda file=file, turned=turned: json.loads(text(file))["turns"]["count"] > turned + 2,
+            30,
+        )
+        begun_s[folder] = time.monotonic()
+        if folder == run_dir:
+            (folder / "go").touch()
+        else:
+            os.kill(pid, signal.SIGSTOP)
+    for folder, launcher in launchers.items():
+        code, stderr = end(launcher)
+        waited_s = time.monotonic() - begun_s[folder]
+        assert code == 1 and scale * HANG_S - 1 < waited_s < scale * HANG_S + 20, stderr
+        assert (
+            "rl: stall: the event loop of orchestrator.0 has not turned for" in stderr
+            and "s, while judging (step 3); stacks are in" in stderr
+        )
+    said = text(run_dir / "logs/orchestrator.0.log")
+    assert "time.sleep" in said or "in fleet" in said
 
 
 @pytest.mark.parametrize(
