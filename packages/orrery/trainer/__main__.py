@@ -3,7 +3,9 @@
 The health file and the parent watch start first, because the import of torch is slow.
 """
 
+import gc
 import shutil
+from importlib import import_module
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import make_folder, publish_folder
@@ -20,6 +22,10 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
+        gc.disable()  # imports make many objects, which are never freed
+        import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
+        gc.freeze()
+        gc.enable()
         STAGES[ctx.stage](ctx)
 
 
