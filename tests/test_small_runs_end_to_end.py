@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,12 +83,19 @@ def play(
     spec: Manifest,
     look: Callable[[str], None] = lambda name: None,
     stages: tuple[str, ...] = ("init", "rl"),
+    start: Path | None = None,
 ) -> Path:
-    """The run's folder after its `stages`; `look` is called with its name while they run."""
+    """The run's folder after its `stages`; `look` is called with its name while they run.
+
+    `start` is the folder of a run of the same model that ended with the stage before them.
+    """
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     folder = run_dir(tmp_path / "runs", spec)
-    begin(folder)
+    if start is None:
+        begin(folder)
+    else:
+        shutil.copytree(start, folder)
     (folder / "manifest.json").write_bytes(canonical_json(spec))
     put_on_path(tmp_path / "site")
     path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -130,12 +138,21 @@ def trained(folder: Path) -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def initialized(tmp_path_factory) -> Path:
+    """A run of `manifest` after init."""
+    spec = manifest({}, {}, name="initialized")
+    return play(tmp_path_factory.mktemp("initialized"), spec, stages=("init",))
+
+
 @pytest.mark.parametrize(
     ("inference", "mesh"),
     [(TIERS, {"dp_shard": 2, "ep": 2}), (APART, {"cp": 2})],
     ids=["cache on disk, ep", "prefill apart, cp"],
 )
-def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, inference, mesh):
+def test_every_trained_token_has_the_route_that_its_engine_took(
+    tmp_path, inference, mesh, initialized
+):
     spec = manifest(inference, mesh, name="routed")
     on_disk: set[str] = set()
 
@@ -146,7 +163,7 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
             for file in blocks(kept)
         )
 
-    folder = play(tmp_path, spec, look)
+    folder = play(tmp_path, spec, look, ("rl",), initialized)
     assert not (folder / "logs" / "kv_store.0.log").exists()
     assert bool(on_disk) == (inference is TIERS), "blocks were to leave the engine, or none were"
     assert not list(Path(tempfile.gettempdir()).glob(f"orrery-kv-{folder.name}-*"))
@@ -169,10 +186,10 @@ def test_every_trained_token_has_the_route_that_its_engine_took(tmp_path, infere
         assert row["logprob_max_abs_diff_same_weights"] <= 1e-4
 
 
-def test_the_launcher_starts_a_store_in_which_engines_find_blocks(tmp_path):
+def test_the_launcher_starts_a_store_in_which_engines_find_blocks(tmp_path, initialized):
     spec = manifest(SHARED, {}, routed_experts=False, name="shared")
     with alone_in_a_network("Mooncake listens on every interface"):
-        folder = play(tmp_path, spec)
+        folder = play(tmp_path, spec, stages=("rl",), start=initialized)
     assert (folder / "logs" / "kv_store.0.log").exists()
     assert sum(found_outside(folder, spec)) > 0  # either engine may find them
     steps = trained(folder)
