@@ -22,15 +22,15 @@ from torch import Tensor
 class IndexTiles(NamedTuple):
     """Sizes of tiles and chunks."""
 
-    rows: int = 128  # of a score tile: queries × heads
-    keys: int = 128
+    rows: int = 256  # of a score tile: queries × heads
+    keys: int = 64
     span: int = 4096  # keys of a program
     warps: int = 8
     stages: int = 2
-    block: int = 1024  # scores that `_choose` reads at once
-    buffer: int = 4096  # the least; it holds K + block
-    choose_warps: int = 16
-    choose_registers: int | None = 64  # of a thread: room for two programs
+    block: int = 4096  # scores that `_choose` reads at once
+    buffer: int = 8192  # the least; it holds K + block
+    choose_warps: int = 8
+    choose_registers: int | None = None  # the most of a thread
     chunk_elements: int = 2**26  # scores of a chunk: 256 MiB
 
 
@@ -62,6 +62,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
+        del score_CS  # before the next chunk's stand beside it
     return indices_TK
 
 
@@ -139,10 +140,15 @@ def _choose(
     begin, end = tl.load(first + t), tl.load(last + t) + 1
     threshold = tl.full([], 0, tl.uint32)
     count = tl.full([], 0, tl.int32)
-    for start in range(begin // BLOCK * BLOCK, end, BLOCK):
+    origin = begin // BLOCK * BLOCK
+    s = origin + tl.arange(0, BLOCK)
+    value = tl.load(score + t * num_keys + s, mask=(s >= begin) & (s < end), other=0.0)
+    for start in range(origin, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
         inside = (s >= begin) & (s < end)
-        rank = _rank(tl.load(score + t * num_keys + s, mask=inside, other=0.0))
+        rank = _rank(value)
+        following = s + BLOCK  # loaded ahead
+        value = tl.load(score + t * num_keys + following, mask=following < end, other=0.0)
         taken = inside & (rank > threshold)
         at = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
         tl.store(ranks + at, rank.to(tl.int32, bitcast=True), mask=taken)
@@ -174,12 +180,15 @@ def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     known = at < count
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        trial = least | bit
-        enough = tl.sum((rank >= trial).to(tl.int32), axis=0) >= K
-        least = tl.where(enough, trial, least)
-        bit = bit >> 1
+    bit = tl.full([], 0x40000000, tl.uint32)
+    for _ in range(16):  # two bits at once: the counts of three trials in one sum
+        low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
+        counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
+        counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)
+        least = tl.where((counts & 0xFFFFF) >= K, low, least)
+        least = tl.where(((counts >> 20) & 0xFFFFF) >= K, middle, least)
+        least = tl.where((counts >> 40) >= K, high, least)
+        bit = bit >> 2
     above, equal = rank > least, rank == least
     spare = K - tl.sum(above.to(tl.int32), axis=0)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= spare))

@@ -12,6 +12,7 @@ chunk. FLOPs: forward 2·T·H·K·(D + V), backward 2·T·H·K·(3D + 2V). Backw
 
 # mypy: disable-error-code="no-untyped-def"
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
+SHARED_BYTES = 227 * 1024  # of a program on Hopper, which the tiles of D = 576 need
 MAX_HEADS = 64  # a tile of the passes that gather
 
 
 class Tiles(NamedTuple):
     """Sizes of tiles. A pass is (keys or rows, columns, warps, stages)."""
 
-    forward: tuple[int, int, int] = (32, 8, 2)  # keys, warps, stages
-    logits: tuple[int, int, int, int] = (128, 64, 8, 3)
+    forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
+    logits: tuple[int, int, int, int] = (128, 64, 4, 3)
     queries: tuple[int, int, int, int] = (64, 128, 4, 3)
-    pairs: tuple[int, int, int, int] = (128, 128, 8, 2)
-    sums: tuple[int, int, int, int] = (16, 64, 2, 2)
-    chunk_rows: int = 2**21  # of pairs: 2.4 GB in bfloat16 at D = 576
+    pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
+    sums: tuple[int, int, int, int] = (4, 1024, 4, 3)
+    chunk_rows: int = 2**22  # of pairs: 4.8 GB in bfloat16 at D = 576
     query_first: bool = True  # programs of one query run side by side
 
 
@@ -39,10 +41,17 @@ TILES = Tiles()
 
 
 def supports(q_THD: Tensor, value_width: int) -> bool:
-    """Return whether heads and both parts of a key are powers of two of at least 16."""
+    """Return whether the GPU's shared memory holds a tile, and sizes are powers of two from 16."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, value_width, width - value_width)
-    return num_heads <= 128 and all(n >= 16 and n & (n - 1) == 0 for n in sizes)
+    fits = num_heads <= 128 and all(n >= 16 and n & (n - 1) == 0 for n in sizes)
+    return fits and q_THD.is_cuda and _shared_bytes(q_THD.device.index or 0) >= SHARED_BYTES
+
+
+@cache
+def _shared_bytes(device: int) -> int:
+    """Return the shared memory that a program may use."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
