@@ -107,6 +107,13 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
                 "orchestrator/overhead", "Tokens/s through orchestrator and router, share of direct"
             ),
             Line(
+                "orchestrator/rollout_cost",
+                "API server and orchestrator: processor time a short rollout",
+                "shared",
+                "a request each",
+                "single",
+            ),
+            Line(
                 "inference/answer_cost",
                 "API server: processor time a token",
                 "ours",
