@@ -56,6 +56,9 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/problems_h100", "SmolLM2, a file of problems: rise of reward, worst seed"),
             Line("async/problems_h100", "… lowest entropy, share of its start", "entropy"),
             Line("async/problems_h100", "… share of truncated answers", "truncated"),
+            Line("async/problems_h200", "The same on an H200: rise of reward, worst seed"),
+            Line("async/problems_h200", "… lowest entropy, share of its start", "entropy"),
+            Line("async/problems_h200", "… share of truncated answers", "truncated"),
             Line(
                 "async/sweep_h100", "Largest rise in 24 steps, by SFT batches before RL and by lr"
             ),
@@ -81,6 +84,8 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("async/memory_h100", "… Qwen3-4B with LoRA", "gsm8k_qwen3_4b"),
             Line("async/trl_h100", "SmolLM2 on a file of problems, relative to TRL 1.16, one H100"),
             Line("async/trl_h100", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
+            Line("async/trl_h200", "The same with one request a group, one H200"),
+            Line("async/trl_h200", "… trained tokens/s", "orrery", "TRL 1.16", "TRL"),
             Line("async/whole_loop_h200_2", "Two H200"),
             Line("async/whole_loop_h200_2_fp8", "Two H200, FP8 engine"),
             Line("async/whole_loop_h200_4", "Four H200"),
@@ -207,6 +212,12 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("trainer/checkpoint", "Training blocked by a checkpoint"),
             Line("trainer/sft_data", "SFT: chats to tokens, beside training"),
             Line("trainer/gpu_checks", "Reference checks on a GPU that pass"),
+            Line("trainer/fp8_layers", "FP8 relative to bfloat16, Qwen3-8B with 12 layers"),
+            Line(
+                "trainer/fp8_layers",
+                "FP8 relative to bfloat16, Qwen3-30B-A3B with 5 layers",
+                "mixture: FP8 / bfloat16",
+            ),
         ],
     ),
     "Kernels": (
