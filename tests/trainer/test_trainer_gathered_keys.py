@@ -7,10 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trainer_cases
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from trainer_cases import MEMORY, manifest
 
 from orrery.kernels.attention import Documents
+from orrery.manifest.budget.flops import hardware_flops
+from orrery.manifest.budget.trainer_memory import activation_bytes
+from orrery.models.latent_attention import LatentAttention
+from orrery.models.layers import rotary_angles
+from orrery.trainer.parallel import blocks, gathered_keys
 from orrery.trainer.parallel.context_parallel import contiguous, zigzag_of_whole
-from orrery.trainer.parallel.gathered_keys import KeyOrder
+from orrery.trainer.parallel.gathered_keys import GatheredKeys, KeyOrder
 
 LENGTHS = [1, 2, 3, 21, 5, 8, 1, 13, 64]
 cases = pytest.mark.parametrize("size", [2, 3, 4])
@@ -100,3 +109,145 @@ def test_the_benchmark_of_a_rank_runs_and_its_four_ranks_equal_one():
         [sys.executable, script, "--smoke"], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
+
+
+class Alone:
+    """Collectives of a first rank whose other ranks send what it sends."""
+
+    def __init__(self, size):
+        self.num_ranks = size
+
+    def size(self):
+        return self.num_ranks
+
+    def rank(self):
+        return 0
+
+    def all_gather_into_tensor(self, out, local, **_):
+        torch.cat([local] * self.num_ranks, out=out)
+        return self
+
+    def all_to_all_single(self, arriving, leaving, **_):
+        arriving.copy_(leaving)
+        return self
+
+    def wait(self):
+        pass
+
+
+TOKENS = 48  # of each rank
+LATENT = {
+    **trainer_cases.GLM5,
+    "num_layers": 1,
+    "mla": {
+        **trainer_cases.GLM5["mla"],
+        "indexer": {**trainer_cases.GLM5["mla"]["indexer"], "types": None},
+    },
+    "moe": {**trainer_cases.GLM5["moe"], "num_dense_layers": 1},
+}
+EXPANDED = {**LATENT, "family": "deepseek_v3", "mla": {**LATENT["mla"], "indexer": None}}
+EXPANDED["moe"] = {**LATENT["moe"], "num_experts": 16}
+NETWORKS = {"sparse": LATENT, "expanded": EXPANDED}
+KEEPING = {"kind": "selective", "keep": ["attention"]}
+
+
+def one_layer(model, size, checkpointing, monkeypatch):
+    """Return the manifest, and a function that runs a layer on the first of `size` ranks."""
+    memory = {**MEMORY, "activation_checkpointing": checkpointing}
+    mesh = {"cp": size, "cp_style": "dsa"}
+    spec = manifest(model=model, mesh=mesh, trainer={"memory": memory})
+    layer = LatentAttention(spec.model, 0)
+    if size > 1:
+        group = Alone(size)
+        monkeypatch.setattr(gathered_keys, "dist", group)
+        layer.keys = GatheredKeys(group, keeps="attention" in spec.trainer.kept)
+    offsets = torch.tensor([0, 16 * size, 48 * size], dtype=torch.int32)
+    documents = Documents(offsets, 32 * size)
+    angles = rotary_angles(torch.arange(TOKENS), 4, 1e4, torch.float32)
+
+    def run(x):
+        return layer(x, angles, documents)[0]
+
+    options = blocks.checkpoint_options(spec.trainer, spec.model)
+    if checkpointing["kind"] != "none":
+        return spec, layer, lambda x: checkpoint(run, x, use_reentrant=False, **options)
+    return spec, layer, run
+
+
+def saved_bytes(layer, run):
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    held = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.is_floating_point():
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(TOKENS, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        out = run(x)
+    return sum(held.values()), out
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_rank_keeps_as_many_more_bytes_as_the_plan_says(network, monkeypatch):
+    """Compare four ranks with two, which keep their tokens alike and other numbers of keys."""
+    found, planned = [], []
+    for size in (2, 4):
+        spec, layer, run = one_layer(NETWORKS[network], size, {"kind": "none"}, monkeypatch)
+        num_bytes, out = saved_bytes(layer, run)
+        found.append(num_bytes)
+        planned.append(TOKENS * activation_bytes(spec.model, spec.trainer, 0).kept)
+        out.sum().backward()
+    assert found[1] - found[0] == planned[1] - planned[0]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_kept_keys_are_as_large_as_the_plan_says_and_are_not_gathered_again(network, monkeypatch):
+    model, again = NETWORKS[network], []
+    spec, _, run = one_layer(model, 4, KEEPING, monkeypatch)
+    kept, keep = [], blocks.keep
+
+    def count(answer):
+        kept.extend(answer)
+        return keep(answer)
+
+    monkeypatch.setattr(gathered_keys.blocks, "keep", count)
+    out = run(torch.randn(TOKENS, 32, requires_grad=True))
+    num_bytes = sum(one.nbytes for one in kept)
+    monkeypatch.setattr(Alone, "all_gather_into_tensor", lambda *_, **__: again.append(1))
+    out.sum().backward()
+    assert not again
+    planned = [
+        activation_bytes(
+            spec.model,
+            manifest(
+                model=model,
+                mesh={"cp": cp, "cp_style": "dsa"},
+                trainer={"memory": {**MEMORY, "activation_checkpointing": KEEPING}},
+            ).trainer,
+            0,
+        ).kept
+        for cp in (1, 4)
+    ]
+    assert num_bytes == TOKENS * (planned[1] - planned[0])
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_of_a_rank_are_those_of_the_plan(network, size, monkeypatch):
+    """Attention and the indexer's scores are kernels, which torch's counter does not see."""
+    spec, layer, run = one_layer(NETWORKS[network], size, {"kind": "none"}, monkeypatch)
+    x = torch.randn(TOKENS, 32, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        run(x).sum().backward()
+    lengths = [16 * size, 32 * size]
+    indexer = spec.model.mla.indexer
+    others = 0  # the indexer's own products run forward only
+    if indexer is not None:
+        sizes = (layer.indexer.wq_b, layer.indexer.wk, layer.indexer.weights_proj)
+        others = 2 * TOKENS * sum(one.weight.numel() for one in sizes)
+    planned = hardware_flops(spec.model, spec.trainer, lengths).projections / size
+    feed_forward = 6 * TOKENS * 3 * 32 * 48
+    assert counter.get_total_flops() - others == planned - feed_forward

@@ -20,8 +20,9 @@ from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 from orrery.wire.weight_wire import remove_weight_dir
 
-# ‖a − b‖ / ‖b‖ of each gradient in float32: the order of sums makes 1e-6, a lost token 1e-2.
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the steps of all layouts
+
+# ‖a − b‖ / ‖b‖ of each gradient in float32: the order of sums makes 1e-6, a lost token 1e-2.
 RELATIVE = 1e-5
 
 MOE = {**trainer_cases.MOE, "num_experts": 8, "num_experts_per_token": 3}

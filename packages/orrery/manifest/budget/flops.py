@@ -6,6 +6,8 @@ L layers · H query heads · K head size · D hidden · V vocabulary · C latent
   included. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
 - Sparse attention adds 6 · L · H · (2C + R) per key, min(history, top-k) keys per query, and its
   indexers' forward pass. Indexers run only if a document is longer than top-k.
+- With gathered keys (cp) ranks expand the same keys, unless they have indexers and read keys of any
+  document in latent space. Only `hardware_flops` counts this.
 - A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
 - `hardware_flops` adds the recomputation of blocks and logits, and that of scores in attention's
   backward pass (5 products instead of 4).
@@ -15,7 +17,7 @@ L layers · H query heads · K head size · D hidden · V vocabulary · C latent
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orrery.manifest.budget.parameters import block_weights, is_sparse
+from orrery.manifest.budget.parameters import block_weights, is_sparse, keys_per_query
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 
@@ -71,9 +73,12 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     recomputed: set[str] = set()
     if trainer.memory.activation_checkpointing.kind != "none":
         recomputed = {"projections", "experts", "attention"} - set(trainer.kept)
-    core = _attention_forward(model, lengths)
+    each = (4 if trainer.lora is not None else 6) * sum(lengths)
+    repeated = _repeated_parameters(model, trainer.mesh.cp)
+    again = ("projections" in recomputed) * (active.projections + repeated) * forward
+    core = _attention_forward(model, lengths, trainer.mesh.cp)
     return Flops(
-        base.projections + ("projections" in recomputed) * active.projections * forward,
+        base.projections + repeated * each + again,
         base.experts + ("experts" in recomputed) * active.experts * forward,
         # 2 products forward, 5 backward
         3.5 * core + ("attention" in recomputed) * core + _indexers(model, lengths),
@@ -86,11 +91,20 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
     return indexer is not None and max(lengths, default=0) > indexer.top_k
 
 
-def _attention_forward(model: Model, lengths: Sequence[int]) -> float:
+def _repeated_parameters(model: Model, cp: int) -> float:
+    """Return `kv_b_proj`'s parameters of all layers, times the expansions of a key beyond one."""
+    mla = model.mla
+    if mla is None or mla.indexer is not None:
+        return 0.0
+    expanded = model.num_heads * (mla.nope_head_dim + mla.value_head_dim) * mla.kv_lora_rank
+    return model.num_layers * expanded * (keys_per_query(model, cp) - 1)
+
+
+def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> float:
     width, most = 2 * model.head_dim, max(lengths, default=0)
     if (mla := model.mla) is not None:
         width = model.head_dim + mla.value_head_dim
-        if mla.indexer is not None and _is_sparse(model, lengths):
+        if mla.indexer is not None and (cp > 1 or _is_sparse(model, lengths)):
             width, most = 2 * mla.kv_lora_rank + mla.rope_head_dim, mla.indexer.top_k
     keys = sum(attended_keys(length, most) for length in lengths)
     return 2 * model.num_layers * model.num_heads * width * keys

@@ -76,6 +76,17 @@ class ParameterCounts:
         return sum(unit.total for unit in self.units)
 
 
+def keys_per_query(model: Model, cp: int) -> float:
+    """Return the keys that a rank's latent attention reads, over its queries.
+
+    Ranks gather all keys. Without indexers each expands those up to its last query of a document,
+    cp + ½ of cp for both of its pieces.
+    """
+    if cp == 1 or model.mla is None:
+        return 1.0
+    return cp if model.mla.indexer is not None else cp + 0.5
+
+
 def is_sparse(model: Model, layer: int) -> bool:
     return model.moe is not None and layer >= model.moe.num_dense_layers
 

@@ -17,6 +17,7 @@ from orrery.manifest.budget.parameters import (
     UnitParameters,
     count_parameters,
     is_sparse,
+    keys_per_query,
 )
 from orrery.manifest.budget.tiles import auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
@@ -122,11 +123,14 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
     named = {"attention": c * h + 4 * model.num_heads, "experts": 0}
     inputs = c * (h + 2 * g) * copies("attention") + narrow("attention", 3)
+    gathered = 0
     if model.mla is not None:
-        named["attention"], inputs = _latent_results(model, c)
+        named["attention"], inputs, gathered = _latent_results(model, c, trainer.mesh.cp)
+        if not trainer.memory.activation_offload:
+            named["attention"], gathered = named["attention"] + gathered, 0
     named["projections"] = inputs + c * hidden * copies("attention") + narrow("attention", 1)
     unread = {"attention": 0, "projections": 0, "experts": 0}
-    rest = c * hidden * reads_input("attention") + 8
+    rest = c * hidden * reads_input("attention") + 8 + gathered
     if model.qk_norm:
         rest += c * (h + g) + 4 * (model.num_heads + model.num_kv_heads)
     for_attention = rest + (0 if "projections" in trainer.kept else inputs)
@@ -148,22 +152,30 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
     return _Results(named, unread, rest, for_attention)
 
 
-def _latent_results(model: Model, c: int) -> tuple[int, int]:
-    """Return latent attention's bytes (output, inputs), each of the larger path.
+def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
+    """Return latent attention's bytes (output, inputs, gathered keys), each of the larger path.
 
     H heads · N, R, V, C as in `latent_attention.py` · K = N + R · q latent width of queries
-    dense     c·3·H·max(K, V) padded queries, keys, values · c·H·(N + V) before padding
+    k `keys_per_query`
+    dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values. Not with gathered keys of a
+              network with indexers.
     sparse    c·H·(C + R) latent queries · 4·top-k indices
     both      2·c·(q + C + R) narrow results, also normalised · c·H·K queries
+    gathered  k·c·(C + R) instead of the normalised keys, with cp
     """
     mla, heads = model.latent, model.num_heads
-    latent = mla.kv_lora_rank + mla.rope_head_dim
+    latent, keys = mla.kv_lora_rank + mla.rope_head_dim, keys_per_query(model, cp)
     both = c * (2 * mla.q_lora_rank + 2 * latent + heads * model.head_dim)
+    gathered = 0
+    if cp > 1:
+        both, gathered = both - c * latent, round(c * latent * keys)
     width = max(model.head_dim, mla.value_head_dim)
-    dense = c * heads * (3 * width + mla.nope_head_dim + mla.value_head_dim)
+    dense = round(c * heads * width * (1 + 2 * keys))
     sparse = c * heads * latent + 4 * mla.indexer.top_k if mla.indexer is not None else 0
+    if sparse and cp > 1:
+        dense = 0
     output = c * heads * max(mla.value_head_dim, mla.kv_lora_rank) + 4 * heads
-    return output, both + max(dense, sparse)
+    return output, both + max(dense, sparse), gathered
 
 
 def _dense_width(model: Model, layer: int) -> int:
@@ -175,7 +187,8 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes of the backward passes of (attention, feed-forward).
 
-    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
+    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients · with gathered keys,
+                2·g per key, and their gradients thrice: received, in order of ranks, returned
     dense       c·(3F + D)
     mixture     also c·K·D gradients of rows (thrice under ep) · c·K·I between products (thrice
                 unless one graph) · c·K·D to recompute the down projection with adapters
@@ -185,7 +198,13 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     attention = c * (3 * h + 2 * g) + 4 * h
     if (mla := model.mla) is not None:
         latent = model.num_heads * (mla.kv_lora_rank + mla.rope_head_dim)
-        attention = max(attention, (2 * c + 4) * latent)
+        if (cp := trainer.mesh.cp) > 1:
+            keys = keys_per_query(model, cp)
+            expanded = 0 if mla.indexer is not None else 2 * g * (keys - 1)
+            gathered = 3 * keys * (mla.kv_lora_rank + mla.rope_head_dim)
+            attention = round(max(attention + c * expanded, (2 * c + 4) * latent) + c * gathered)
+        else:
+            attention = max(attention, (2 * c + 4) * latent)
     feed_forward = c * (3 * _dense_width(model, layer) + model.hidden_size)
     if not is_sparse(model, layer):
         return attention, feed_forward

@@ -188,7 +188,7 @@ def _communication(
     """Return the seconds of exchanges (in all, beside no computation), without Muon's.
 
     Gathers of both passes and the reduction hide behind their pass. The exchanges of cp (queries,
-    keys, values and outputs, in both passes) and of ep (rows to experts and back) do not.
+    keys, values and outputs, or latent keys) and of ep (rows to experts and back) do not.
     """
     mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
@@ -209,10 +209,7 @@ def _communication(
         recomputes = trainer.memory.activation_checkpointing.kind == "full"
         exchange += (6 if recomputes else 4) * rows * model.hidden_size * c * layers / link.ep
     if mesh.cp > 1:
-        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        if (mla := model.mla) is not None:  # latent keys are gathered
-            width = (mla.kv_lora_rank + mla.rope_head_dim) * mesh.cp
-        exchange += 3 * tokens * width * c * model.num_layers * (mesh.cp - 1) / mesh.cp / link.cp
+        exchange += tokens * (mesh.cp - 1) * c * _context_values(model, trainer) / link.cp
     regathers = trainer.fsdp.reshard_after_forward
     backward = gather if regathers else 0.0
     hiding = computing / micro_batches * (QUEUED_SHARE if mesh.cp > 1 else 1)
@@ -226,6 +223,22 @@ def _communication(
         exposed += max(0.0, into - FORWARD_SHARE * hiding)
         exposed += max(0.0, out - (1 - FORWARD_SHARE) * hiding)
     return in_all, exposed
+
+
+def _context_values(model: Model, trainer: Trainer) -> float:
+    """Return the numbers that a token sends to each other rank of its cp group, in all passes."""
+    if (mla := model.mla) is None:
+        width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return 3 * width * model.num_layers / trainer.mesh.cp
+    # Keys travel forward, and again unless they are kept. Gradients return.
+    memory = trainer.memory
+    is_kept = "attention" in trainer.kept and not memory.activation_offload
+    passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
+    values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
+    if (indexer := mla.indexer) is not None:
+        kinds = indexer.types or ["full"] * model.num_layers
+        values += kinds.count("full") * indexer.head_dim
+    return values
 
 
 def _optimizer_s(
