@@ -180,7 +180,8 @@ def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
     budget = plan_run(run.manifest, 40)
     assert found["step"] == (f"{budget.step_s:.2g} s", "1 s")
     assert found["step of the trainer alone"][1] == "0.5 s"
-    assert found["sampled tokens a second"][1] == "1,000"
+    sampled = 256 * budget.tokens["sampled"] / budget.step_s
+    assert found["sampled tokens a second"] == (f"{sampled:,.0f}", "1,000")
     assert found["trainer's peak of allocated memory"][1] == "1.5 GiB"
     assert "Plan and measurement" in render(run, 132.0)
 

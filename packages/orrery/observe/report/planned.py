@@ -40,7 +40,9 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
         *row("step of the trainer alone", budget.trainer_s["step"], computing, _seconds),
         *row(
             "sampled tokens a second",
-            budget.engines["sampled_tokens_per_s"],
+            run.manifest.orchestrator.rollouts_per_batch
+            * budget.tokens["sampled"]
+            / budget.step_s,  # engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),
