@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orrery.launcher import bench, cli, containers, describe, export
+from orrery.launcher import bench, cli, containers, describe, export, runs
 from orrery.launcher import status as statuses
 from orrery.launcher.doctor import examine
 from orrery.launcher.pipeline import checked_in
@@ -95,13 +95,32 @@ def test_a_job_makes_the_run_folder_with_its_manifest_and_says_how_to_go_on(chec
 def test_a_run_for_another_gpu_is_refused_before_its_folder_is_made(checkout, monkeypatch):
     driver = checkout / "bin" / "nvidia-smi"
     driver.parent.mkdir()
-    driver.write_text("#!/bin/sh\necho 0, GPU-a, NVIDIA H100 80GB HBM3\n")
+    driver.write_text("#!/bin/sh\necho 0, GPU-a, 81559, 9.0, NVIDIA H100 80GB HBM3\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
     with pytest.raises(OrreryError, match=r"is for NVIDIA H200 and this machine has NVIDIA H100"):
         job("asynchrony_h200_1", "rl")
     assert not (checkout / "runs").exists()
     assert job("reverse_text", "rl").num_devices is None
+
+
+def test_a_full_disk_leaves_no_folder_of_a_run(checkout, monkeypatch):
+    def fail(path, data):
+        path.with_name(".left.tmp").write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_atomic", fail)
+    with pytest.raises(OSError, match="No space left"):
+        job("reverse_text", "init")
+    assert not any((checkout / "runs").iterdir())
+    monkeypatch.undo()
+    monkeypatch.chdir(checkout)
+    job("reverse_text", "init")
+    (folder,) = (checkout / "runs").iterdir()
+    monkeypatch.setattr(runs, "begin", lambda path: fail(path, b""))
+    with pytest.raises(OSError, match="No space left"):
+        job("reverse_text", "rl")
+    assert (folder / "manifest.json").is_file()
 
 
 def test_an_old_run_folder_goes_on_by_its_own_manifest(checkout):

@@ -88,6 +88,11 @@ def test_the_environment_decides_whether_gpus_are_examined(tmp_path, monkeypatch
     assert examine_gpus(lambda *_, **__: missing) == []
     (finding,) = examine_gpus(lambda *_, **__: there)
     assert "HARDWARE=cuda" in finding.remedy and not finding.is_required
+    for broken in (Answer(9, "", "it failed"), Answer(0, "No devices were found\n", "")):
+        (finding,) = examine_gpus(lambda *_, answer=broken, **__: answer)
+        said = (broken.out + broken.said).strip()
+        assert f"ends with code {broken.code} ({said})" in finding.found
+        assert "driver" in finding.remedy and not finding.is_required
     (tmp_path / "hardware").write_text("cuda\n")
     asked = []
 

@@ -908,6 +908,12 @@ def test_an_unknown_run_is_met_with_the_nearest_name_and_writes_nothing(checkout
         capsys.readouterr().err
         == "error: run 'wrods': there is no such run; did you mean 'words'?\n"
     )
+    assert orrery("render", "qqq") == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"there is no such run; there are \d+, such as \w+(, \w+)* \(`orrery check`", said
+    )
+    assert len(said) < 200
     assert not (checkout / "manifests").exists()
 
 

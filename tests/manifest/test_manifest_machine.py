@@ -5,13 +5,19 @@ import shutil
 import pytest
 from manifest_specs import REPOSITORY, checkout
 
-from orrery.manifest import cli, machine
-from orrery.manifest.devices import DEVICES
+from orrery.manifest import cli, devices, machine
+from orrery.manifest.budget.rates import rates_of, usable_bytes
+from orrery.manifest.devices import DEVICES, device_of, find_device
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import id12, load
 from orrery.manifest.machine import Machine, adapt, gpus, refuse_other_device, this_machine
 from orrery.manifest.render import Evaluator, render
 
+TOLD = {  # memory and compute capability of GPUs that the table lacks
+    "Tesla V100": "16384, 7.0",
+    "NVIDIA RTX 4000 SFF Ada Generation": "20475, 8.9",
+    "NVIDIA GB10": "[N/A], 12.1",
+}
 H100, H200 = (DEVICES[key].names[0] for key in ("h100", "h200"))
 
 
@@ -24,7 +30,10 @@ def driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def set_up(*names, script=None):
-        rows = [f"{index}, GPU-{index}a0b, {name}" for index, name in enumerate(names)]
+        rows = [
+            f"{index}, GPU-{index}a0b, {TOLD.get(name, '81559, 9.0')}, {name}"
+            for index, name in enumerate(names)
+        ]
         asked = " ".join(machine.QUERY[1:])
         script = script or "\n".join(
             [f'[ "$*" = "{asked}" ] || exit 6', *(f"echo '{row}'" for row in rows)]
@@ -57,7 +66,7 @@ def test_the_driver_tells_the_devices_and_cuda_visible_devices_chooses(driver, m
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
         assert (this_machine().name, this_machine().num_devices) == found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2a")
-    assert gpus() == {"2": H200}
+    assert {index: gpu.name for index, gpu in gpus().items()} == {"2": H200}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert this_machine().accelerator == "cpu"
 
@@ -70,11 +79,53 @@ def test_devices_that_no_run_can_use_are_one_sentence(driver, monkeypatch, tmp_p
     with pytest.raises(OrreryError, match=r"1 × NVIDIA H200 and 2 × .* CUDA_VISIBLE_DEVICES=1,2`"):
         this_machine()
     driver("Tesla V100")
-    with pytest.raises(OrreryError, match=r"'Tesla V100': .* has no such device. Add a row"):
+    with pytest.raises(OrreryError, match=r"'Tesla V100': has compute capability 7.0, and bf"):
+        this_machine()
+    driver("NVIDIA GB10")
+    with pytest.raises(OrreryError, match=r"'NVIDIA GB10': .* has no such device. Add a row"):
         this_machine()
     driver(script="echo no devices were found; exit 6")
     with pytest.raises(OrreryError, match=r"code 6 .no devices were found.. Type `orrery doctor`"):
         this_machine()
+    driver(script="echo No devices were found")
+    with pytest.raises(OrreryError, match=r"lists no GPU \(No devices were found\)\. Give this"):
+        this_machine()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_machine().accelerator == "cpu"
+
+
+def test_a_gpu_without_a_row_is_described_by_its_driver(driver, workspace, capsys):
+    name = "NVIDIA RTX 4000 SFF Ada Generation"
+    driver(name)
+    cli.hardware()
+    told = capsys.readouterr().out
+    assert "(rtx_4000_sff_ada_generation_sm89_19gb): 19 GB each, compute capability 8.9. " in told
+    cli.render(["smollm2_demo"], on_this_machine=True)
+    adapted = "smollm2_demo_on_rtx_4000_sff_ada_generation_sm89_19gb"
+    manifest = load(workspace.manifest_path(adapted))
+    refuse_other_device(manifest, name)
+    with pytest.raises(OrreryError, match=r"is for rtx_4000_sff_ada_generation_sm89_19gb and this"):
+        refuse_other_device(manifest, "NVIDIA RTX 4000 Ada Generation")
+    rates = rates_of(manifest.hardware.accelerator)
+    assert rates.source.startswith("unknown device; ") and usable_bytes(
+        manifest.hardware.accelerator
+    ) == pytest.approx(0.99 * 19 * 2**30)
+    assert rates.dense_flops == min(
+        rates_of(key).dense_flops for key, one in DEVICES.items() if one.capability == (8, 9)
+    )
+
+
+@pytest.mark.parametrize("accelerator", ["l4_sm75_16gb", "l4_sm89_0gb", "l4_24gb", "gpu"])
+def test_an_accelerator_that_describes_no_usable_device_is_refused(accelerator):
+    assert find_device(accelerator) is None
+    with pytest.raises(OrreryError, match=r"is no GPU. Type `orrery hardware`"):
+        device_of(accelerator)
+
+
+def test_rows_have_names_of_their_own_and_none_looks_like_a_description():
+    names = [name for device in DEVICES.values() for name in device.names]
+    assert len(set(names)) == len(names)
+    assert not any(devices.TOLD.fullmatch(key) for key in DEVICES)
 
 
 @pytest.mark.parametrize("names", [(), (H100,), (H200,) * 5])

@@ -449,7 +449,7 @@ def test_a_reward_function_of_the_user_sees_reply_answer_and_row(tmp_path):
 
 def test_formulas_without_their_library_are_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(OrreryError, match=r"math needs math-verify, which .* not hold yet. Type"):
+    with pytest.raises(OrreryError, match=r"needs math-verify, .* here. Type `make setup`"):
         score("7", "7", kind="math", boxed=False)
 
 

@@ -37,10 +37,19 @@ def examine_gpus(ask: Callable[..., Answer]) -> list[Finding]:
     driver = ask(*query)
     if installed_hardware() == "cuda":
         return judge_gpus(driver, ask(sys.executable, "-c", PROBE, within_s=PROBE_S))
-    if driver.code != 0:
+    if driver.code is None:
         return []
+    versions = [line for line in driver.out.splitlines() if line[:1].isdigit()]
+    if driver.code != 0 or not versions:
+        said = " ".join((driver.out + driver.said).split())[:200]
+        remedy = (
+            "for runs on GPUs, restart or reinstall the driver, or give this container its GPUs "
+            "(`--gpus all`)"
+        )
+        found = f"`nvidia-smi` ends with code {driver.code} ({said})"
+        return [Finding("GPUs", found, remedy, is_required=False)]
     remedy = "type `make setup HARDWARE=cuda` for runs on GPUs"
-    found = f"{len(driver.out.split())}, and .venv is for machines without GPUs"
+    found = f"{len(versions)}, and .venv is for machines without GPUs"
     return [Finding("GPUs", found, remedy, is_required=False)]
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from orrery.launcher.slurm.allocation import allocation
 from orrery.launcher.slurm.job import IN_JOB
 from orrery.launcher.stage import Job
 from orrery.launcher.status import lock_holder
-from orrery.manifest.check import nearest
+from orrery.manifest.check import nearest, some_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, find_workspace, id12, load, pretty_json, run_dir
 from orrery.manifest.machine import gpus, refuse_other_device
@@ -64,7 +65,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
         if not path.exists():
             names = sorted(path.stem for path in path.parent.glob("*.json"))
             near = nearest(word, names)
-            hint = f"the runs are {', '.join(names) or 'none yet; type `orrery render`'}"
+            hint = some_of(word, names) if names else "there are none yet; type `orrery render`"
             hint = f"did you mean {near!r}?" if near else hint
             hint += f" (`orrery render {word}` writes it, if a spec has this run)"
             raise OrreryError(f"run {word!r}: {workspace.shown(path)} does not exist; {hint}")
@@ -136,11 +137,9 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
         )
     _check_lock(run, workspace)
     if hardware.accelerator != "cpu":
-        for name in gpus().values():
-            refuse_other_device(run.manifest, name)
-    begin(run.path)
-    if not (run.path / MANIFEST).exists():
-        write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())
+        for gpu in gpus().values():
+            refuse_other_device(run.manifest, gpu.name)
+    _begin(run)
     sft, rl = run.manifest.stages.sft, run.manifest.stages.rl
     return Job(
         run_dir=run.path,
@@ -154,6 +153,19 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
         allocation=inside,
         max_restarts=run.manifest.inference.max_restarts,
     )
+
+
+def _begin(run: Run) -> None:
+    """Make the run's folder with its manifest. Leave no new folder behind on a full disk."""
+    is_new = not run.path.exists()
+    try:
+        begin(run.path)
+        if not (run.path / MANIFEST).exists():
+            write_atomic(run.path / MANIFEST, pretty_json(run.manifest).encode())
+    except OSError:
+        if is_new:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def _check_lock(run: Run, workspace: Workspace) -> None:

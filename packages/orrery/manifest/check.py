@@ -35,6 +35,12 @@ def nearest(name: str, among: list[str]) -> str | None:
     return close[0] if close else None
 
 
+def some_of(name: str, among: list[str]) -> str:
+    """Return the number of names, and the three that are most like `name`."""
+    like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
+    return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
+
+
 def sentence(error: ValidationError) -> str:
     """Return a sentence about the first bad field: misspelt, else wrong, else missing."""
     errors = sorted(error.errors(include_url=False), key=lambda e: _URGENCY.get(e["type"], 1))

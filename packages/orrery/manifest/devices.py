@@ -1,17 +1,26 @@
 """Devices that `hardware.accelerator` may name, as data.
 
-Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a second
-to a peer in one direction. Measured rates are in `rates/`.
+- Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
+  second to a peer in one direction. Measured rates are in `rates/`.
+- A device without a row is named by what its driver tells. `l40g_sm89_44gb` is an L40G of compute
+  capability 8.9 with 44 GiB. Its rates are unknown, so those of the slowest similar row stand in.
 """
 
+import re
 from dataclasses import dataclass
+from functools import cache
+
+from orrery.manifest.errors import OrreryError
 
 GB, T = 10**9, 10**12
 
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8."""
+    """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8.
+
+    `is_estimated`: the table has no such device, and the rates are those of another.
+    """
 
     names: tuple[str, ...]
     memory_bytes: int
@@ -20,9 +29,10 @@ class Device:
     fp8_flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    is_estimated: bool = False
 
 
-HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
+HOPPER, AMPERE, AMPERE_RTX, ADA = (9, 0), (8, 0), (8, 6), (8, 9)
 BLACKWELL, BLACKWELL_RTX = (10, 0), (12, 0)
 
 DEVICES = {
@@ -38,6 +48,13 @@ DEVICES = {
     "h200": Device(
         ("NVIDIA H200",), 141 * GB, HOPPER, 989 * T, 1979 * T, 4800 * GB, 450 * GB,
     ),
+    "h200_nvl": Device(
+        ("NVIDIA H200 NVL",), 141 * GB, HOPPER, 835 * T, 1671 * T, 4800 * GB, 450 * GB
+    ),
+    "gh200": Device(
+        ("NVIDIA GH200 480GB",), 96 * GB, HOPPER, 989 * T, 1979 * T, 4000 * GB, 450 * GB
+    ),
+    "h800": Device(("NVIDIA H800",), 80 * GB, HOPPER, 989 * T, 1979 * T, 3350 * GB, 200 * GB),
     "h20": Device(("NVIDIA H20",), 96 * GB, HOPPER, 148 * T, 296 * T, 4000 * GB, 450 * GB),
     "a100_40gb": Device(
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
@@ -46,6 +63,26 @@ DEVICES = {
     "a100_80gb": Device(
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
         80 * GB, AMPERE, 312 * T, 0, 2039 * GB, 300 * GB,
+    ),
+    "a800_80gb": Device(
+        ("NVIDIA A800-SXM4-80GB", "NVIDIA A800 80GB PCIe"),
+        80 * GB, AMPERE, 312 * T, 0, 2039 * GB, 200 * GB,
+    ),
+    "a10": Device(("NVIDIA A10",), 22 * GB, AMPERE_RTX, 125 * T, 0, 600 * GB, 32 * GB),
+    "a10g": Device(("NVIDIA A10G",), 22 * GB, AMPERE_RTX, 70 * T, 0, 600 * GB, 32 * GB),
+    "a40": Device(("NVIDIA A40",), 45 * GB, AMPERE_RTX, 150 * T, 0, 696 * GB, 32 * GB),
+    "rtx_a6000": Device(
+        ("NVIDIA RTX A6000",), 48 * GB, AMPERE_RTX, 155 * T, 0, 768 * GB, 32 * GB
+    ),
+    "rtx_3090": Device(
+        ("NVIDIA GeForce RTX 3090",), 24 * GB, AMPERE_RTX, 71 * T, 0, 936 * GB, 32 * GB
+    ),
+    "l4": Device(("NVIDIA L4",), 22 * GB, ADA, 121 * T, 242 * T, 300 * GB, 32 * GB),
+    "rtx_6000_ada": Device(
+        ("NVIDIA RTX 6000 Ada Generation",), 48 * GB, ADA, 364 * T, 728 * T, 960 * GB, 32 * GB
+    ),
+    "rtx_4090_d": Device(
+        ("NVIDIA GeForce RTX 4090 D",), 24 * GB, ADA, 147 * T, 294 * T, 1008 * GB, 32 * GB
     ),
     "l40s": Device(("NVIDIA L40S",), 48 * GB, ADA, 362 * T, 733 * T, 864 * GB, 32 * GB),
     "b200": Device(
@@ -67,8 +104,65 @@ DEVICES = {
         ),
         96 * GB, BLACKWELL_RTX, 503 * T, 1007 * T, 1597 * GB, 64 * GB,
     ),
+    "rtx_pro_6000_max_q": Device(
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",),
+        96 * GB, BLACKWELL_RTX, 439 * T, 878 * T, 1792 * GB, 64 * GB,
+    ),
 }  # fmt: skip
+
+TOLD = re.compile(r"([a-z0-9_]+)_sm(\d+)(\d)_(\d+)gb")  # name, compute capability, memory
 
 
 def accelerator_of(name: str) -> str | None:
     return next((key for key, device in DEVICES.items() if name in device.names), None)
+
+
+def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
+    """Return the accelerator of a device without a row, from what its driver tells."""
+    major, minor = capability
+    return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
+
+
+def _short(name: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return words.removeprefix("nvidia_").removeprefix("geforce_")
+
+
+@cache
+def find_device(accelerator: str) -> Device | None:
+    """Return the device of a row or of a driver's description. Return None for other names."""
+    if accelerator in DEVICES:
+        return DEVICES[accelerator]
+    if (told := TOLD.fullmatch(accelerator)) is None:
+        return None
+    capability, memory_bytes = (int(told[2]), int(told[3])), int(told[4]) * GB
+    older = [one.capability for one in DEVICES.values() if one.capability <= capability]
+    if not older or not memory_bytes:
+        return None
+    similar = [one for one in DEVICES.values() if one.capability == max(older)]
+    return Device(
+        names=(),
+        memory_bytes=memory_bytes,
+        capability=capability,
+        bf16_flops=min(one.bf16_flops for one in similar),
+        fp8_flops=min(one.fp8_flops for one in similar),
+        memory_bytes_per_s=min(one.memory_bytes_per_s for one in similar),
+        link_bytes_per_s=min(one.link_bytes_per_s for one in similar),
+        is_estimated=True,
+    )
+
+
+def device_of(accelerator: str) -> Device:
+    """Return the device. Raise OrreryError for a name that `find_device` does not know."""
+    if (device := find_device(accelerator)) is None:
+        raise OrreryError(
+            f"hardware.accelerator {accelerator!r} is no GPU. Type `orrery hardware`, which prints "
+            "this machine's"
+        )
+    return device
+
+
+def is_named(accelerator: str, name: str) -> bool:
+    """Return whether the driver gives this name to the accelerator."""
+    device, told = device_of(accelerator), TOLD.fullmatch(accelerator)
+    return name in device.names or (told is not None and told[1] == _short(name))

@@ -8,12 +8,20 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from orrery.manifest.check import check
-from orrery.manifest.devices import DEVICES, GB, T, accelerator_of
+from orrery.manifest.devices import (
+    AMPERE,
+    GB,
+    T,
+    accelerator_of,
+    device_of,
+    is_named,
+    told_accelerator,
+)
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import plan
@@ -22,12 +30,25 @@ from orrery.manifest.render import Evaluator, Rendered, import_of, run_files
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
 
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader")
+QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,memory.total,compute_cap,name",
+    "--format=csv,noheader,nounits",
+)
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # first line of the files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 CACHE_SHARE = {True: 0.25, False: 0.5}  # share of device memory. True: the trainer uses it too
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as `nvidia-smi` tells it. Memory and compute capability are None if it tells none."""
+
+    name: str
+    memory_bytes: int | None
+    capability: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -55,34 +76,47 @@ class Machine:
         }
 
     def cache_bytes(self, is_shared: bool) -> int:
-        return int(DEVICES[self.accelerator].memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
+        return int(device_of(self.accelerator).memory_bytes * CACHE_SHARE[is_shared]) >> 30 << 30
 
 
 def this_machine() -> Machine:
-    """Return this machine. Raise OrreryError for GPUs of several types or of an unknown type."""
+    """Return this machine. Raise OrreryError for GPUs of several types or without bfloat16."""
     if DEVICE_FILE.exists() and shutil.which(QUERY[0]) is None:
         raise OrreryError(
             f"{DEVICE_FILE} is a GPU, and `nvidia-smi` is not installed to tell its type. Give the "
             "container NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         )
-    names = gpus()
-    if not names:
+    found = list(gpus().values())
+    if not found:
         return Machine("cpu", "", len(os.sched_getaffinity(0)))
-    name = next(iter(names.values()))
-    if (accelerator := accelerator_of(name)) is None:
+    name = found[0].name
+    return Machine(accelerator_of(name) or _told(found), name, len(found))
+
+
+def _told(found: Sequence[Gpu]) -> str:
+    """Return the accelerator of GPUs that the table lacks."""
+    name, capability = found[0].name, found[0].capability
+    memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
+    if capability is None or not memory:
         raise OrreryError(
-            f"GPU {name!r}: packages/orrery/manifest/devices.py has no such device. Add a row with "
-            "the figures of its data sheet"
+            f"GPU {name!r}: `nvidia-smi` tells neither its memory nor its compute capability, and "
+            "packages/orrery/manifest/devices.py has no such device. Add a row with the figures of "
+            "its data sheet"
         )
-    return Machine(accelerator, name, len(names))
+    if capability < AMPERE:
+        raise OrreryError(
+            f"GPU {name!r}: has compute capability {'.'.join(map(str, capability))}, and bfloat16 "
+            "needs 8.0. Take another GPU, or type `export CUDA_VISIBLE_DEVICES=` to use the CPU"
+        )
+    return told_accelerator(name, capability, min(memory))
 
 
-def gpus() -> dict[str, str]:
-    """Return the names of the visible GPUs by index.
+def gpus() -> dict[str, Gpu]:
+    """Return the visible GPUs by index.
 
-    Raise OrreryError if they differ, or the driver does not answer.
+    Raise OrreryError if their names differ, or the driver does not answer or lists no GPU.
     """
-    if shutil.which(QUERY[0]) is None:
+    if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=WITHIN_S)
@@ -94,8 +128,19 @@ def gpus() -> dict[str, str]:
             f"`nvidia-smi` ends with code {done.returncode} ({said}). Type `orrery doctor`, which "
             "checks the driver"
         )
-    rows = [line.split(", ", 2) for line in done.stdout.splitlines() if line.strip()]
-    names = {index: name for index, uuid, name in rows if _is_visible(index, uuid)}
+    rows = [line.split(", ", 4) for line in done.stdout.splitlines() if line.strip()]
+    if not rows or any(len(row) != 5 for row in rows):
+        said = " ".join(done.stdout.split())[:200]
+        raise OrreryError(
+            f"`nvidia-smi` lists no GPU ({said}). Give this container its GPUs (`--gpus all`), or "
+            "type `export CUDA_VISIBLE_DEVICES=` to use the CPU"
+        )
+    found_at = {
+        index: Gpu(name, _mebibytes(memory), _capability(capability))
+        for index, uuid, memory, capability, name in rows
+        if _is_visible(index, uuid)
+    }
+    names = {index: gpu.name for index, gpu in found_at.items()}
     if len(kinds := Counter(names.values())) > 1:
         most = kinds.most_common(1)[0][0]
         take = ",".join(index for index, name in names.items() if name == most)
@@ -104,7 +149,16 @@ def gpus() -> dict[str, str]:
             f"GPUs: this machine has {found}, and a run uses GPUs of one type. Type `export "
             f"CUDA_VISIBLE_DEVICES={take}`"
         )
-    return names
+    return found_at
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdigit() else None  # else "[N/A]"
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def _is_visible(index: str, uuid: str) -> bool:
@@ -116,10 +170,11 @@ def _is_visible(index: str, uuid: str) -> bool:
 
 def refuse_other_device(manifest: Manifest, name: str) -> None:
     accelerator = manifest.hardware.accelerator
-    if accelerator != "cpu" and name not in DEVICES[accelerator].names:
+    if accelerator != "cpu" and not is_named(accelerator, name):
+        theirs = next(iter(device_of(accelerator).names), accelerator)
         raise OrreryError(
             f"hardware.accelerator {accelerator!r}: {manifest.name} is for "
-            f"{DEVICES[accelerator].names[0]} and this machine has {name}. Type `orrery render "
+            f"{theirs} and this machine has {name}. Type `orrery render "
             f"{manifest.name} --on-this-machine` and start the run that it writes"
         )
 
@@ -127,11 +182,17 @@ def refuse_other_device(manifest: Manifest, name: str) -> None:
 def describe(machine: Machine) -> str:
     if machine.accelerator == "cpu":
         return str(machine)
-    device = DEVICES[machine.accelerator]
+    device = device_of(machine.accelerator)
+    capability = f"compute capability {'.'.join(map(str, device.capability))}"
+    known = f"{machine} ({machine.accelerator}): {device.memory_bytes // GB} GB"
+    if device.is_estimated:
+        return (
+            f"{known} each, {capability}. Its rates are unknown, so `orrery plan` takes those of "
+            "the slowest similar GPU of packages/orrery/manifest/devices.py"
+        )
     return (
-        f"{machine} ({machine.accelerator}): {device.memory_bytes // GB} GB and "
-        f"{device.memory_bytes_per_s / GB:.0f} GB/s each, {device.bf16_flops / T:.0f} dense "
-        f"Tflop/s in bfloat16, compute capability {'.'.join(map(str, device.capability))}"
+        f"{known} and {device.memory_bytes_per_s / GB:.0f} GB/s each, "
+        f"{device.bf16_flops / T:.0f} dense Tflop/s in bfloat16, {capability}"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orrery.manifest.check import check, misspelt, nearest
+from orrery.manifest.check import check, misspelt, nearest, some_of
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace, pretty_json
 from orrery.manifest.json_file import kind_of, parse_json
@@ -169,7 +169,7 @@ def locate(workspace: Workspace, name: str) -> Path:
                 f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one"
             )
         near = nearest(name, list(files))
-        hint = f"did you mean {near!r}?" if near else f"the runs are {', '.join(files)}"
+        hint = f"did you mean {near!r}?" if near else some_of(name, list(files))
         raise OrreryError(f"run {name!r}: there is no such run; {hint}")
     return files[name]
 

@@ -136,8 +136,8 @@ def _parsed(answer: str) -> list[Any]:
         from math_verify import parse
     except ImportError as error:
         raise OrreryError(
-            "verdict: math needs math-verify, which the locks do not hold yet. Type `.venv/bin/uv "
-            "pip install math-verify==0.9.0`, or choose another verdict"
+            "verdict: math needs math-verify, which is not installed here. Type `make setup`, or "
+            "choose another verdict"
         ) from error
     gold = parse(answer if "\\boxed" in answer or "$" in answer else f"${answer}$", **_UNTIMED)
     if not gold:

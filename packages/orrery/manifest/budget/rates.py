@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from orrery.manifest.devices import DEVICES, Device
+from orrery.manifest.devices import DEVICES, device_of, find_device
 from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
@@ -45,12 +45,15 @@ def rates_of(accelerator: str) -> Rates:
     if path.is_file():
         return read_as(path, Rates, "restore the file from the repository")
     measured, theirs = rates_of(MEASURED_ON), DEVICES[MEASURED_ON]
-    device = DEVICES[accelerator]
+    device = device_of(accelerator)
     dense = device.bf16_flops / theirs.bf16_flops
     memory = device.memory_bytes_per_s / theirs.memory_bytes_per_s
     link = device.link_bytes_per_s / theirs.link_bytes_per_s
+    sheet = "data sheet"
+    if device.is_estimated:
+        sheet = "unknown device; the data sheet of the slowest similar one"
     return Rates(
-        source=f"data sheet, times the share that an {MEASURED_ON.upper()} reaches of its own",
+        source=f"{sheet}, times the share that an {MEASURED_ON.upper()} reaches of its own",
         dense_flops=measured.dense_flops * dense,
         fp8_flops=measured.fp8_flops * device.fp8_flops / theirs.fp8_flops,
         grouped_flops=measured.grouped_flops * dense,
@@ -65,5 +68,5 @@ def rates_of(accelerator: str) -> Rates:
 
 def usable_bytes(accelerator: str) -> int | None:
     """Return the bytes that a process can allocate on a device, or None on a CPU."""
-    device: Device | None = DEVICES.get(accelerator)
+    device = find_device(accelerator)
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

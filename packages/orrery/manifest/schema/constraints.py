@@ -7,7 +7,7 @@ basic first. `Manifest` raises the first sentence.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from orrery.manifest.devices import DEVICES
+from orrery.manifest.devices import find_device
 from orrery.manifest.schema.inference import (
     Inference,
     disk_block_bytes,
@@ -374,10 +374,11 @@ def _engine_misfits(run: "Manifest") -> Iterator[str]:
     needed = longest_device_bytes(model, inference)
     if inference.kv_cache_bytes < needed:
         yield _cannot_hold("kv_cache_bytes", inference.kv_cache_bytes, inference, needed)
-    if accelerator in DEVICES and inference.kv_cache_bytes >= DEVICES[accelerator].memory_bytes:
+    device = find_device(accelerator)
+    if device is not None and inference.kv_cache_bytes >= device.memory_bytes:
         yield (
             f"inference.kv_cache_bytes {inference.kv_cache_bytes}: one {accelerator} has "
-            f"{DEVICES[accelerator].memory_bytes} bytes, and weights need a part of them. "
+            f"{device.memory_bytes} bytes, and weights need a part of them. "
             "Set it to less"
         )
 

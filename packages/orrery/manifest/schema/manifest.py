@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from orrery.manifest.devices import DEVICES
+from orrery.manifest.devices import DEVICES, find_device
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema.constraints import misfits
 from orrery.manifest.schema.inference import Inference
@@ -16,16 +16,19 @@ SCHEMA_VERSION = 3
 
 
 def _known(accelerator: str) -> str:
-    if accelerator != "cpu" and accelerator not in DEVICES:
-        raise ValueError(f"{accelerator!r} is unknown. Choose from {', '.join(['cpu', *DEVICES])}")
+    if accelerator != "cpu" and find_device(accelerator) is None:
+        raise ValueError(
+            f"{accelerator!r} is unknown. Choose from {', '.join(['cpu', *DEVICES])}, or type "
+            "`orrery hardware`, which prints the name of this machine's"
+        )
     return accelerator
 
 
 class Hardware(Record):
     """The machine's shape. It changes the order of reductions, hence results.
 
-    `accelerator` is `cpu` or a key in `manifest/devices.py`. With `shared_devices`, trainer and
-    engines run on the same GPUs of one node.
+    `accelerator` is `cpu` or a name that `manifest/devices.py` knows. With `shared_devices`,
+    trainer and engines run on the same GPUs of one node.
     """
 
     accelerator: Annotated[str, AfterValidator(_known)]

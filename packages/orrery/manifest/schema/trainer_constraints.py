@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from orrery.manifest.devices import AMPERE, DEVICES, HOPPER
+from orrery.manifest.devices import AMPERE, HOPPER, device_of
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
 from orrery.manifest.schema.trainer import Lora, Mesh, Trainer
 
@@ -71,7 +71,7 @@ def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[s
         yield f"{what}: name each part of {has} once, or {off}"
     elif lacking := [part for part in model.fp8 if part not in has]:
         yield f"{what}: family {model.family!r} has no {lacking} here; choose from {has}"
-    if accelerator == "cpu" or DEVICES[accelerator].capability != HOPPER:
+    if accelerator == "cpu" or device_of(accelerator).capability != HOPPER:
         yield f"{what} on {accelerator}: products of FP8 blocks need a Hopper GPU; {off}"
     elif trainer.compute_dtype != "bfloat16":
         yield (
@@ -201,7 +201,7 @@ def _attention_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iter
         others = [*others, "fa2", "fa4", "cudnn"]
     elif choice != "plain":
         capability, most = KERNELS[choice]
-        has = None if accelerator == "cpu" else DEVICES[accelerator].capability
+        has = None if accelerator == "cpu" else device_of(accelerator).capability
         if has is None or has < capability or (choice == "fa4" and has != capability):
             only = "" if choice == "fa4" else " or newer"
             lacks = f"needs a GPU of compute capability {'.'.join(map(str, capability))}{only}"
