@@ -1,6 +1,6 @@
-// GSM8K by GRPO without a warm start. `orrery fetch` writes the model's axis and prints the data's digest, which no clone knows before.
-local data_sha256 = error 'gsm8k: type `orrery fetch dataset openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee --config main`, and write the sha256 that it prints into examples/gsm8k/gsm8k.libsonnet, as data_sha256';
-local rows(split) = { kind: 'source', path: 'datasets/gsm8k-main', sha256: data_sha256, split: split };
+// GSM8K by GRPO without a warm start. `orrery fetch` writes the axes of model and data.
+// First: orrery fetch dataset openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee --config main
+local data = import 'tasks/gsm8k_main_fetched.libsonnet';
 (import 'lib/run.libsonnet') +
 (import 'algorithms/finetune.libsonnet') +
 (import 'memory/plain.libsonnet') + {
@@ -9,9 +9,7 @@ local rows(split) = { kind: 'source', path: 'datasets/gsm8k-main', sha256: data_
     {
       name: 'gsm8k',
       kind: 'dataset',
-      args: {
-        source: rows('train'),
-        held_out: rows('test'),
+      args: data + {
         split: 'train',
         where: {},
         system: 'Reason step by step, briefly. Write the final number as \\boxed{…}.',

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "tiny-labs/Tiny-0.1B"
 AXIS = Path("jsonnet/models/tiny_0_1b_pretrained.libsonnet")
 FOLDER = Path("weights/Tiny-0.1B")
+SIDES = Path("jsonnet/tasks/problems_main_fetched.libsonnet")
 # The library keeps whole chunks of a broken download, of 10 MB by default.
 PROGRAM = """
 from huggingface_hub import constants
@@ -329,9 +330,15 @@ def test_a_dataset_becomes_a_folder_of_splits_and_the_lines_of_a_spec(place, pro
         "split test: 20 rows with the columns question, answer",
         "split train: 20 rows with the columns question, answer",
         f"sha256 {digest}",
-        "write into the args of a task of kind dataset:",
+        f"{SIDES}: source and held_out of a task of kind dataset",
+        f"write (import 'tasks/{SIDES.name}') as the data of examples/problems/mine.jsonnet",
+    ]
+    assert (place.root / SIDES).read_text().splitlines() == [
+        f"// dataset tiny-labs/problems at {commit}, with the columns question, answer",
+        "{",
         f"  source: {source}, split: 'train' }},",
         f"  held_out: {source}, split: 'test' }},",
+        "}",
     ]
     assert open_rows(folder, "train")[12] == {"question": "12 + 12", "answer": "24"}
     assert open_rows(folder, "test")[0] == {"question": "20 + 20", "answer": "40"}
@@ -351,7 +358,12 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(place, tmp_p
     assert code == 0, err
     assert "split train: 1 rows with the columns prompt, answer" in out
     assert not stale.exists()
-    assert "held_out: { kind: 'fraction', fraction: 0.05 }," in out
+    sides = place.root / "jsonnet/tasks/plain_fetched.libsonnet"
+    assert "held_out: { kind: 'fraction', fraction: 0.05 }," in sides.read_text()
+    sides.write_text("// my own\n")
+    code, _, err = place.orrery("fetch", "dataset", "tiny-labs/plain")
+    assert code == 2 and "exists and is not the axis of tiny-labs/plain. Rename that file" in err
+    assert sides.read_text() == "// my own\n"
 
 
 def test_datasets_that_cannot_be_read_are_refused(place, problems, tmp_path):

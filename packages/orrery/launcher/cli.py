@@ -405,7 +405,7 @@ def fetch_dataset(
     repository: Repository,
     config: Annotated[str | None, typer.Option("--config", help=CONFIG_HELP)] = None,
 ) -> None:
-    """Write datasets/NAME or datasets/NAME-CONFIG, and print splits, columns and lines for a spec.
+    """Write datasets/NAME or datasets/NAME-CONFIG and jsonnet/tasks/<name>_fetched.libsonnet.
 
     It fetches JSONL, JSON, CSV, Parquet and Arrow files. It never fetches or runs code of the
     repository.

@@ -1,8 +1,9 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
-  its split, which `tasks/rows.py` reads.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, and the two sides of a task in
+  `jsonnet/tasks/<name>_fetched.libsonnet`. Each file's name begins with its split, which
+  `tasks/rows.py` reads.
 """
 
 import json
@@ -19,7 +20,7 @@ from orrery.launcher.hub import HubRepository
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
-from orrery.manifest.render import PRETRAINED
+from orrery.manifest.render import FETCHED, PRETRAINED
 
 WEIGHTS = "model*.safetensors"
 SETTINGS = (
@@ -47,8 +48,7 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
     target = workspace.root / path
-    name = re.sub(r"\W+", "_", source.name.lower())
-    axis = workspace.root / "jsonnet" / "models" / f"{name}{PRETRAINED}"
+    axis = workspace.root / "jsonnet" / "models" / f"{_file_name(path)}{PRETRAINED}"
     _check_axis(axis, source)
     settings, weights = _model_files(source)
     if not hub.is_finished(source, target):
@@ -72,6 +72,10 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
     ]
 
 
+def _file_name(path: str) -> str:
+    return re.sub(r"\W+", "_", PurePosixPath(path).name.lower())
+
+
 def _model_files(source: HubRepository) -> tuple[list[str], list[str]]:
     settings = [name for name in SETTINGS if name in source.files]
     weights = [name for name in source.files if fnmatchcase(name, WEIGHTS) and "/" not in name]
@@ -91,7 +95,7 @@ def _check_axis(axis: Path, source: HubRepository) -> None:
     if not axis.exists():
         return
     first = axis.read_text(errors="replace").partition("\n")[0]
-    if not first.startswith(f"// model {source.repository} at "):
+    if not first.startswith(f"// {source.kind} {source.repository} at "):
         raise OrreryError(
             f"{axis}: exists and is not the axis of {source.repository}. Rename that file"
         )
@@ -143,6 +147,8 @@ def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[s
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path
+    sides = workspace.root / "jsonnet" / "tasks" / f"{_file_name(path)}{FETCHED}"
+    _check_axis(sides, source)
     if not hub.is_finished(source, target):
         with hub.finished_folder(source, target) as folder:
             card = [CARD] if CARD in source.files else []
@@ -159,10 +165,16 @@ def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[s
         columns = ", ".join(one["columns"])
         lines.append(f"split {split}: {one['num_rows']:,} rows with the columns {columns}")
     lines += [f"note: {note}" for note in found["notes"]]
-    return [*lines, f"sha256 {found['sha256']}", *_spec(path, found)]
+    write_atomic(sides, _sides_text(path, source, found).encode())
+    return [
+        *lines,
+        f"sha256 {found['sha256']}",
+        f"{workspace.shown(sides)}: source and held_out of a task of kind dataset",
+        f"write (import 'tasks/{sides.name}') as the data of examples/problems/mine.jsonnet",
+    ]
 
 
-def _spec(path: str, found: dict[str, Any]) -> list[str]:
+def _sides_text(path: str, source: HubRepository, found: dict[str, Any]) -> str:
     def side(split: str) -> str:
         return (
             f"{{ kind: 'source', path: '{path}', sha256: '{found['sha256']}', split: '{split}' }}"
@@ -172,11 +184,11 @@ def _spec(path: str, found: dict[str, Any]) -> list[str]:
     train = "train" if "train" in names else names[0]
     others = sorted((name for name in names if name != train), key=lambda name: name != "test")
     held_out = side(others[0]) if others else "{ kind: 'fraction', fraction: 0.05 }"
-    return [
-        "write into the args of a task of kind dataset:",
-        f"  source: {side(train)},",
-        f"  held_out: {held_out},",
-    ]
+    columns = ", ".join(found["splits"][train]["columns"])
+    return (
+        f"// {source.title}, with the columns {columns}\n"
+        f"{{\n  source: {side(train)},\n  held_out: {held_out},\n}}\n"
+    )
 
 
 def _name_of(split: str, name: str) -> str:

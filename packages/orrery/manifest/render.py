@@ -23,6 +23,7 @@ from orrery.manifest.schema import TARGETS, Manifest
 T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
+FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
 # A failed import returns this. If it raised, the binding would append stray bytes to the text.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # of lib/run.libsonnet
@@ -91,6 +92,8 @@ class Evaluator:
         where = "under jsonnet/"
         if name.endswith(PRETRAINED):
             hint = "; type `orrery fetch model NAME`, such as Qwen/Qwen3-0.6B, which writes it"
+        elif name.endswith(FETCHED):
+            hint = "; type `orrery fetch dataset NAME`, such as openai/gsm8k, which writes it"
         elif not name.endswith("sonnet"):
             hint, where = "", "in the checkout"
         self._lost = f"import {name!r}: no such file {where}{hint}"
