@@ -41,7 +41,9 @@ def fetched_model(spec: Path) -> None:
 
 def test_a_spec_without_its_data_names_the_command(spec):
     fetched_model(spec)
-    with pytest.raises(OrreryError, match=r"fetched.libsonnet.* type `orrery fetch dataset NAME`, such as op"):
+    with pytest.raises(
+        OrreryError, match=r"fetched.libsonnet.* type `orrery fetch dataset NAME`, such as op"
+    ):
         render_file(Workspace(spec.parents[2]), spec)
 
 

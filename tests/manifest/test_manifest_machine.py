@@ -204,6 +204,28 @@ def test_a_run_that_cannot_be_fitted_is_refused_and_nothing_is_written(driver, w
     assert sorted(workspace.root.rglob("*")) == before
 
 
+def test_a_run_that_is_too_large_gets_the_value_with_which_it_fits(driver, workspace, capsys):
+    (workspace.root / "jsonnet" / "runs" / "broken.jsonnet").write_text("{")
+    driver(*(H100,) * 8)
+    cli.render(["qwen3_8b_8k"], on_this_machine=True)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "set trainer.memory.activation_checkpointing to {'kind': 'selective', 'keep': "
+        "['attention']}, so that qwen3_8b_8k_on_h100 fits"
+    )
+    assert last == "start with `make demo RUN=qwen3_8b_8k_on_h100`"
+    found = load(workspace.manifest_path("qwen3_8b_8k_on_h100"))
+    assert found.trainer.memory.activation_checkpointing.keep == ("attention",)
+
+
+def test_a_run_that_no_value_fits_is_not_said_to_start(driver, workspace, capsys):
+    driver(DEVICES["a10"].names[0])
+    with pytest.raises(OrreryError, match="qwen3_8b_8k: it refuses to start on this machine"):
+        cli.render(["qwen3_8b_8k"], on_this_machine=True)
+    said = capsys.readouterr().out
+    assert "refuses to start" in said and "start with" not in said
+
+
 def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
     file = workspace.root / "jsonnet" / "runs" / "asynchrony_h200_1_on_h100.jsonnet"
     file.write_text("{}\n")
@@ -216,7 +238,7 @@ def test_a_run_file_that_a_person_wrote_is_kept(driver, workspace):
 def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
     specs = checkout(tmp_path)
     refuse_other_device(render(specs, "words").manifest, H100)  # for CPUs: it hides the GPUs
-    adapted, _ = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h200", H200, 1))
+    adapted, *_ = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h200", H200, 1))
     refuse_other_device(adapted.manifest, H200)
     with pytest.raises(OrreryError) as caught:
         refuse_other_device(adapted.manifest, H100)
@@ -228,6 +250,6 @@ def test_a_manifest_for_another_device_is_refused_with_what_to_type(tmp_path):
 
 
 def test_an_adapted_run_names_only_what_changes():
-    _, text = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h100", H100, 2))
+    _, text, _ = adapt(REPOSITORY, "asynchrony_h200_1", Machine("h100", H100, 2))
     assert "layout" not in text and "accelerator: 'h100'" in text
     assert list(Evaluator(REPOSITORY)(text)) == ["asynchrony_h200_1_on_h100"]

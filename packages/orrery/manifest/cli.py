@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from orrery.manifest import fields
+from orrery.manifest.budget.options import format_value
 from orrery.manifest.check import nearest
 from orrery.manifest.diff import RECEIPT, Receipt, diff_receipts, read_receipt
 from orrery.manifest.diff import diff as differences
@@ -31,7 +32,7 @@ from orrery.manifest.identity import (
     run_dir,
 )
 from orrery.manifest.json_file import read_object
-from orrery.manifest.machine import adapt, describe, this_machine, write_axis, write_run
+from orrery.manifest.machine import Adapted, adapt, describe, this_machine, write_axis, write_run
 from orrery.manifest.plan import notes, refusal
 from orrery.manifest.render import Rendered, render_all, run_files, write
 from orrery.manifest.render import render as render_run
@@ -167,10 +168,12 @@ def render(
         machine = this_machine()
         adapted = [adapt(workspace, name, machine) for name in dict.fromkeys(names or [])]
     else:
-        adapted = [(run, None) for run in _chosen(names)]
-    runs = [run for run, _ in adapted]
+        adapted = [Adapted(run, None, {}) for run in _chosen(names)]
+    runs = [one.run for one in adapted]
     said = check_tasks([_spelled(run) for run in runs])
-    for run, text in adapted:
+    for run, text, fitting in adapted:
+        for field, value in fitting.items():
+            print(f"set {field} to {format_value(value)}, so that {run.manifest.name} fits")
         if text is not None:
             write_run(workspace, run, text)
             wrote(run.file, True)
@@ -179,8 +182,21 @@ def render(
         for note in [*(note for run in runs for note in notes(run.manifest)), *said]:
             print(note)
     if on_this_machine:
-        for run in runs:
+        _say_start(names or [], runs)
+
+
+def _say_start(names: list[str], runs: list[Rendered]) -> None:
+    refused = []
+    for name, run in zip(dict.fromkeys(names), runs, strict=True):
+        if refusal(run.manifest) is None:
             print(f"start with `make demo RUN={run.manifest.name}`")
+        else:
+            refused.append(name)
+    if refused:
+        raise OrreryError(
+            f"{', '.join(refused)}: it refuses to start on this machine, as the note above says. "
+            "Change its fields and type the command again"
+        )
 
 
 AXIS = "The file of the axis. Default: jsonnet/hardware/this_machine.libsonnet."

@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from orrery.manifest.budget.misfits import fitting_fields
+from orrery.manifest.budget.options import jsonnet_of
 from orrery.manifest.check import check
 from orrery.manifest.devices import (
     AMPERE,
@@ -26,7 +29,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import plan
 from orrery.manifest.publish import write_atomic
-from orrery.manifest.render import Evaluator, Rendered, import_of, run_files
+from orrery.manifest.render import Evaluator, Rendered, file_of, import_of
 from orrery.manifest.render import render as render_run
 from orrery.manifest.schema import Manifest
 
@@ -39,6 +42,7 @@ DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # first line of the files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+MAX_FITS = 3  # changes of engine and trainer for the memory
 CACHE_SHARE = {True: 0.25, False: 0.5}  # share of device memory. True: the trainer uses it too
 
 
@@ -247,18 +251,47 @@ def _object(fields: Mapping[str, object]) -> str:
     return "{ " + ", ".join(f"{key}: {spelled(value)}" for key, value in fields.items()) + " }"
 
 
-def adapt(workspace: Workspace, name: str, machine: Machine) -> tuple[Rendered, str | None]:
-    """Return the run, adapted to `machine`, and the text of its run file. Write nothing.
+class Adapted(NamedTuple):
+    """A run and the text of its run file. The text is None if the run fitted already.
 
-    The text is None if the run already fits.
+    `fitting`: values by field that the run got because its roles did not fit into the memory.
     """
+
+    run: Rendered
+    text: str | None
+    fitting: dict[str, Any]
+
+
+def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
+    """Return the run, adapted to `machine`. Write nothing."""
     run = render_run(workspace, name)
-    fields = _changes(run.manifest, machine)
-    if not fields:
-        return run, None
+    changes = _changes(run.manifest, machine)
+    found = (
+        _adapted(workspace, name, machine, run, changes, {}) if changes else Adapted(run, None, {})
+    )
+    for _ in range(MAX_FITS):
+        more = fitting_fields(found.run.manifest)
+        if not more:
+            break
+        fitting = found.fitting | more
+        found = _adapted(workspace, name, machine, run, changes, fitting)
+    return found
+
+
+def _adapted(
+    workspace: Workspace,
+    name: str,
+    machine: Machine,
+    run: Rendered,
+    changes: list[str],
+    fitting: dict[str, Any],
+) -> Adapted:
+    fields = changes or ["{},"]
+    if fitting:
+        fields = [*fields[:-1], f"{fields[-1].removesuffix(',')} + {{ {jsonnet_of(fitting)} }},"]
     adapted = f"{name}_on_{machine.accelerator}"
     path = workspace.root / "jsonnet" / "runs" / f"{adapted}.jsonnet"
-    if (other := run_files(workspace).get(adapted, path)) != path:
+    if (other := file_of(workspace, adapted) or path) != path:
         raise OrreryError(f"run {adapted!r} exists in {workspace.shown(other)}. Rename it")
     key = name if name.isidentifier() else f"['{name}']"
     origin = import_of(workspace, run.file).replace('"', "'")
@@ -272,7 +305,7 @@ def adapt(workspace: Workspace, name: str, machine: Machine) -> tuple[Rendered, 
     ]
     text = "\n".join(lines) + "\n"
     where = f"{workspace.shown(path)}: {adapted}"
-    return Rendered(check(Evaluator(workspace)(text)[adapted], where), path), text
+    return Adapted(Rendered(check(Evaluator(workspace)(text)[adapted], where), path), text, fitting)
 
 
 def write_run(workspace: Workspace, run: Rendered, text: str) -> None:

@@ -8,7 +8,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -158,6 +158,15 @@ def _of_all_files(
                 )
             found[name], files[name] = value, path
     return found
+
+
+def file_of(workspace: Workspace, name: str) -> Path | None:
+    """Return the run's file, or None. Skip files that cannot be evaluated."""
+    for path in workspace.run_files:
+        with suppress(OrreryError):
+            if name in _names(workspace, path):
+                return path
+    return None
 
 
 def locate(workspace: Workspace, name: str) -> Path:

@@ -5,12 +5,13 @@ and context of an engine.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from orrery.manifest.budget.engine import CONTEXT_BYTES, weight_bytes
-from orrery.manifest.budget.options import advice, choose_options
+from orrery.manifest.budget.options import ChosenOptions, advice, choose_options
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.rates import usable_bytes
 from orrery.manifest.budget.trainer_memory import plan_memory, stage_workload
@@ -28,6 +29,39 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
     least_engine = _least_engine_bytes(run)
     if least_engine > capacity:
         yield _engine_sentence(run, least_engine, capacity)
+    if (found := _trainer_misfit(run, capacity)) is not None:
+        beside = " beside the engine" if found.room_bytes < capacity else ""
+        yield (
+            f"trainer of stage {found.stage}: a device needs {_gib(found.needed_bytes)} and has "
+            f"{_gib(found.room_bytes)}{beside}; {advice(found.chosen, found.missing_bytes)}"
+        )
+
+
+def fitting_fields(run: Manifest) -> dict[str, Any]:
+    """Return values by field with which roles that do not fit would, or {} if none are known."""
+    capacity = usable_bytes(run.hardware.accelerator)
+    if capacity is None or run.model.family == "hugging_face":
+        return {}
+    if (missing := _least_engine_bytes(run) - capacity) > 0:
+        changes = {"kv_cache_bytes": run.inference.kv_cache_bytes - missing >> 30 << 30}
+        changed = _changed(run, changes)
+        fits = changed is not None and _least_engine_bytes(changed) <= capacity
+        return {"inference.kv_cache_bytes": changes["kv_cache_bytes"]} if fits else {}
+    found = _trainer_misfit(run, capacity)
+    return found.chosen.fields if found is not None and found.chosen.is_enough else {}
+
+
+@dataclass(frozen=True)
+class _TrainerMisfit:
+    stage: str
+    needed_bytes: int
+    room_bytes: int
+    missing_bytes: int
+    chosen: ChosenOptions
+
+
+def _trainer_misfit(run: Manifest, capacity: int) -> _TrainerMisfit | None:
+    least_engine = _least_engine_bytes(run)
     stages = ["rl"] if run.stages.sft is None else ["sft", "rl"]
     counted = count_parameters(run.model, run.trainer.lora)
     for stage in stages:
@@ -40,12 +74,8 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
         if least > room:
             missing = plan.peak_bytes + CONTEXT_BYTES - room
             chosen = choose_options(run.model, trainer, load, capacity, missing, counted)
-            beside = " beside the engine" if room < capacity else ""
-            yield (
-                f"trainer of stage {stage}: a device needs {_gib(plan.peak_bytes)} and has "
-                f"{_gib(room)}{beside}; {advice(chosen, missing)}"
-            )
-            return
+            return _TrainerMisfit(stage, plan.peak_bytes, room, missing, chosen)
+    return None
 
 
 def _least_engine_bytes(run: Manifest) -> int:

@@ -5,8 +5,10 @@ on the same devices, several, all state in host memory (tier 1), more devices (t
 fit into the rank's free host memory.
 """
 
+import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ KEPT: tuple[tuple[Literal["attention", "projections", "experts"], ...], ...] = (
     ("attention",),
 )
 WORTH_BYTES = 64 << 20
+ONE_FIELD = re.compile(r"\w+(\.\w+)+")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,13 @@ class ChosenOptions:
     options: tuple[MemoryOption, ...]
     freed_bytes: int
     is_enough: bool
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the values by field, or {} if an option changes several fields at once."""
+        if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
+            return {}
+        return {option.field: option.value for option in self.options}
 
 
 def memory_options(
@@ -254,6 +264,27 @@ def format_value(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def jsonnet_of(fields: Mapping[str, Any]) -> str:
+    """Return Jsonnet to add to a run: `trainer+: { memory+: { activation_offload: true } }`."""
+    nested: dict[str, Any] = {}
+    for field, value in fields.items():
+        *parents, last = field.split(".")
+        inside = nested
+        for parent in parents:
+            inside = inside.setdefault(f"{parent}+", {})
+        inside[last] = value.model_dump(mode="json") if isinstance(value, Record) else value
+
+    def spelled(value: Any) -> str:
+        if isinstance(value, dict):
+            inside = ", ".join(f"{name}: {spelled(one)}" for name, one in value.items())
+            return f"{{ {inside} }}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(spelled, value))}]"
+        return repr(value) if isinstance(value, str) else json.dumps(value)
+
+    return ", ".join(f"{name}: {spelled(one)}" for name, one in nested.items())
+
+
 def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
     options, freed = chosen.options, f"about {chosen.freed_bytes / 2**30:.1f} GiB on each rank"
     if not options:
@@ -271,6 +302,8 @@ def advice(chosen: ChosenOptions, needed_bytes: int) -> str:
             f"no memory option alone frees the {needed} that are missing; "
             f"together these free {freed}: {each}; set them in {places}"
         )
+    if chosen.fields:
+        text += f": `{jsonnet_of(chosen.fields)}`"
     if chosen.is_enough:
         return text
     return f"{text}. That is less than the {needed} that are missing: it takes more devices too"
