@@ -4,7 +4,8 @@
 local run =
   (import 'examples/gsm8k/gsm8k.libsonnet') +
   (import 'models/qwen3_0_6b_pretrained.libsonnet') +
-  (import 'hardware/one_h100.libsonnet');
+  (import 'hardware/one_h100.libsonnet') +
+  (import 'examples/gsm8k/no_thinking.libsonnet');
 (import 'lib/named.libsonnet')({
   gsm8k_qwen3_0_6b: run { inference+: { kv_cache_bytes: 8589934592 } },
   gsm8k_qwen3_0_6b_lora: run {

@@ -5,7 +5,8 @@
   gsm8k_qwen3_30b_a3b:
     (import 'examples/gsm8k/gsm8k.libsonnet') +
     (import 'models/qwen3_30b_a3b_pretrained.libsonnet') +
-    (import 'hardware/h200_pair.libsonnet') + {
+    (import 'hardware/h200_pair.libsonnet') +
+    (import 'examples/gsm8k/no_thinking.libsonnet') + {
       layout:: { trainer_ranks: 4, engines: 4, prefill_engines: 0, devices_per_engine: 1 },
       trainer+: {
         mesh+: { ep: 4 },

@@ -5,7 +5,8 @@
   gsm8k_qwen3_4b:
     (import 'examples/gsm8k/gsm8k.libsonnet') +
     (import 'models/qwen3_4b_pretrained.libsonnet') +
-    (import 'hardware/one_h100.libsonnet') + {
+    (import 'hardware/one_h100.libsonnet') +
+    (import 'examples/gsm8k/no_thinking.libsonnet') + {
       // adapters: 16 bytes for each of 4 B parameters leave no room for the engine
       trainer+: {
         lora: { rank: 32, alpha: 64.0, targets: ['attention', 'feed_forward'], seed: 1 },

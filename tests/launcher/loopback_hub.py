@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import select
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,9 @@ class Hub:
         self.gated = set()
         self.breaks = 0  # downloads that end in the middle
         self.failing = 0  # API calls that are answered by 503
+        self.slow_heads = 0  # HEAD requests that are answered late
+        self.given_up = 0  # of these, those that the client gave up before the default of 10 s
+        self.is_xet = False  # offers files by Xet too, where no server listens
         self.wrong = set()  # paths with other bytes of the same size
         self.sizes = {}  # sizes that the tree lists in place of the true ones
         self.requests = []
@@ -62,6 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self):
+        if self.hub.slow_heads > 0:
+            self.hub.slow_heads -= 1
+            readable, _, _ = select.select([self.connection], [], [], 9)
+            self.hub.given_up += bool(readable)  # its end of the connection is closed
+            self.close_connection = True
+            return
         self._answer(with_body=False)
 
     def do_GET(self):
@@ -141,6 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Linked-Size": str(len(data)),
             "Location": f"http://localhost:{self.hub.port}/cdn/{name}/{path}",
         }
+        if self.hub.is_xet:
+            headers["X-Xet-Hash"] = hashlib.sha256(data).hexdigest()
+            headers["X-Xet-Refresh-Route"] = f"http://127.0.0.1:{self.hub.port}/xet"
         self._send(302, b"", headers)
 
     def _bytes(self, name, path):

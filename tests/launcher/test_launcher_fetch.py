@@ -81,7 +81,6 @@ class Place:
             **{name: one for name, one in os.environ.items() if not name.startswith("HF_")},
             "HF_ENDPOINT": endpoint,
             "HF_HOME": str(self.cache),
-            "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "*",
         }
 
@@ -140,6 +139,7 @@ def changed(own: Path, folder: Path, name: str, **fields) -> Path:
 def test_a_model_becomes_a_folder_and_an_axis_of_a_run_that_renders(place, own):
     commit = place.hub.add(NAME, own)
     place.hub.breaks = 1  # the first download goes on by range
+    place.hub.is_xet = True
     place.hub.failing = 1
     code, out, err = place.fresh_orrery("fetch", "model", f"{NAME}@v1")
     assert code == 0, err
@@ -201,6 +201,14 @@ def test_a_wrong_file_is_refused_and_leaves_the_cache(place, own):
     assert place.orrery("fetch", "model", NAME)[0] == 0
 
 
+def test_a_slow_hub_is_asked_again_after_the_time_that_the_variable_says(place, own):
+    place.hub.add(NAME, own)
+    place.hub.slow_heads = 1
+    code, _, err = place.orrery("fetch", "model", NAME, HF_HUB_ETAG_TIMEOUT="1")
+    assert code == 0, err
+    assert (place.hub.slow_heads, place.hub.given_up) == (0, 1)
+
+
 def test_missing_names_and_revisions_are_refused(place, own):
     place.hub.add(NAME, own)
     assert "has no model of this name" in place.refuse("model", "tiny-labs/Other")
@@ -226,6 +234,21 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetche
         place.hub.add(NAME, changed(own, tmp_path / str(number), file, **fields))
         assert text in place.refuse("model", NAME)
     assert not [path for path in place.paths("GET") if path.endswith(".safetensors")]
+
+
+def test_a_base_model_is_fetched_with_a_chat_template_of_the_user(place, own, tmp_path):
+    base = changed(own, tmp_path / "base", "tokenizer_config.json", chat_template=None)
+    place.hub.add(NAME, base)
+    plain = ROOT / "examples/problems/plain_chat.jinja"
+    missing = place.refuse("model", NAME, "--chat-template", "none.jinja")
+    assert "--chat-template none.jinja: cannot be read (No such file" in missing
+    assert "--chat-template FILE" in place.refuse("model", NAME)
+    for _ in range(2):
+        code, _, err = place.orrery("fetch", "model", NAME, "--chat-template", str(plain))
+        assert code == 0, err
+    assert (place.root / FOLDER / "chat_template.jinja").read_text() == plain.read_text()
+    code, _, err = place.orrery("fetch", "model", NAME, "--chat-template", str(own / "README.md"))
+    assert code == 2 and "was fetched with another. Move weights/Tiny-0.1B away" in err
 
 
 def test_pickles_are_refused(place, own, tmp_path):

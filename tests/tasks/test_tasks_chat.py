@@ -249,6 +249,46 @@ def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path)
     assert not (tmp_path / "not" / "tokenizer.json").exists()
 
 
+def test_variables_of_the_chat_template_are_in_the_written_folder(tmp_path):
+    """Renderer, engine, export and transformers read one folder, hence one template."""
+    source = write_qwen_like(tmp_path / "source")
+    template = source / "chat_template.jinja"
+    thinking = "{%- if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"
+    template.write_text(template.read_text() + thinking)
+    tokenizer = {
+        "kind": "pretrained",
+        "path": str(source),
+        "sha256": sha256_of(sorted(source.iterdir())),
+    }
+
+    def written(**changes):
+        model = character_model(tokenizer=tokenizer | changes)
+        write_tokenizer(model, tmp_path / "copy")
+        return model
+
+    ask = [Message("user", "hello")]
+    plain = Renderer(source)
+    assert "chat_template_kwargs" not in written().model_dump_json()
+    assert Renderer(tmp_path / "copy").prompt(ask) == plain.prompt(ask)
+    model = written(chat_template_kwargs={"enable_thinking": False})
+    assert '"chat_template_kwargs":{"enable_thinking":false}' in model.model_dump_json()
+    off = Renderer(tmp_path / "copy")
+    assert off.decode(off.prompt(ask)) == plain.decode(plain.prompt(ask)) + "no thoughts"
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "copy" / "tokenizer.json"),
+        chat_template=(tmp_path / "copy" / "chat_template.jinja").read_text(),
+    )
+    chat = [{"role": "user", "content": "hello"}]
+    for chosen, ending in (({}, "no thoughts"), ({"enable_thinking": True}, "assistant\n")):
+        said = theirs.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, **chosen
+        )
+        assert said.endswith(ending)
+    with pytest.raises(OrreryError, match=r"has no variable 'thinking' to set. .* enable_thinking"):
+        written(chat_template_kwargs={"thinking": False})
+
+
 @pytest.mark.parametrize(
     "name",
     ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],

@@ -550,6 +550,19 @@ def test_answers_that_their_verdict_calls_wrong_are_named(tmp_path):
     assert "have an answer that the verdict calls wrong" in said and "none of the letters" in said
 
 
+@pytest.mark.parametrize(
+    ("verdict", "mark"),
+    [({"kind": "exact", "pattern": "(-?[0-9]+)$"}, "#### "), ({"kind": "math"}, "#### ")],
+)
+def test_answers_at_the_end_of_a_text_name_the_pattern(tmp_path, verdict, mark):
+    of_kind = {"ignore_case": True} if verdict["kind"] == "exact" else {"boxed": True}
+    rows = [
+        {"question": f"{n}?", "answer": f"He has {n} and takes 3.\n#### {n + 3}"} for n in range(9)
+    ]
+    said = bad(tmp_path, rows, verdict=verdict | of_kind)
+    assert f"such as answer_pattern: '{mark}(.+)'" in said
+
+
 def test_rows_without_a_column_are_counted_and_the_columns_are_listed(tmp_path):
     path = write(tmp_path / "rows.jsonl", [*ROWS, {"qestion": "?", "answer": "1"}] * 2)
     with pytest.raises(OrreryError) as error:

@@ -384,8 +384,16 @@ fetch = typer.Typer(help=FETCH_HELP, no_args_is_help=True)
 app.add_typer(fetch, name="fetch")
 
 
+TEMPLATE_HELP = "A file in Jinja that takes the place of the model's chat template."
+
+
 @fetch.command("model")
-def fetch_model(repository: Repository) -> None:
+def fetch_model(
+    repository: Repository,
+    chat_template: Annotated[
+        Path | None, typer.Option("--chat-template", help=TEMPLATE_HELP)
+    ] = None,
+) -> None:
     """Write weights/NAME and the axis jsonnet/models/<name>_pretrained.libsonnet.
 
     It fetches safetensors, configs, tokenizer.json and the chat template. It never fetches or runs
@@ -394,7 +402,7 @@ def fetch_model(repository: Repository) -> None:
     from orrery.launcher import fetch as fetching
     from orrery.manifest.identity import find_workspace
 
-    print(*fetching.fetch_model(repository, find_workspace()), sep="\n")
+    print(*fetching.fetch_model(repository, find_workspace(), chat_template), sep="\n")
 
 
 CONFIG_HELP = "A part of the dataset, such as main of openai/gsm8k. Without it: the only one."

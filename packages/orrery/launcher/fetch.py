@@ -23,13 +23,14 @@ from orrery.manifest.publish import DATA_SUFFIXES, write_atomic
 from orrery.manifest.render import FETCHED, PRETRAINED
 
 WEIGHTS = "model*.safetensors"
+TEMPLATE = "chat_template.jinja"
 SETTINGS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "model.safetensors.index.json",
 )
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -43,8 +44,9 @@ LOST = (
 )
 
 
-def fetch_model(word: str, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION] and write its axis."""
+def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
+    """Fetch OWNER/NAME[@REVISION] and write its axis. `template` replaces its chat template."""
+    text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
     target = workspace.root / path
@@ -54,11 +56,17 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
     if not hub.is_finished(source, target):
         with hub.finished_folder(source, target) as folder:
             hub.download(source, settings, folder)
+            if text is not None:
+                (folder / TEMPLATE).write_text(text)
             tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(folder))
             _examine(folder, path, source, tokenizer)
             hub.download(source, weights, folder)
             found = _examine(folder, path, source, tokenizer)
     else:
+        if text is not None and not _is_text(target / TEMPLATE, text):
+            raise OrreryError(
+                f"--chat-template {template}: {path} was fetched with another. Move {path} away"
+            )
         tokenizer = _ask("orrery.tasks.fetched", "tokenizer", str(target))
         found = _examine(target, path, source, tokenizer)
     write_atomic(axis, found["axis"].encode())
@@ -70,6 +78,21 @@ def fetch_model(word: str, workspace: Workspace) -> list[str]:
         *found["notes"],
         f"write (import 'models/{axis.name}') as the model of a run",
     ]
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise OrreryError(
+            f"--chat-template {file}: cannot be read ({reason}). Name a file in Jinja, such as "
+            "examples/problems/plain_chat.jinja"
+        ) from None
+
+
+def _is_text(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text() == text
 
 
 def _file_name(path: str) -> str:

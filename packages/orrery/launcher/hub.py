@@ -2,7 +2,7 @@
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
   `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads. It checks sizes
-  only.
+  only. Xet is off unless `HF_HUB_DISABLE_XET=0`, because only HTTP's downloads are tested.
 - This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """
@@ -23,6 +23,8 @@ from huggingface_hub import constants, errors
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import publish_folder, sha256
+
+constants.HF_HUB_DISABLE_XET |= "HF_HUB_DISABLE_XET" not in os.environ
 
 T = TypeVar("T")
 SUMS = "SHA256SUMS"

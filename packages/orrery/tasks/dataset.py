@@ -39,6 +39,7 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows that an error message shows
 TRIED = 16  # rows on which a user's function is tried
+LONG_ANSWER = 4  # words, from which on an answer may be the end of a text
 KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
@@ -317,8 +318,16 @@ class Dataset(SingleTurn):
         except OrreryError:
             raise
         except Exception as error:  # a library's parser may raise any type
-            return f"{error}; correct the answer or the verdict"
-        return None if right else f"the first is {answer!r}; correct it, or choose another verdict"
+            return f"{error}; {self._cut(answer) or 'correct the answer or the verdict'}"
+        remedy = self._cut(answer) or "correct it, or choose another verdict"
+        return None if right else f"the first is {answer[-60:]!r}; {remedy}"
+
+    def _cut(self, answer: str) -> str | None:
+        """Return what to type if the answer is the end of a longer text."""
+        if self.args.answer_pattern is not None or len(answer.split()) < LONG_ANSWER:
+            return None
+        mark = "#### " if "####" in answer else "answer is "
+        return f"cut the answer out of the text, such as answer_pattern: '{mark}(.+)'"
 
     def _tried_reward(self, at: int, answer: str) -> str | None:
         """Return how the user's function fails on the answer or an empty reply, or None."""

@@ -10,17 +10,20 @@
 import datetime
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.tasks.task import ToolCall
@@ -56,6 +59,9 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+# Variables of a chat template that the renderer gives. The last two are functions.
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
 
 def vocab_size(alphabet: str) -> int:
@@ -66,7 +72,9 @@ def vocab_size(alphabet: str) -> int:
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    Raise OrreryError if a pretrained tokenizer's files do not match its `sha256`.
+    The written chat template has `chat_template_kwargs` as defaults, so that prompts of training,
+    of a served model and of an exported one are the same. Raise OrreryError if a pretrained
+    tokenizer's files do not match its `sha256`, or its template lacks a variable.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +97,25 @@ def write_tokenizer(model: Model, folder: Path) -> None:
         )
     for file in files:
         shutil.copyfile(file, folder / file.name)
+    if variables := model.tokenizer.chat_template_kwargs:
+        config = read_object(folder / "tokenizer_config.json", "fetch the model again")
+        text = _with_defaults(template_source(config, folder), variables, source)
+        (folder / "chat_template.jinja").write_text(text)
+
+
+def _with_defaults(template: str, variables: Mapping[str, Any], source: Path) -> str:
+    known = jinja2.meta.find_undeclared_variables(template_environment().parse(template))
+    begin = ""
+    for name, value in variables.items():
+        if name not in known - GIVEN:
+            has = ", ".join(sorted(known - GIVEN)) or "none"
+            raise OrreryError(
+                f"model.tokenizer.chat_template_kwargs: the chat template of {source} has no "
+                f"variable {name!r} to set. Choose from {has}"
+            )
+        literal = "none" if value is None else json.dumps(value)
+        begin += f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif +%}}"
+    return begin + template
 
 
 def _write_character_tokenizer(alphabet: str, model: Model, folder: Path) -> None:
@@ -132,8 +159,8 @@ def template_source(config: dict[str, Any], folder: Path) -> str:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
         raise OrreryError(
-            f"tokenizer: {folder} has no chat template. Use an instruction-tuned model or add "
-            "chat_template.jinja"
+            f"tokenizer: {folder} has no chat template. Use an instruction-tuned model, or give "
+            "it one (`orrery fetch model NAME --chat-template FILE`)"
         )
     return template
 

@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from orrery.manifest.errors import OrreryError
 
@@ -24,6 +31,7 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Bound = PositiveFloat | None
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # factor of a moving average
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+TemplateVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -67,12 +75,21 @@ class PretrainedTokenizer(Record):
 
     `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
     `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
-    `tokenizer_config.json` in this order.
+    `tokenizer_config.json` in this order. `chat_template_kwargs` are variables of the chat
+    template, such as `enable_thinking`. Manifests leave an empty object out, so ids stay.
     """
 
     kind: Literal["pretrained"]
     path: str
     sha256: Sha256
+    chat_template_kwargs: dict[TemplateVariable, bool | int | float | str | None] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = handler(self)
+        if not self.chat_template_kwargs:
+            del fields["chat_template_kwargs"]
+        return fields
 
 
 class MoE(Record):
