@@ -162,28 +162,28 @@ def _of_all_files(
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
     """Return the run's file, or None. Skip files that cannot be evaluated."""
-    for path in workspace.run_files:
+
+    def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
-            if name in _names(workspace, path):
-                return path
-    return None
+            return {name: path} if name in _names(workspace, path) else {}
+        return {}
+
+    return _of_all_files(workspace, of_file, workspace.run_files).get(name)
 
 
 def locate(workspace: Workspace, name: str) -> Path:
     likely = workspace.root / "jsonnet" / "runs" / f"{name}.jsonnet"
     if likely in workspace.run_files and name in _names(workspace, likely):
         return likely
-    files = run_files(workspace)
-    if name not in files:
-        if likely in workspace.run_files:
-            has = ", ".join(_names(workspace, likely))
-            raise OrreryError(
-                f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one"
-            )
-        near = nearest(name, list(files))
-        hint = f"did you mean {near!r}?" if near else some_of(name, list(files))
-        raise OrreryError(f"run {name!r}: there is no such run; {hint}")
-    return files[name]
+    if (found := file_of(workspace, name)) is not None:
+        return found
+    names = list(run_files(workspace))  # raises for a broken file, which may have the run
+    if likely in workspace.run_files:
+        has = ", ".join(_names(workspace, likely))
+        raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")
+    near = nearest(name, names)
+    hint = f"did you mean {near!r}?" if near else some_of(name, names)
+    raise OrreryError(f"run {name!r}: there is no such run; {hint}")
 
 
 def render(workspace: Workspace, name: str) -> Rendered:
