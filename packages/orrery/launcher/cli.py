@@ -374,7 +374,7 @@ FETCH_HELP = """Fetch a model or a dataset from the Hugging Face hub, at one com
 Every file's digest is checked. Finished files stay in the hub's cache, so the same command goes on
 after a failure. HF_TOKEN (gated repositories), HF_ENDPOINT (a mirror), HF_HOME (the cache),
 HF_HUB_OFFLINE=1 (the cache alone), HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT and the other
-variables of huggingface_hub apply.
+variables of huggingface_hub apply. HF_HUB_DISABLE_XET=0 downloads by Xet in place of HTTP.
 """
 REPOSITORY = "OWNER/NAME[@REVISION]"
 REPOSITORY_HELP = "A repository, and a branch, tag or commit of it. Without it: main."

@@ -19,6 +19,7 @@ GB, T = 10**9, 10**12
 class Device:
     """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8.
 
+    `memory_bytes` counts what the driver offers: GDDR6 keeps its error correction in a part of it.
     `is_estimated`: the table has no such device, and the rates are those of another.
     """
 
@@ -84,7 +85,7 @@ DEVICES = {
     "rtx_4090_d": Device(
         ("NVIDIA GeForce RTX 4090 D",), 24 * GB, ADA, 147 * T, 294 * T, 1008 * GB, 32 * GB
     ),
-    "l40s": Device(("NVIDIA L40S",), 48 * GB, ADA, 362 * T, 733 * T, 864 * GB, 32 * GB),
+    "l40s": Device(("NVIDIA L40S",), 45 * GB, ADA, 362 * T, 733 * T, 864 * GB, 32 * GB),
     "b200": Device(
         ("NVIDIA B200",), 180 * GB, BLACKWELL, 2250 * T, 4500 * T, 8000 * GB, 900 * GB
     ),
