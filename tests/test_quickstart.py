@@ -28,11 +28,10 @@ CHANGE = [
     "orrery plan reverse_text",
 ]
 # Not typed: the environment is active, `make demo` needs `make setup`, tensorboard and the server
-# never end, and the hub is outside (tests/launcher/test_launcher_fetch.py types these to its own).
+# never end.
 START = ["snakemake --profile local reverse_text", "make demo RUN=count_vowels"]
 OTHERWISE = [". .venv/bin/activate", "tensorboard --logdir runs", "orrery stop reverse_text"]
-OTHERWISE += ["orrery serve reverse_text", "orrery fetch model Qwen/Qwen3-0.6B"]
-OTHERWISE += ["orrery fetch dataset openai/gsm8k --config main"]
+OTHERWISE += ["orrery serve reverse_text"]
 # Smaller than the page's run: a shorter warm start, and RL ends at its first evaluation.
 SMALLER = (
     ("sft+: {\n          num_steps: 25", "sft+: {\n          num_steps: 15"),
