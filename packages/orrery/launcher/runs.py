@@ -67,7 +67,7 @@ def find(word: str, workspace: Workspace | None = None) -> Run:
             near = nearest(word, names)
             hint = some_of(word, names) if names else "there are none yet; type `orrery render`"
             hint = f"did you mean {near!r}?" if near else hint
-            hint += f" (`orrery render {word}` writes it, if a spec has this run)"
+            hint += f". `orrery render {word}` writes it, if a spec has this run"
             raise OrreryError(f"run {word!r}: {workspace.shown(path)} does not exist; {hint}")
         manifest = load(path)
         path = run_dir(runs_root(workspace), manifest)
