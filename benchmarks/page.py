@@ -227,6 +227,8 @@ TOPICS: dict[str, tuple[str, list[Line]]] = {
             Line("kernels/experts", "Experts of a mixture, forward and backward"),
             Line("kernels/lm_head", "LM head, loss and gradient"),
             Line("kernels/adapters", "LoRA on experts, forward and backward"),
+            Line("kernels/sparse_mla", "Sparse latent attention, backward, 131,072 keys"),
+            Line("kernels/sparse_index", "Choice of keys by an indexer, 131,072 keys"),
             Line(
                 "kernels/optimizer", "AdamW with its state in host memory, relative to the copies"
             ),
