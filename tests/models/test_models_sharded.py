@@ -1,6 +1,6 @@
 """A model sharded over four processes (FSDP2 on gloo) equals the model of one process.
 
-Four ranks, `python test_models_sharded.py <rank> <directory>`, run all `CASES` in turn.
+Four ranks, forked by tests/trainer/ranks.py, run all `CASES` in turn.
 """
 
 import gc
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # before the ranks are forked: FSDP imports it
 import torch.distributed as dist
+import transformers.models.gemma2.modeling_gemma2  # noqa: F401 (likewise)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,6 +24,8 @@ from orrery.manifest.schema import Model
 from orrery.models import build, expert_modules, fsdp_units, hf_folder, weights
 from orrery.models.placement import box_of
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all ranks
+RANKS = Path(__file__).parents[1] / "trainer" / "ranks.py"
 WORLD_SIZE = 4
 GEMMA2 = {
     "model_type": "gemma2",
@@ -90,7 +94,8 @@ def gradients(module):
     }
 
 
-def main(rank: int, directory: Path) -> None:
+def main() -> None:
+    directory, rank = Path(sys.argv[1]), int(sys.argv[-1])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -181,23 +186,17 @@ def ranks(make_model, make_pack, tmp_path_factory):
             root / case / "pack.safetensors",
         )
         wholes[case] = root / case, model, module
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(root)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    forking = subprocess.Popen(
+        [sys.executable, RANKS, Path(__file__).stem, root, "no port", str(WORLD_SIZE)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
+        code = forking.wait(240)
     finally:
-        for process in processes:
-            process.kill()
+        forking.terminate()  # ends its ranks
+        forking.wait()
+    assert code == 0, "\n".join(path.read_text() for path in sorted(root.glob("rank_*.err")))
     return wholes
 
 
@@ -273,7 +272,3 @@ def test_a_strided_axis_divides_what_the_axes_to_its_right_have_left():
     # fsdp 2 × expert parallel 4 over 16 experts: EP splits first. fsdp rank 1, ep rank 2: 10, 11.
     assert box_of((16,), [(True, 0, 2, 1), (False, 0, 4, 2)]) == ((10, 12),)
     assert box_of((16,), [(False, 0, 2, 1), (False, 0, 4, 2)]) == ((12, 14),)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
