@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from trainer_cases import MEMORY, manifest
 from orrery.kernels.attention import Documents
 from orrery.manifest.budget.flops import hardware_flops
 from orrery.manifest.budget.trainer_memory import activation_bytes
+from orrery.models.causal_lm import TransformerBlock
 from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import rotary_angles
 from orrery.trainer.parallel import blocks, gathered_keys
@@ -251,3 +254,28 @@ def test_products_of_a_rank_are_those_of_the_plan(network, size, monkeypatch):
     planned = hardware_flops(spec.model, spec.trainer, lengths).projections / size
     feed_forward = 6 * TOKENS * 3 * 32 * 48
     assert counter.get_total_flops() - others == planned - feed_forward
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_compiled_layer_has_the_gradients_of_an_eager_one(network, monkeypatch):
+    """Graphs break at exchanges, inside the recomputation."""
+    found = {}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        spec, layer, _ = one_layer(NETWORKS[network], 4, {"kind": "full"}, monkeypatch)
+        block = TransformerBlock(spec.model, 0)
+        block.self_attn = layer
+        policy = SimpleNamespace(network=SimpleNamespace(layers=[block], config=spec.model))
+        trainer = spec.trainer.model_copy(update={"compile": compiled})
+        torch._dynamo.reset()
+        blocks.apply(policy, trainer)
+        offsets = torch.tensor([0, 64, 192], dtype=torch.int32)
+        angles = rotary_angles(torch.arange(TOKENS), 4, 1e4, torch.float32)
+        x = torch.randn(TOKENS, 32, requires_grad=True)
+        out, *_ = block.forward(x, angles, Documents(offsets, 128))
+        out.square().sum().backward()
+        gradients = [one.grad for one in block.parameters() if one.grad is not None]
+        found[compiled] = [out.detach(), x.grad, *gradients]
+    for one, other in zip(found[True], found[False], strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
