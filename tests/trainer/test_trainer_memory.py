@@ -30,6 +30,7 @@ from orrery.trainer.parallel import activation_offload, blocks
 from orrery.trainer.parallel.activation_offload import ActivationOffload
 from orrery.trainer.parallel.context_parallel import UlyssesCore
 from orrery.trainer.parallel.expert_parallel import DeepEpExchange, TorchExchange
+from orrery.trainer.parallel.gathered_keys import GatheredKeys
 from orrery.trainer.parallel.ring_attention import RingCore
 
 GEMMA = {
@@ -293,10 +294,13 @@ def test_a_module_that_exchanges_tensors_of_ranks_is_in_no_graph(monkeypatch):
         return x * 2.0
 
     class Exchange(torch.nn.Module):
-        is_eager = True
+        eager = ("forward", "send")
 
         def forward(self, x):
             return scale(x) + 1.0
+
+        def send(self, x):
+            return scale(x)
 
     class Block(torch.nn.Module):
         def __init__(self):
@@ -304,16 +308,21 @@ def test_a_module_that_exchanges_tensors_of_ranks_is_in_no_graph(monkeypatch):
             self.exchange = Exchange()
 
         def forward(self, x):
-            return self.exchange(x.sin()).cos()
+            return self.exchange.send(self.exchange(x.sin()).cos()).sin()
 
-    kinds = (RingCore, UlyssesCore, TorchExchange, DeepEpExchange)
-    assert all(kind.is_eager for kind in kinds)
+    kinds = (RingCore, UlyssesCore, GatheredKeys, TorchExchange, DeepEpExchange)
+    assert all(hasattr(kind, name) for kind in kinds for name in kind.eager)
     trainer = manifest(mesh={"cp": 2, "dp_shard": 1}, trainer={"compile": True}).trainer
     layers = [Block()]
     blocks.apply(SimpleNamespace(network=SimpleNamespace(layers=layers)), trainer)
     x = torch.randn(4, 8)
-    assert torch.equal(layers[0](x), (x.sin() * 2.0 + 1.0).cos())
-    assert (counter.frame_count, counter.op_count, traced) == (2, 2, [False])
+    assert torch.equal(layers[0](x), ((x.sin() * 2.0 + 1.0).cos() * 2.0).sin())
+    assert (counter.frame_count, counter.op_count, traced) == (3, 3, [False] * 2)
+
+
+def test_a_trainer_that_compiles_nothing_starts_without_the_compiler():
+    code = "import sys, orrery.trainer.assemble; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_attention_and_products_of_experts_stay_though_a_compiled_part_makes_them():

@@ -67,8 +67,8 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
         for module in block.modules():
-            if getattr(module, "is_eager", False):  # it exchanges tensors between ranks
-                module.forward = disable(module.forward)
+            for name in getattr(module, "eager", ()):  # it exchanges tensors between ranks
+                setattr(module, name, disable(getattr(module, name)))
         block.forward = torch.compile(block.forward, fullgraph=not trainer.mesh.has_exchange)
 
 

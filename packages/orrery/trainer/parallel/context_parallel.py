@@ -164,7 +164,7 @@ class UlyssesCore(nn.Module):
     size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
     """
 
-    is_eager = True  # for blocks.py
+    eager = ("forward",)  # for blocks.py
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

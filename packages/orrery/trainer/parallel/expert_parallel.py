@@ -114,7 +114,7 @@ class TorchExchange(nn.Module):
     recomputation reuse them. Stable sorts make results deterministic.
     """
 
-    is_eager = True  # for blocks.py
+    eager = ("forward",)  # for blocks.py
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class DeepEpExchange(nn.Module):
     gradient. Raise OrreryError if deep_ep is not installed.
     """
 
-    is_eager = True  # for blocks.py
+    eager = ("forward",)  # for blocks.py
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()

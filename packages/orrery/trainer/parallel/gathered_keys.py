@@ -104,13 +104,13 @@ class GatheredKeys(LocalKeys):
     """
 
     is_gathered = True
+    eager = ("send", "receive", "ranges", "sides")  # for blocks.py
 
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()
         self.group, self.keeps = group, keeps
         self.watch: Callable[[Tensor], object] = lambda out: None
 
-    @torch.compiler.disable
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
         if (order := _orders.get(documents)) is None:
             sizes = keys[0].shape[0], self.group.size(), self.group.rank()
@@ -118,7 +118,6 @@ class GatheredKeys(LocalKeys):
         transfer = _Transfer(self.group, order, keys, blocks.recall())
         return transfer, _Send.apply(transfer, *keys)
 
-    @torch.compiler.disable
     def receive(self, sent: Any) -> Sequence[Tensor]:
         transfer, ticket = sent
         received = _Receive.apply(transfer, ticket)
@@ -130,11 +129,9 @@ class GatheredKeys(LocalKeys):
             self.watch(received[0])
         return received
 
-    @torch.compiler.disable
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
         return _orders[documents].first, _orders[documents].last
 
-    @torch.compiler.disable
     def sides(self, documents: Documents) -> tuple[Documents, Documents]:
         return _orders[documents].queries, _orders[documents].keys
 

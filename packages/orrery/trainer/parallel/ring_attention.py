@@ -47,7 +47,7 @@ class Halves(NamedTuple):
 class RingCore(nn.Module):
     """Attention over `group`. A document is two halves here, of equal size on all ranks."""
 
-    is_eager = True  # for blocks.py
+    eager = ("forward",)  # for blocks.py
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
