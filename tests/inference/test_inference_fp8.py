@@ -14,10 +14,13 @@ from orrery.manifest.check import check
 from orrery.manifest.identity import load
 
 LAYERS = {
-    "attention": ("self_attn.qkv_proj", "self_attn.o_proj", "self_attn.kv_a_proj_with_mqa"),
+    "attention": ("self_attn.qkv_proj", "self_attn.o_proj", "self_attn.q_b_proj"),
     "feed_forward": ("mlp.gate_up_proj", "mlp.down_proj", "mlp.shared_experts.gate_up_proj"),
     "experts": ("mlp.experts",),
 }
+
+
+NARROW = ("fused_qkv_a_proj", "kv_b_proj", "indexer.wq_b")  # of latent attention
 
 
 def engine(name, tmp_path, fp8=None):
@@ -31,20 +34,25 @@ def engine(name, tmp_path, fp8=None):
     )
 
 
+def online_config(ignore):
+    """Return vLLM's configuration of blocks in FP8 that leaves the layers `ignore`."""
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    return OnlineQuantizationConfig(replace(_ONLINE_SHORTHANDS["fp8_per_block"], ignore=ignore))
+
+
 @pytest.mark.parametrize("fp8", [None, ["attention"], ["experts"], ["attention", "experts"]])
 def test_an_engine_quantizes_the_layers_that_the_manifest_names(tmp_path, fp8):
-    from vllm.config.quantization import _ONLINE_SHORTHANDS
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     name = "qwen3_30b_a3b_16k_fp8" if fp8 is None else "qwen3_30b_a3b_16k"
     arguments, variables = engine(name, tmp_path, fp8)
     assert arguments["--quantization"] == "fp8_per_block"
     assert variables["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
     ignore = json.loads(arguments["--quantization-config"])["ignore"]
-    shorthand = _ONLINE_SHORTHANDS["fp8_per_block"]
-    config = OnlineQuantizationConfig(replace(shorthand, ignore=ignore))
+    config = online_config(ignore)
     config.packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -55,6 +63,23 @@ def test_an_engine_quantizes_the_layers_that_the_manifest_names(tmp_path, fp8):
             method = config.resolve_quant_method_cls(kind, f"model.layers.3.{layer}")
             assert (method is not None) == (fp8 is None or part in fp8), layer
     assert config.resolve_quant_method_cls(LinearBase, "model.layers.3.mlp.gate") is None
+
+
+@pytest.mark.parametrize("fp8", [None, ["attention"], ["experts"]])
+def test_an_engine_leaves_the_narrow_projections_of_latent_attention(tmp_path, fp8):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    arguments, _ = engine("glm5_run", tmp_path, fp8)
+    ignore = json.loads(arguments["--quantization-config"])["ignore"]
+    config = online_config(ignore)
+    config.packed_modules_mapping = {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}
+
+    def is_quantized(layer):
+        return config.resolve_quant_method_cls(LinearBase, f"model.layers.3.{layer}") is not None
+
+    wide = [is_quantized(f"self_attn.{layer}") for layer in ("q_b_proj", "o_proj")]
+    assert wide == [fp8 is None or "attention" in fp8] * 2
+    assert [is_quantized(f"self_attn.{layer}") for layer in NARROW] == [fp8 is None] * 3
 
 
 def test_engines_on_gpus_compute_logits_and_routes_in_float32(tmp_path):

@@ -671,6 +671,10 @@ def test_layers_in_fp8_on_both_sides_are_built(ep):
     check_supported(changed("qwen3_30b_a3b_16k", **FP8, trainer__mesh__ep=ep))
 
 
+def test_latent_attention_in_fp8_is_built():
+    check_supported(changed("glm5_run", model__fp8=["attention", "feed_forward", "experts"]))
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "sentence"),
     [
@@ -683,6 +687,11 @@ def test_layers_in_fp8_on_both_sides_are_built(ep):
             "qwen3_30b_a3b_16k",
             {"model__num_kv_heads": 1, "model__head_dim": 64},
             r"with model.num_kv_heads·head_dim 64: a layer in FP8 has widths of a multiple of 128",
+        ),
+        (
+            "glm5_run",
+            {"model__mla__q_lora_rank": 2000},
+            r"with model.mla.q_lora_rank 2000: a layer in FP8 has widths of a multiple of 128",
         ),
         (
             "qwen3_30b_a3b_16k",

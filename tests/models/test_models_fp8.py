@@ -7,6 +7,7 @@ from torch import nn
 from orrery.kernels.expert_rows import sort_by_expert
 from orrery.kernels.fp8.products import fp8_linear
 from orrery.kernels.fp8.quantize import quantize_weight
+from orrery.manifest.budget.trainer_memory import num_fp8_weights
 from orrery.models import build, weights
 from orrery.models.fp8 import SentWeights, WeightCache, products
 from orrery.models.layers import Experts, FeedForward, LocalExchange
@@ -19,13 +20,22 @@ WIDTHS = {
     "num_kv_heads": 2,
     "head_dim": 64,
 }
+LATENT = {
+    "num_kv_heads": 4,
+    "mla": {
+        **{"q_lora_rank": 128, "kv_lora_rank": 20, "value_head_dim": 64},
+        **{"nope_head_dim": 40, "rope_head_dim": 24},
+        "indexer": {"num_heads": 2, "head_dim": 32, "top_k": 8, "types": None},
+    },
+}
 ALL = ["attention", "feed_forward", "experts"]
 
 
 @pytest.fixture
 def make_network(make_model):
     def make(family, fp8, **fields):
-        model = make_model(family, fp8=fp8, **WIDTHS, **fields)
+        latent = LATENT if family == "glm5" else {}
+        model = make_model(family, fp8=fp8, **{**WIDTHS, **latent, **fields})
         if model.moe is not None:
             moe = model.moe.model_copy(update={"expert_intermediate_size": 128})
             model = model.model_copy(update={"moe": moe})
@@ -43,6 +53,22 @@ def test_the_manifest_names_the_layers(make_network, fp8, count):
     assert len(list(products(make_network("qwen3", fp8)))) == count
 
 
+def test_latent_attention_has_two_products_in_fp8(make_network):
+    network = make_network("glm5", ["attention"])
+    found = {id(weight) for _, weights in products(network) for weight in weights}
+    names = {name for name, weight in network.named_parameters() if id(weight) in found}
+    parts = ("q_b_proj", "o_proj")
+    assert names == {f"layers.{i}.self_attn.{part}.weight" for i in (0, 1) for part in parts}
+
+
+@pytest.mark.parametrize("fp8", [None, ["attention"], ["feed_forward"], ["experts"], ALL])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "glm5"])
+def test_the_manifest_counts_the_weights_in_fp8(make_network, family, fp8):
+    network = make_network(family, fp8)
+    built = sum(weight.numel() for _, weights in products(network) for weight in weights)
+    assert num_fp8_weights(network.config) == built
+
+
 def test_shared_experts_are_feed_forwards(make_network):
     network = make_network("glm4_moe", ["feed_forward"])
     found = [module for module in network.modules() if isinstance(module, FeedForward)]
@@ -50,7 +76,7 @@ def test_shared_experts_are_feed_forwards(make_network):
     assert not any(each.down_fp8 == [] for each in network.modules() if isinstance(each, Experts))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "glm5"])
 def test_cached_weights_change_no_bit_and_follow_an_update(make_network, make_pack, family):
     pack = make_pack([30, 7])
     plain, cached = (make_network(family, ALL) for _ in range(2))
@@ -60,7 +86,8 @@ def test_cached_weights_change_no_bit_and_follow_an_update(make_network, make_pa
         for network in (plain, cached):
             network.zero_grad()
             network(*pack).square().sum().backward()
-            results.append([each.grad.clone() for each in network.parameters()])
+            gradients = [each.grad for each in network.parameters() if each.grad is not None]
+            results.append([gradient.clone() for gradient in gradients])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         with torch.no_grad():
             for network in (plain, cached):
@@ -149,7 +176,7 @@ def test_rows_in_blocks_keep_their_order():
     assert torch.equal(padded.row_M[flat], torch.arange(180))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm5"])
 def test_engines_receive_the_bytes_that_the_trainer_multiplies(make_network, family):
     network = make_network(family, ALL)
     sent = SentWeights(network)
@@ -161,7 +188,7 @@ def test_engines_receive_the_bytes_that_the_trainer_multiplies(make_network, fam
         for hf, _, local in weights.named_hf_slices(network, sent.values)
         if sent.is_sent(hf)
     }
-    count = {"qwen3": 2 * 7, "qwen3_moe": 2 * (4 + 6 * 3)}[family]
+    count = {"qwen3": 2 * 7, "qwen3_moe": 2 * (4 + 6 * 3), "glm5": 2 * 2 + 3 * (2 + 6)}[family]
     assert len(values) == len(scales) == count
     for hf in weights.hf_tensors(network):
         if not sent.is_sent(hf):
@@ -172,8 +199,8 @@ def test_engines_receive_the_bytes_that_the_trainer_multiplies(make_network, fam
         assert torch.equal(named[hf.name].view(torch.uint8), value.view(torch.uint8))
         assert torch.equal(named[hf.name + SCALE], scale)
     # One step multiplies bfloat16 copies: their quantized parts are the sent ones.
-    q_proj = network.layers[0].self_attn.q_proj.weight.detach().bfloat16()
-    own = quantize_weight(q_proj).forward
-    name = "model.layers.0.self_attn.q_proj.weight"
+    name = f"layers.0.self_attn.{'q_b_proj' if family == 'glm5' else 'q_proj'}.weight"
+    own = quantize_weight(network.get_parameter(name).detach().bfloat16()).forward
+    name = f"model.{name}"
     assert torch.equal(own.value.view(torch.uint8), values[name].view(torch.uint8))
     assert torch.equal(own.scale, scales[name + SCALE][1])

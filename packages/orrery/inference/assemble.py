@@ -145,6 +145,8 @@ _NOT_FP8 = {
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
+# The trainer leaves these of latent attention. Attention absorbs `kv_b_proj`.
+_NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 
 def _spread(manifest: Manifest) -> dict[str, str]:
@@ -156,6 +158,8 @@ def _spread(manifest: Manifest) -> dict[str, str]:
         # DeepGEMM and the trainer also use one scale per 128 × 128 block. Rounded routers would
         # choose other experts.
         others = [name for part, name in _NOT_FP8.items() if fp8 is not None and part not in fp8]
+        if fp8 is not None and manifest.model.mla is not None:
+            others.append(_NARROW)
         arguments |= {
             "--quantization": "fp8_per_block",
             "--quantization-config": json.dumps({"ignore": [r"re:.*\.gate$", *others]}),

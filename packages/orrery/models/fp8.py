@@ -15,6 +15,7 @@ from orrery.kernels.fp8.quantize import BLOCK, quantize_weight
 from orrery.manifest.errors import OrreryError
 from orrery.models.causal_lm import CausalLm
 from orrery.models.hf_folder import HfTensor
+from orrery.models.latent_attention import LatentAttention
 from orrery.models.layers import Attention, Experts, FeedForward
 from orrery.models.placement import (
     Box,
@@ -35,6 +36,11 @@ def products(network: nn.Module) -> Iterator[tuple[Parts, list[Tensor]]]:
         if isinstance(module, Attention):
             qkv = [each.weight for each in (module.q_proj, module.k_proj, module.v_proj)]
             found = [(module.qkv_fp8, qkv), (module.o_fp8, [module.o_proj.weight])]
+        elif isinstance(module, LatentAttention):
+            found = [
+                (module.q_b_fp8, [module.q_b_proj.weight]),
+                (module.o_fp8, [module.o_proj.weight]),
+            ]
         elif isinstance(module, FeedForward):
             gate_up = [module.gate_proj.weight, module.up_proj.weight]
             found = [(module.gate_up_fp8, gate_up), (module.down_fp8, [module.down_proj.weight])]

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents, varlen_attention
+from orrery.kernels.fp8.products import Parts
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import sparse_mla
 from orrery.manifest.schema import MLA, Indexer, Model, YarnRopeScaling
-from orrery.models.layers import apply_rotary, yarn_scale
+from orrery.models.layers import apply_rotary, project, yarn_scale
 
 INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
 
@@ -140,6 +141,10 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
+        # The other projections are narrow, or their parts multiply queries and outputs.
+        is_fp8 = "attention" in (config.fp8 or ())
+        self.q_b_fp8: Parts | None = [] if is_fp8 else None
+        self.o_fp8: Parts | None = [] if is_fp8 else None
         self.keys: nn.Module = LocalKeys()
         self.indexer, self.num_served = None, 1
         if (indexer := mla.indexer) and indexer.types is not None:
@@ -172,7 +177,8 @@ class LatentAttention(nn.Module):
         is_latent = is_sparse or (mla.indexer is not None and self.keys.is_gathered)
         sent = self.keys.send(keys, documents, is_latent)
         q_TC = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THK = self.q_b_proj(q_TC).unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
+        (q,) = project(q_TC, self.q_b_fp8, self.q_b_proj)
+        q_THK = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
         q_THN, q_THR = q_THK.split((mla.nope_head_dim, mla.rope_head_dim), dim=-1)
         q_THR = rotate_pairs(q_THR, angles)
         kv_SW, *k_SI = self.keys.receive(sent)
@@ -193,7 +199,7 @@ class LatentAttention(nn.Module):
             out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, chosen_TK)
         else:
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
-        return self.o_proj(out_THV.flatten(1)), choice
+        return project(out_THV.flatten(1), self.o_fp8, self.o_proj)[0], choice
 
     def _with_loss(
         self, choice: ChosenKeys, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor

@@ -8,7 +8,7 @@
 from dataclasses import dataclass
 
 from orrery.manifest.budget.flops import active_parameters, attended_keys
-from orrery.manifest.budget.parameters import block_weights, is_sparse
+from orrery.manifest.budget.parameters import BlockWeight, block_weights, is_sparse
 from orrery.manifest.budget.rates import Rates
 from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
@@ -69,7 +69,7 @@ def _block_bytes(model: Model, inference: Inference, layer: int) -> tuple[float,
     if (mla := model.mla) is not None:
         narrow = {mla.q_lora_rank, mla.kv_lora_rank + mla.rope_head_dim}
     for weight in block_weights(model, layer):
-        num_bytes = weight.size * _value_bytes(model, inference, weight.part)
+        num_bytes = weight.size * _value_bytes(model, inference, weight)
         is_cut = weight.part == "attention" and weight.shape[0] not in narrow
         if weight.part == "experts":
             experts += num_bytes / inference.devices_per_replica
@@ -80,9 +80,12 @@ def _block_bytes(model: Model, inference: Inference, layer: int) -> tuple[float,
     return total + experts, experts
 
 
-def _value_bytes(model: Model, inference: Inference, part: str) -> float:
-    is_part = part in ("attention", "feed_forward", "experts")
-    if inference.quantization == "fp8" and is_part and part in (model.fp8 or (part,)):
+def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> float:
+    if model.fp8 is None:
+        is_quantized = weight.part in ("attention", "feed_forward", "experts")
+    else:
+        is_quantized = weight.part in model.fp8 and weight.has_fp8
+    if inference.quantization == "fp8" and is_quantized:
         return 1 + 4 / FP8_BLOCK**2
     return DTYPE_BYTES[inference.dtype]
 

@@ -19,12 +19,14 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 class BlockWeight:
     """A weight of a block. `shape` is (rows, columns), after the number of experts in a stack.
 
-    `num_matrices`: matrices on top of one another, such as gate and up.
+    - `num_matrices`: matrices on top of one another, such as gate and up.
+    - `has_fp8`: the weight is in FP8 if `model.fp8` names its part.
     """
 
     part: Part
     shape: tuple[int, ...]
     num_matrices: int = 1
+    has_fp8: bool = True
 
     @property
     def size(self) -> int:
@@ -127,12 +129,13 @@ def _attention(model: Model, layer: int) -> Iterator[BlockWeight]:
             )
         return
     queries, latent = mla.q_lora_rank, mla.kv_lora_rank
-    yield BlockWeight("attention", (queries, hidden))
+    yield BlockWeight("attention", (queries, hidden), has_fp8=False)
     yield BlockWeight("norm", (queries,))
     yield BlockWeight("attention", (heads * model.head_dim, queries))
-    yield BlockWeight("attention", (latent + mla.rope_head_dim, hidden))
+    yield BlockWeight("attention", (latent + mla.rope_head_dim, hidden), has_fp8=False)
     yield BlockWeight("norm", (latent,))
-    yield BlockWeight("attention", (heads * (mla.nope_head_dim + mla.value_head_dim), latent))
+    up = heads * (mla.nope_head_dim + mla.value_head_dim)
+    yield BlockWeight("attention", (up, latent), has_fp8=False)
     yield BlockWeight("attention", (hidden, heads * mla.value_head_dim))
     indexer = mla.indexer
     if indexer is not None and (indexer.types is None or indexer.types[layer] == "full"):

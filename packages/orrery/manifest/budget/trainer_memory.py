@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from orrery.manifest.budget.parameters import (
     ParameterCounts,
     UnitParameters,
+    block_weights,
     count_parameters,
     is_sparse,
     keys_per_query,
@@ -295,22 +296,14 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 def num_fp8_weights(model: Model) -> int:
     """Return the number of weights in the layers of `model.fp8`."""
-    hidden, moe, total = model.hidden_size, model.moe, 0
-    heads = model.num_heads + model.num_kv_heads
-    for layer in range(model.num_layers):
-        dense = experts = 0
-        if moe is not None and is_sparse(model, layer):
-            dense = moe.num_shared_experts * moe.expert_intermediate_size
-            experts = moe.num_experts * moe.expert_intermediate_size
-        else:
-            dense = model.intermediate_size
-        sizes = {
-            "attention": 2 * hidden * heads * model.head_dim,
-            "feed_forward": 3 * hidden * dense,
-            "experts": 3 * hidden * experts,
-        }
-        total += sum(sizes[part] for part in model.fp8 or ())
-    return total
+    if not model.fp8:
+        return 0
+    return sum(
+        weight.size
+        for layer in range(model.num_layers)
+        for weight in block_weights(model, layer)
+        if weight.part in model.fp8 and weight.has_fp8
+    )
 
 
 class _StepPlan:

@@ -127,13 +127,14 @@ def _computation(
 
 def _dense_flops(model: Model, rates: Rates) -> float:
     """Return the mean rate of dense products, some of which may be in FP8."""
-    sizes = {"attention": 0, "feed_forward": 0}
-    for layer in {0, model.num_layers - 1}:
-        for weight in block_weights(model, layer):
-            if weight.part in sizes:
-                sizes[weight.part] += weight.size
-    fp8 = sum(size for part, size in sizes.items() if part in (model.fp8 or ()))
-    share = fp8 / sum(sizes.values())
+    weights = [
+        weight
+        for layer in {0, model.num_layers - 1}
+        for weight in block_weights(model, layer)
+        if weight.part in ("attention", "feed_forward")
+    ]
+    in_fp8 = [each.size for each in weights if each.has_fp8 and each.part in (model.fp8 or ())]
+    share = sum(in_fp8) / sum(each.size for each in weights)
     if not share:
         return rates.dense_flops
     return 1 / (share / rates.fp8_flops + (1 - share) / rates.dense_flops)

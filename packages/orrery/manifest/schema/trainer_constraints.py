@@ -64,7 +64,7 @@ def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[s
     if model.fp8 is None:
         return
     what, off = f"model.fp8 {list(model.fp8)}", "set model.fp8 to null"
-    has = block_parts(model)
+    has = block_parts(model) if model.mla is None else ["attention", *block_parts(model)]
     if model.family == "hugging_face":
         yield f"{what}: layers in FP8 need a network of this project's own; {off}"
     elif not model.fp8 or len(set(model.fp8)) < len(model.fp8):
@@ -91,7 +91,11 @@ def _fp8_misfits(trainer: Trainer, model: Model, accelerator: str) -> Iterator[s
 def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
     parts, moe = model.fp8 or (), model.moe
     yield "model.hidden_size", model.hidden_size
-    if "attention" in parts:
+    if "attention" in parts and model.mla is not None:
+        yield "model.mla.q_lora_rank", model.mla.q_lora_rank
+        yield "model.num_heads·head_dim", model.num_heads * model.head_dim
+        yield "model.num_heads·mla.value_head_dim", model.num_heads * model.mla.value_head_dim
+    elif "attention" in parts:
         for heads in ("num_heads", "num_kv_heads"):
             yield f"model.{heads}·head_dim", getattr(model, heads) * model.head_dim
     if "feed_forward" in parts and (moe is None or moe.num_dense_layers):
@@ -101,7 +105,10 @@ def _fp8_widths(model: Model) -> Iterator[tuple[str, int]]:
 
 
 def block_parts(model: Model) -> list[str]:
-    """Return the parts of a block that `trainer.lora.targets` and `model.fp8` may name."""
+    """Return the parts of a block that `trainer.lora.targets` may name.
+
+    `model.fp8` may name latent attention too.
+    """
     moe = model.moe
     parts = {
         "attention": model.mla is None,  # latent attention multiplies by parts of a weight
