@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,11 @@ def fused_bytes(x: Tensor) -> tuple[int, int]:
     """Return how many bytes of values and scales differ between one pass over x and two."""
     from orrery.kernels.fp8 import quantize_triton
 
-    before, results = quantize_triton.IS_FUSED, []
-    for quantize_triton.IS_FUSED in (True, False):
-        results.append(quantize(x))
+    quantize_triton.IS_FUSED, before = True, quantize_triton.IS_FUSED
+    fused = quantize(x)
+    quantize_triton.IS_FUSED = False
+    pairs = list(zip(fused, quantize(x), strict=True))
     quantize_triton.IS_FUSED = before
-    pairs = list(zip(*results, strict=True))
     values = sum(differing(one.value, two.value) for one, two in pairs)
     return values, sum(differing(one.scale, two.scale) for one, two in pairs)
 
@@ -336,18 +337,24 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
     ]
 
 
-def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
-    """Return TB/s of one pass over x: 2 bytes read, and 1 or 2 written, a number."""
-    from orrery.kernels.fp8 import quantize_triton
+def quantization_variants() -> Iterator[str]:
+    """Set each variant of the kernel in turn and yield its name, then restore the default."""
+    from orrery.kernels.fp8 import quantize_triton as kernels
 
-    before = quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED
-    rates = {}
-    for quantize_triton.IS_FUSED in (True, False):
-        passes = "one pass" if quantize_triton.IS_FUSED else "two passes"
-        for quantize_triton.NUM_WARPS in (4, 8, 16):
-            rate = 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
-            rates[f"both, {passes}, {quantize_triton.NUM_WARPS} warps"] = rate
-    quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED = before
+    before = kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE
+    for variant in product((True, False), (4, 8), (32, 64, 128)):
+        kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE = variant
+        passes = "one pass" if kernels.IS_FUSED else "two passes"
+        yield f"{passes}, {kernels.NUM_WARPS} warps, {kernels.SIDE} in registers"
+    kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE = before
+
+
+def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
+    """Return TB/s by variant: 2 bytes read once, and 1 or 2 written, a number."""
+    rates = {
+        f"both, {variant}": 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
+        for variant in quantization_variants()
+    }
     rates |= {
         "rows": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_columns=False)),
         "columns": 3e-9 * x.numel() / milliseconds(lambda: quantize(x, has_rows=False)),
@@ -430,8 +437,6 @@ def experts_by_operators(
 
 
 def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, Any]]:
-    from orrery.kernels.fp8 import quantize_triton
-
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(t, e, generator=generator).argsort(1)[:, :k].cuda()
     dense, blocks = sort_by_expert(chosen, e), sort_by_expert(chosen, e, BLOCK)
@@ -453,21 +458,15 @@ def measure_experts(t: int, k: int, e: int, d: int, i: int) -> list[dict[str, An
     }
     name = f"{t} tokens, {k} of {e} experts, {d} and {i} wide"
     times = {form: milliseconds(lambda how=how: results(how)) for form, how in forms.items()}
-    wanted, rows = results(forms["FP8 by operators"]), []
-    before = quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED
-    for quantize_triton.IS_FUSED in (True, False):
-        passes = "one pass" if quantize_triton.IS_FUSED else "two passes"
-        for quantize_triton.NUM_WARPS in (4, 8, 16):
-            form = f"FP8 fused, {passes}, {quantize_triton.NUM_WARPS} warps"
-            times[form] = milliseconds(lambda: results(fused))
-        names = ("output", "gradient of x", "of scores", "of gate-up", "of down")
-        for what, *pair in zip(names, results(fused), wanted, strict=True):
-            rows.append(bits(f"{name}: {what}, {passes}, and by operators", *pair))
-    quantize_triton.NUM_WARPS, quantize_triton.IS_FUSED = before
+    wanted = results(forms["FP8 by operators"])
+    differ = 0
+    for variant in quantization_variants():
+        times[f"FP8 fused, {variant}"] = milliseconds(lambda: results(fused))
+        differ += sum(differing(*pair) for pair in zip(results(fused), wanted, strict=True))
     times["FP8 fused"] = milliseconds(lambda: results(fused))
     row = {"variant": name, "value": round(times["bf16"] / times["FP8 fused"], 3), "unit": "×"}
     row |= {"goal": 1.24, "ms": {form: round(ms, 3) for form, ms in times.items()}}
-    return [row, *rows]
+    return [row, plain_row(f"{name}: results of variants and by operators", (differ, 0))]
 
 
 # Training -----------------------------------------------------------------------------------------

@@ -148,12 +148,15 @@ def test_transposed_weights_come_from_written_registers():
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize(("has_rows", "has_columns"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("source", ["rows", "tokens", "activation"])
-def test_rows_and_columns_come_from_written_registers(is_grouped, has_rows, has_columns, source):
+@pytest.mark.parametrize("side", [32, 128])
+def test_rows_and_columns_come_from_written_registers(
+    is_grouped, has_rows, has_columns, source, side
+):
     types = dict(x=BF16, value=FP8, scale=F32, value_t=FP8, scale_t=F32, tiles=I32)
     types |= {"token": "*i64", "score": F32}
     types |= dict.fromkeys(("num_rows", "width", "rows_stride", "length"), "i32")
     flags = dict(HAS_TOKENS=source == "tokens", HAS_SCORES=source == "activation")
-    flags |= dict(IS_GROUPED=is_grouped, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns)
+    flags |= dict(SIDE=side, IS_GROUPED=is_grouped, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns)
     assert unwritten_reads(machine_code(quantize_triton._quantize, types, **flags)) == []
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 8
-# Rows and columns in one pass over x. Its 169 registers a thread leave room for one program on a
-# multiprocessor; each alone has room for two.
+SIDE = 128  # rows, or columns, of a tile that are in registers at a time
+# Rows and columns in one program, which reads x twice but from the cache.
 IS_FUSED = False
 
 
@@ -61,6 +61,7 @@ def quantize(
             IS_GROUPED=groups is not None,
             HAS_ROWS=with_rows,
             HAS_COLUMNS=with_columns,
+            SIDE=SIDE,
             num_warps=NUM_WARPS,
         )
     return value, scale.T[:num_rows], value_t, scale_t
@@ -101,10 +102,10 @@ def _quantize(
     IS_GROUPED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
-    here = tl.arange(0, 128)
     start = tile * 0
     if IS_GROUPED:
         num_real = tl.load(tiles + tile * 3)
@@ -113,53 +114,90 @@ def _quantize(
     else:
         num_real = tl.minimum(num_rows - tile * 128, 128).to(tl.int32)
     if num_real >= 0:
-        # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
-        first = tile * 128 * width + block * 128
-        offset = here[:, None] * width + here[None, :]
-        is_real = here < num_real
-        if HAS_TOKENS:
-            row = tl.load(token + tile * 128 + here, mask=is_real, other=0).to(tl.int64)
-            source = x + block * 128 + row[:, None] * width + here[None, :]
-            loaded = tl.load(source, mask=is_real[:, None], other=0.0)
-        elif HAS_SCORES:
-            source = (
-                x + tile * 256 * width + block * 128 + here[:, None] * 2 * width + here[None, :]
-            )
-            gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
-            up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
-            weight = tl.load(score + tile * 128 + here, mask=is_real, other=0.0).to(tl.float32)
-            # Rounded as `swiglu_rows` does, for equal bits.
-            loaded = (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
-        else:
-            loaded = tl.load(x + first + offset, mask=is_real[:, None], other=0.0)
+        here = tl.arange(0, 128)
         if HAS_ROWS:
-            number = loaded.to(tl.float32)
-            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
-            unit = tl.div_rn(top, tl.full([128], 448.0, tl.float32))
-            inverse = tl.broadcast_to(_inverse(unit)[:, None], (128, 128))
-            divisor = tl.broadcast_to(unit[:, None], (128, 128))
-            ratio = number * inverse
-            ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
-            ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-            is_row = here < num_rows - tile * 128
-            rounded = ratio.to(value.dtype.element_ty)
-            tl.store(value + first + offset, rounded, mask=is_row[:, None])
-            tl.store(scale + block * rows_stride + tile * 128 + here, unit, mask=is_row)
+            for begin in tl.static_range(0, 128, SIDE):
+                row = begin + tl.arange(0, SIDE)
+                loaded = _tile(
+                    x, token, score, tile, block, row, here, num_real, width, HAS_TOKENS, HAS_SCORES
+                )
+                number = loaded.to(tl.float32)
+                top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
+                unit = tl.div_rn(top, tl.full([SIDE], 448.0, tl.float32))
+                inverse = tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
+                divisor = tl.broadcast_to(unit[:, None], (SIDE, 128))
+                ratio = number * inverse
+                ratio = tl.fma(tl.fma(-divisor, ratio, number), inverse, ratio)
+                ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
+                is_row = row < num_rows - tile * 128
+                first = tile * 128 * width + block * 128
+                offset = row[:, None] * width + here[None, :]
+                rounded = ratio.to(value.dtype.element_ty)
+                tl.store(value + first + offset, rounded, mask=is_row[:, None])
+                tl.store(scale + block * rows_stride + tile * 128 + row, unit, mask=is_row)
         if HAS_COLUMNS:
-            number = tl.trans(loaded).to(tl.float32)
-            top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
-            unit = top * 0.002232142857142857
-            ratio = number * tl.broadcast_to(_inverse(unit)[:, None], (128, 128))
-            ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
-            first_t = start * width + block * 128 * length + tile * 128 - start
-            offset_t = here[:, None] * length + here[None, :]
-            tl.store(value_t + first_t + offset_t, ratio.to(value_t.dtype.element_ty))
-            tl.store(scale_t + tile * width + block * 128 + here, unit)
+            for begin in tl.static_range(0, 128, SIDE):
+                column = begin + tl.arange(0, SIDE)
+                loaded = _tile(
+                    x,
+                    token,
+                    score,
+                    tile,
+                    block,
+                    here,
+                    column,
+                    num_real,
+                    width,
+                    HAS_TOKENS,
+                    HAS_SCORES,
+                )
+                number = tl.trans(loaded).to(tl.float32)
+                top = tl.maximum(tl.max(tl.abs(number), axis=1), 1e-10)
+                unit = top * 0.002232142857142857
+                ratio = number * tl.broadcast_to(_inverse(unit, SIDE)[:, None], (SIDE, 128))
+                ratio = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
+                first_t = start * width + block * 128 * length + tile * 128 - start
+                offset_t = column[:, None] * length + here[None, :]
+                tl.store(value_t + first_t + offset_t, ratio.to(value_t.dtype.element_ty))
+                tl.store(scale_t + tile * width + block * 128 + column, unit)
 
 
 @triton.jit
-def _inverse(unit):
-    return tl.div_rn(tl.full([128], 1.0, tl.float32), unit)
+def _tile(
+    x,
+    token,
+    score,
+    tile,
+    block,
+    row,
+    column,
+    num_real,
+    width,
+    HAS_TOKENS: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
+):
+    """Return rows and columns of a tile. Padding is zero."""
+    # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
+    is_real = row < num_real
+    if HAS_TOKENS:
+        token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
+        source = x + block * 128 + token_row[:, None] * width + column[None, :]
+        return tl.load(source, mask=is_real[:, None], other=0.0)
+    elif HAS_SCORES:
+        source = x + tile * 256 * width + block * 128 + row[:, None] * 2 * width + column[None, :]
+        gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
+        up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
+        weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
+        # Rounded as `swiglu_rows` does, for equal bits.
+        return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
+    else:
+        source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])
+        return tl.load(source, mask=is_real[:, None], other=0.0)
+
+
+@triton.jit
+def _inverse(unit, SIDE: tl.constexpr):
+    return tl.div_rn(tl.full([SIDE], 1.0, tl.float32), unit)
 
 
 def quantize_weight(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
