@@ -8,12 +8,14 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import trainer_cases
-from trainer_cases import manifest
+from forked_roles import ForkedRole, import_before
+from trainer_cases import PRELOADED, manifest, rank_environment
 
 from orrery.manifest.budget.flops import model_flops
 from orrery.manifest.budget.trainer_time import IDLE_SHARE
@@ -401,18 +403,19 @@ def test_a_run_that_has_a_row_is_measured_as_the_row_is():
 
 
 def bench(tmp_path, spec, *words):
-    path = tmp_path / "manifest.json"
+    """Run `python -m orrery.trainer.bench` as a fork, whose ranks are processes of their own."""
+    path, out, err = (tmp_path / name for name in ("manifest.json", "out", "err"))
     path.write_text(pretty_json(spec))
-    command = [
-        sys.executable,
-        "-m",
-        "orrery.trainer.bench",
-        str(path),
-        "--json",
-        str(tmp_path / "result.json"),
-        *words,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    for stream in (out, err):
+        stream.write_text("")
+    words = [str(path), "--json", str(tmp_path / "result.json"), *words]
+    import_before(*PRELOADED)
+    process = ForkedRole("orrery.trainer.bench", words, out, rank_environment(), errors=err)
+    try:
+        code = process.wait(100)
+    finally:
+        process.kill()
+    return SimpleNamespace(returncode=code, stdout=out.read_text(), stderr=err.read_text())
 
 
 def test_two_ranks_measure_and_say_everything(tmp_path):
