@@ -30,7 +30,7 @@ from orrery.wire.weight_wire.coordinator import CURRENT, connect, find_wire
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
 # The run that breaks: its steps, the steps from one checkpoint to the next, and its small batches.
-NUM_STEPS_WITH_LOSSES, INTERVAL, BATCH = 16, 2, 64
+NUM_STEPS_WITH_LOSSES, INTERVAL, BATCH = 64, 2, 64
 BIN = Path(sys.executable).parent
 TOKEN = "7ab1e5" * 5
 # `orrery`, whose next attempt has a token that a test knows: no process tells it.
