@@ -29,8 +29,9 @@ from orrery.wire.weight_wire.coordinator import CURRENT, connect, find_wire
 
 ROOT = Path(__file__).parents[1]
 NAME = "reverse_text_smoke"
-# The run that breaks: its steps, the steps from one checkpoint to the next, and its small batches.
-NUM_STEPS_WITH_LOSSES, INTERVAL, BATCH = 64, 2, 64
+# The run that breaks: its steps, and the steps from one checkpoint to the next. Steps must last
+# longer than the launcher takes from a kill to its last words, so batches are whole.
+NUM_STEPS_WITH_LOSSES, INTERVAL = 16, 2
 BIN = Path(sys.executable).parent
 TOKEN = "7ab1e5" * 5
 # `orrery`, whose next attempt has a token that a test knows: no process tells it.
@@ -232,8 +233,6 @@ def broken(request, finished, manifest, tmp_path_factory) -> Broken:
         NUM_STEPS_WITH_LOSSES,
     )
     content["trainer"]["checkpoint"]["interval_steps"] = INTERVAL
-    content["orchestrator"]["rollouts_per_batch"] = BATCH
-    content["orchestrator"]["evaluation"]["num_problems"] = 8
     content["transport"]["weights"] = request.param
     lossy = Manifest.model_validate(content)
     workspace = new_workspace(tmp_path_factory.mktemp("broken"))
