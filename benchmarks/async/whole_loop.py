@@ -49,6 +49,12 @@ COSTS_NO_TIME = (
     ),
     "trainer.mismatch.canary_logprob_difference",
 )
+LATER_FIELDS = {
+    "model.fp8": None,
+    "model.num_mtp_layers": 0,
+    "trainer.attention": "auto",
+    "trainer.indexer": "frozen",
+}
 
 
 def timed_sha256(manifest: Manifest) -> str:
@@ -56,12 +62,11 @@ def timed_sha256(manifest: Manifest) -> str:
     fields = {spelled(path): value for path, value in leaves(manifest.model_dump(mode="json"))}
     timed = {name: value for name, value in fields.items() if name not in COSTS_NO_TIME}
     timed["schema_version"] = 1  # costs no time; recorded digests have this one
-    # Older records lack these fields. They ran without a trainer in FP8 and with 'auto' attention.
-    # They count a shared device once a role.
-    if timed["model.fp8"] is None:
-        del timed["model.fp8"]
-    if timed["trainer.attention"] == "auto":
-        del timed["trainer.attention"]
+    # Older records lack these fields, and ran with these values. They count a shared device once a
+    # role.
+    for name, value in LATER_FIELDS.items():
+        if timed[name] == value:
+            del timed[name]
     if timed.pop("hardware.shared_devices"):
         timed["hardware.devices_per_node"] *= 2
     return hashlib.sha256(

@@ -135,6 +135,7 @@ def main() -> None:
             rows.append(guarded(name, until_s, call, data, what))
     if chosen["value"] is None:
         sys.exit(f"the choice did not run: {chosen}")
+    chosen["goal"] = GOAL
     path = Path(__file__).with_suffix(".json")
     record(
         path,
