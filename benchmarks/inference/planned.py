@@ -1,7 +1,8 @@
 """Compare the plan of an engine's speed (`manifest/budget/engine.py`) with committed measurements.
 
-Prints the error of output tokens/s for each record of one engine on an H200, and writes them to
-`planned.json`. The value is the largest error. `engine.py` has constants fitted to such records.
+Prints the relative error of output tokens/s for each record of one engine on an H200. Writes the
+errors to `planned.json`, whose value is the largest. Constants of `engine.py` are fitted to records
+of this folder.
 
     python benchmarks/inference/planned.py
 """

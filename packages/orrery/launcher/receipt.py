@@ -180,7 +180,10 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return the commit and the stored diff without new files."""
+    """Return the commit, and the stored diff of each file that is not new.
+
+    If the diff is missing, its path stands in for it, so that it equals no other diff.
+    """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""
     parts = re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)

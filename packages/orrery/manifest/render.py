@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# A failed import returns this. If it raised, the binding would append stray bytes to the text.
+# A failed import returns this code: the Jsonnet binding adds stray bytes to an exception's text.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)

@@ -214,8 +214,9 @@ class ModelFamily:
 
     - `ignored`: regular expressions of further tensors that a checkpoint may hold, and that are
       left out of results.
-    - `fsdp_units`: one `fully_shard` call each, in order, before the root's. `layers.*` means a
-      unit per layer. `trainer/parallel` disables `cast_forward_inputs`: temperatures stay float32.
+    - `fsdp_units`: groups of modules. Each group gets one `fully_shard` call, in this order, and
+      the root takes the rest. `layers.*` means a group per layer. `trainer/parallel` disables
+      `cast_forward_inputs`, because temperatures must stay float32.
     - `expert_modules`: patterns of modules whose parameters have the expert as dimension 0.
     """
 

@@ -1,13 +1,13 @@
-"""Multi-head latent attention (MLA), dense or to the keys that an indexer chooses.
+"""Multi-head latent attention (MLA), dense or over the keys that an indexer chooses.
 
 T tokens · S keys, T unless ranks share documents · D hidden · H heads · J indexer heads
-N, R, V widths of a head without rotation, with it, of values · C latent width (`kv_lora_rank`)
+N, R, V widths of a head: unrotated, rotated, values · C latent width (`kv_lora_rank`)
 W = C + R · I width of the indexer's keys · K chosen keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-- While no document is longer than the indexer's `top_k`, all layers are dense. Gathered keys of a
-  network with indexers are then read in latent space too: each rank would expand all of them.
+- While no document is longer than the indexer's `top_k`, all layers are dense. If the network has
+  indexers, gathered keys stay latent even then, because each rank would have to expand all.
 - A choice passes no gradient. Indexers are frozen, or learn (`train_indexers`) the mean attention
   of the layers that they serve, by a loss without a gradient to other weights.
 """
@@ -159,7 +159,7 @@ class LatentAttention(nn.Module):
         documents: Documents,
         choice: ChosenKeys | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D] and the chosen keys, None if there is no choice to make.
+        """Return the output [T, D] and the chosen keys (None if no indexer has run).
 
         A layer without an indexer attends to the `choice` of the layer before it.
         """
@@ -237,7 +237,7 @@ class LatentAttention(nn.Module):
         return out_THK[..., :value_width]
 
     def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] of latent keys, which all heads share."""
+        """Fold the key up-projection into queries [T, H, W]. All heads share the latent keys."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)

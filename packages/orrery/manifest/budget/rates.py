@@ -1,7 +1,7 @@
 """The rates of devices: measured ones from `manifest/rates/<device>.json`, others from data sheets.
 
-A device without a file gets the share of its data sheet that an H200 reaches of its own, and the
-plan names the source.
+A device without a file is assumed to reach the same share of its data sheet as an H200. The plan
+names the source.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Search a run's devices for the fastest layouts that fit, by the plan of its memory and time.
+"""Find the layouts of a run that fit into memory and that `RunPlan` expects to be fastest.
 
-- The devices of trainer and engines stay as many as they are, and so do all fields that change
+- The search keeps the numbers of trainer and engine devices. It keeps every field that changes
   results: the model, the optimizer, precisions, the number of rollouts.
-- Trainer: mesh, micro-batch, checkpointing, and `SAVINGS`. Engines: replicas, tensor, data and
-  expert parallel, and the cache that is left.
+- For the trainer it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines it
+  varies replicas and tensor, data and expert parallel. The cache takes the memory left.
 - Only layouts that pass all constraints of the manifest are returned.
 """
 

@@ -154,8 +154,9 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 
 
 def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
-    """Return latent attention's bytes (output, inputs, gathered keys), each of the larger path.
+    """Return latent attention's bytes per token: (output, inputs, gathered keys).
 
+    Where the dense and the sparse path differ, the larger counts.
     H heads · N, R, V, C as in `latent_attention.py` · K = N + R · q latent width of queries
     k `keys_per_query`
     dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values. Not with gathered keys of a

@@ -227,7 +227,7 @@ def _communication(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return the numbers that a token sends to each other rank of its cp group, in all passes."""
+    """Return how many values a token sends per peer of its cp group, over all layers and passes."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp

@@ -76,7 +76,7 @@ class PretrainedTokenizer(Record):
     `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
     `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
     `tokenizer_config.json` in this order. `chat_template_kwargs` are variables of the chat
-    template, such as `enable_thinking`. Manifests leave an empty object out, so ids stay.
+    template, such as `enable_thinking`. An empty object is omitted, so it changes no manifest id.
     """
 
     kind: Literal["pretrained"]

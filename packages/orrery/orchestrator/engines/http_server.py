@@ -60,8 +60,8 @@ class HttpServer:
 
         `on_line` takes each line of a body with status 200, and the engine index, as it arrives.
 
-        Raises EngineGone if there is no server, and `on_timeout` after `timeout_s`. Raises
-        OutOfConnections instead if this host could not open a connection.
+        Raise EngineGone if there is no server, and `on_timeout` after `timeout_s`. If this host
+        has no free socket until then and `on_timeout` is EngineGone, raise OutOfConnections.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)

@@ -39,9 +39,10 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class GateUp:
-    """How one weight holds the gate's and the up projection's matrix: one after the other.
+    """Layout of a weight that joins the gate and the up projection along `dim`.
 
-    If `is_interleaved`, their rows or columns take turns.
+    The gate's rows (columns if `dim` is −1) come before the up projection's. If `is_interleaved`,
+    they alternate.
     """
 
     dim: int = -2

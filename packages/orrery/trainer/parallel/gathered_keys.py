@@ -85,7 +85,11 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of the first `length` keys of each document, and their places from `at`."""
+    """Return (rows, places), i64 [total] each, of the first `length` keys of each document.
+
+    A document's places begin at `at`. Its positions in the padded stream begin at `start`, and
+    `row_S` gives the row of each position. `total` is the sum of `length`.
+    """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
     offset = offset - before.repeat_interleave(length, output_size=total)
@@ -148,7 +152,7 @@ class _Transfer:
     ) -> None:
         self.group, self.order, self.known = group, order, known
         self.is_trained = [key.requires_grad for key in keys]
-        # Only the saved choice reads a frozen indexer's keys.
+        # Recomputation uses the saved choice and needs no keys of a frozen indexer.
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
