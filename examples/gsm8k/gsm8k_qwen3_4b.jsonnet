@@ -7,7 +7,7 @@
     (import 'models/qwen3_4b_pretrained.libsonnet') +
     (import 'hardware/one_h100.libsonnet') +
     (import 'examples/gsm8k/no_thinking.libsonnet') + {
-      // adapters: 16 bytes for each of 4 B parameters leave no room for the engine
+      // Adapters, because 16 bytes for each of 4 B parameters would leave the engine no memory.
       trainer+: {
         lora: { rank: 32, alpha: 64.0, targets: ['attention', 'feed_forward'], seed: 1 },
         optimizer+: { lr: 1e-5 },

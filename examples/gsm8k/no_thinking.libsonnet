@@ -1,2 +1,2 @@
-// Qwen3 answers at once. It would otherwise reason in a block of its own, longer than a turn here.
+// Turn off Qwen3's thinking block, which would exceed `max_tokens_per_turn` of these runs.
 { model+: { tokenizer+: { chat_template_kwargs: { enable_thinking: false } } } }

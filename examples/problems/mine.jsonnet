@@ -1,6 +1,6 @@
-// A run of your own on one GPU: a short SFT on the answers of a file of problems, then RL.
+// Your own run on one GPU: a short SFT on the answers in a file of problems, then RL.
 // First: cp examples/problems/mine.jsonnet jsonnet/runs/
-// Then change these two. `orrery fetch model` and `orrery fetch dataset` print what to write here.
+// Then change `model` and `data`. `orrery fetch model` and `orrery fetch dataset` print the lines to write here.
 local model = import 'models/smollm2_135m.libsonnet';
 local data = {
   source: { kind: 'source', path: 'examples/problems/arithmetic.jsonl', sha256: std.sha256(importstr 'examples/problems/arithmetic.jsonl'), split: null },
@@ -30,7 +30,7 @@ local data = {
           max_turns: 1,
         },
       ],
-      // Most tokens of prompt and reply together, and of a reply. These suit answers of one number.
+      // Limits for short answers: tokens of prompt and reply together (this one), and of a reply (`max_tokens_per_turn`).
       context_tokens:: 256,
       orchestrator+: {
         sampling+: { max_tokens_per_turn: 16 },
@@ -47,7 +47,7 @@ local data = {
       inference+: { enforce_eager: true, kv_cache_bytes: 4294967296 },
       transport+: { weights: 'nccl' },
       stages+: {
-        // `sft: null` leaves the warm start out, for a model that reasons before it answers.
+        // For a model that reasons before it answers, write `sft: null`, which skips SFT.
         sft+: {
           num_steps: 50,
           examples_per_batch: 64,

@@ -1,5 +1,5 @@
 // GLM-4.5-Air with a context of 32768 tokens: all weights on eight nodes, or adapters on two.
-// The digests are placeholders: `orrery fetch model zai-org/GLM-4.5-Air` writes an axis with those of the weights.
+// The digests here are zeros. `orrery fetch model zai-org/GLM-4.5-Air` writes a model axis with the real ones.
 local run =
   (import 'lib/run.libsonnet') +
   (import 'models/glm4_5_air.libsonnet') +
@@ -30,13 +30,13 @@ local run =
   };
 
 (import 'lib/named.libsonnet')({
-  // four nodes train, four serve with two engines each
+  // four nodes train, four serve with two engines per node
   glm4_5_air_8: run {
     layout+:: { trainer_ranks: 32, engines: 8, prefill_engines: 0, devices_per_engine: 4 },
     trainer+: { memory+: { optimizer_offload: true } },
     inference+: { kv_cache_bytes: 64424509440 },
   },
-  // one node trains adapters, one serves
+  // one node trains adapters, one serves with two engines
   glm4_5_air_2: run {
     layout+:: { trainer_ranks: 8, engines: 2, prefill_engines: 0, devices_per_engine: 4 },
     trainer+: { lora: { rank: 16, alpha: 32.0, targets: ['attention', 'experts'], seed: 1 }, optimizer+: { lr: 1e-5 } },

@@ -1,4 +1,4 @@
-// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train in bfloat16, 16 serve in FP8, an engine on each.
+// GLM-5 with a context of 131072 tokens on 28 nodes: 12 train in bfloat16, 16 serve in FP8 with one engine per node.
 (import 'lib/named.libsonnet')({
   glm5_run:
     (import 'lib/run.libsonnet') +
@@ -11,12 +11,12 @@
       layout+:: { prefill_engines: 0 },
       trainer+: {
         mesh+: { ep: 8 },
-        // whole gradients would take 400 GB of a GPU
+        // 'step' would keep 400 GB of unsharded gradients on each GPU
         fsdp+: { reduce_gradients: 'micro_batch' },
         optimizer+: { lr: 1e-6 },
         checkpoint+: { interval_steps: 50 },
       },
-      // Latent keys are the same on all tensor-parallel ranks, so data-parallel ranks hold more sequences.
+      // Tensor-parallel ranks would all cache the same latent keys. Data-parallel ranks cache different sequences.
       inference+: {
         quantization: 'fp8',
         data_parallel: 4,
@@ -31,7 +31,7 @@
         max_off_policy_steps: 8,
         evaluation+: { interval_steps: 20, num_problems: 64, rollouts_per_problem: 1 },
       },
-      // the trainer routes tokens to the experts that the engines chose
+      // routed_experts: the trainer uses the experts that the engines chose for each token
       transport+: { weights: 'nccl', routed_experts: true },
       stages+: {
         sft: null,

@@ -1,4 +1,4 @@
-// A run of several nodes without accelerators: one prefills, one decodes, two train. Tiny policy, few steps.
+// A run on four nodes without GPUs: one prefills, one decodes, two train. A tiny model takes few steps.
 (import 'lib/named.libsonnet')({
   glm5_shape_smoke:
     (import 'runs/reverse_text_smoke.jsonnet').reverse_text_smoke {

@@ -1,4 +1,4 @@
-// SFT of a tiny GLM-5 on CPU, where its indexers learn too. RL needs GPUs, as vLLM has sparse attention only there.
+// SFT of a tiny GLM-5 and its indexers on a CPU. RL needs a GPU, because vLLM's sparse attention runs only there.
 (import 'lib/named.libsonnet')({
   glm5_smoke:
     (import 'lib/run.libsonnet') +
@@ -8,7 +8,7 @@
     (import 'tasks/reverse_text.libsonnet') +
     (import 'memory/plain.libsonnet') + {
       seed: 1,
-      model+: { mla+: { indexer+: { top_k: 8 } } },  // of the 20 tokens of a document
+      model+: { mla+: { indexer+: { top_k: 8 } } },  // fewer than the 20 tokens of a document, so attention is sparse
       trainer+: {
         indexer: 'train',
         checkpoint+: { interval_steps: 10 },

@@ -1,4 +1,4 @@
-// A pretrained model of 135 M parameters learns from a file of problems, with three seeds: a short SFT on its answers, then RL.
+// A pretrained model of 135 M parameters learns from a file of problems: a short SFT on the file's answers, then RL. Three seeds.
 // Engine and trainer share one GPU and compute in bfloat16. `smollm2_problems_smoke` is the same on two CPU cores.
 local model = import 'models/smollm2_135m.libsonnet';
 local task = import 'tasks/problem_file.libsonnet';
@@ -12,7 +12,7 @@ local run =
     stages+: { sft+: { optimizer+: { lr: 1e-4 }, data+: { num_problems: 1793 } } },
   };
 local gpu = run + (import 'hardware/one_h100.libsonnet') + {
-  // A batch of 256 short rollouts is one micro-batch. A second one would double the time, most of which launches kernels.
+  // One micro-batch holds all 256 short rollouts. Two would take twice the time, because kernel launches dominate.
   trainer+: {
     memory+: { max_tokens_per_micro_batch: 16384, lm_head_chunk_tokens: 4096 },
     fsdp+: { reshard_after_forward: false },

@@ -45,8 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` prints it for each correct manifest
-NOTE = "  note: "  # and such lines behind it
+FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` begins a correct manifest's report with it
+NOTE = "  note: "  # begins each note of this report
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -108,12 +108,12 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Return notes on the tasks of (name, manifest).
+    """Return the notes of `orrery.tasks.check` on the tasks of (name, manifest) pairs.
 
     Raise OrreryError for the first manifest with a task that does not build or fit.
 
-    One `orrery.tasks.check` process checks all manifests. Without that package no task is checked.
-    Without the pretrained tokenizer prompts are not measured. The init stage checks again.
+    If `orrery.tasks` is not installed, no task is checked. If the pretrained tokenizer is missing,
+    prompts are not measured. The init stage checks again.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []

@@ -2,8 +2,9 @@
 
 - Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
   second to a peer in one direction. Measured rates are in `rates/`.
-- A device without a row is named by what its driver tells. `l40g_sm89_44gb` is an L40G of compute
-  capability 8.9 with 44 GiB. Its rates are unknown, so those of the slowest similar row stand in.
+- A device without a row in `DEVICES` gets a name from its driver's data. `l40g_sm89_44gb` is an
+  L40G of compute capability 8.9 with 44 GiB. Its rates are estimated as the lowest of all rows with
+  its compute capability, or else with the nearest older one.
 """
 
 import re
@@ -19,8 +20,8 @@ GB, T = 10**9, 10**12
 class Device:
     """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8.
 
-    `memory_bytes` counts what the driver offers: GDDR6 keeps its error correction in a part of it.
-    `is_estimated`: the table has no such device, and the rates are those of another.
+    `memory_bytes` is what the driver offers, on GDDR6 without the part for error correction.
+    `is_estimated`: `DEVICES` has no such device, and the rates are estimates.
     """
 
     names: tuple[str, ...]
@@ -119,7 +120,7 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return the accelerator of a device without a row, from what its driver tells."""
+    """Return a name for a device without a row in `DEVICES`, from its driver's data."""
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -131,7 +132,7 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a row or of a driver's description. Return None for other names."""
+    """Return the device of a key in `DEVICES` or of a name by `told_accelerator`, else None."""
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -154,7 +155,7 @@ def find_device(accelerator: str) -> Device | None:
 
 
 def device_of(accelerator: str) -> Device:
-    """Return the device. Raise OrreryError for a name that `find_device` does not know."""
+    """Return the device. Raise OrreryError if `find_device` returns None."""
     if (device := find_device(accelerator)) is None:
         raise OrreryError(
             f"hardware.accelerator {accelerator!r} is no GPU. Type `orrery hardware`, which prints "
@@ -164,6 +165,6 @@ def device_of(accelerator: str) -> Device:
 
 
 def is_named(accelerator: str, name: str) -> bool:
-    """Return whether the driver gives this name to the accelerator."""
+    """Return whether `name` is a driver's name for the accelerator."""
     device, told = device_of(accelerator), TOLD.fullmatch(accelerator)
     return name in device.names or (told is not None and told[1] == _short(name))

@@ -1,7 +1,7 @@
 """Fit runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` counts
-as one without GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
+`/dev/nvidia0` has no GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
 """
 
 import os
@@ -40,15 +40,15 @@ QUERY = (
 )
 DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
-WRITTEN = "Written by `orrery "  # first line of the files that a command may replace
+WRITTEN = "Written by `orrery "  # in the first line of files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # changes of engine and trainer for the memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # share of device memory. True: the trainer uses it too
+MAX_FITS = 3  # most rounds of changes that make a run fit into memory
+CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache's share of a device. True: the trainer shares it
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as `nvidia-smi` tells it. Memory and compute capability are None if it tells none."""
+    """A GPU as `nvidia-smi` reports it. Memory or compute capability are None if not reported."""
 
     name: str
     memory_bytes: int | None
@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the axis's `layout`. Half of the GPUs train, the rest serve. One does both."""
+        """Return the axis's `layout`. Half of the GPUs train, the rest serve. One GPU does both."""
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -98,7 +98,7 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return the accelerator of GPUs that the table lacks."""
+    """Return a name for GPUs without a row in `DEVICES`. Raise OrreryError without bfloat16."""
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
@@ -118,7 +118,7 @@ def _told(found: Sequence[Gpu]) -> str:
 def gpus() -> dict[str, Gpu]:
     """Return the visible GPUs by index.
 
-    Raise OrreryError if their names differ, or the driver does not answer or lists no GPU.
+    Raise OrreryError if their names differ, or if `nvidia-smi` fails or lists no GPU.
     """
     if shutil.which(QUERY[0]) is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return {}
@@ -254,7 +254,7 @@ def _object(fields: Mapping[str, object]) -> str:
 class Adapted(NamedTuple):
     """A run and the text of its run file. The text is None if the run fitted already.
 
-    `fitting`: values by field that the run got because its roles did not fit into the memory.
+    `fitting`: field values that were changed so that the run fits into device memory.
     """
 
     run: Rendered
@@ -263,7 +263,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Return the run, adapted to `machine`. Write nothing."""
+    """Return run `name`, adapted to `machine`. Write no file."""
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (
@@ -313,7 +313,7 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return lines of Jsonnet with the fields that must change for `machine`, or none."""
+    """Return lines of Jsonnet with the fields that must change for `machine`, or []."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:

@@ -162,7 +162,7 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
-    """Raise OrreryError if this run cannot start, or one `stage` of it."""
+    """Raise OrreryError if the run cannot start, or if the given `stage` cannot."""
     if stage is not None:
         _check_sparse_attention(manifest, stage)
     check_built(manifest)
@@ -182,7 +182,7 @@ def _check_sparse_attention(manifest: Manifest, stage: StagePlan) -> None:
 
 
 def check_built(manifest: Manifest) -> None:
-    """Raise OrreryError if the run needs something that is not built yet."""
+    """Raise OrreryError if the run needs a feature that Orrery does not have yet."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
     if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
         raise OrreryError(

@@ -26,7 +26,7 @@ PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch mo
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
 # A failed import returns this code: the Jsonnet binding adds stray bytes to an exception's text.
 _FAILS = b"error 'import'"
-_MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # of lib/run.libsonnet
+_MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
 
 
@@ -161,7 +161,7 @@ def _of_all_files(
 
 
 def file_of(workspace: Workspace, name: str) -> Path | None:
-    """Return the run's file, or None. Skip files that cannot be evaluated."""
+    """Return the file that defines run `name`, or None. Skip files that cannot be evaluated."""
 
     def of_file(path: Path) -> dict[str, Path]:
         with suppress(OrreryError):
@@ -177,7 +177,7 @@ def locate(workspace: Workspace, name: str) -> Path:
         return likely
     if (found := file_of(workspace, name)) is not None:
         return found
-    names = list(run_files(workspace))  # raises for a broken file, which may have the run
+    names = list(run_files(workspace))  # raises for a broken file, which may define the run
     if likely in workspace.run_files:
         has = ", ".join(_names(workspace, likely))
         raise OrreryError(f"run {name!r}: {workspace.shown(likely)} has the runs {has}; name one")
@@ -192,7 +192,7 @@ def render(workspace: Workspace, name: str) -> Rendered:
 
 
 def _value(workspace: Workspace, path: Path, name: str) -> Any:
-    """Return the value of a run. If a required field is missing, look for a misspelt one."""
+    """Return the run as plain data. The error for a missing field names its likely misspelling."""
     run = _run_of(workspace, path, name)
     try:
         return Evaluator(workspace)(run)
@@ -233,7 +233,7 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If a required field is missing, evaluate each run alone to name the run."""
+    """If a required field is missing, evaluate each run alone, to name it."""
     try:
         yield
     except OrreryError as error:

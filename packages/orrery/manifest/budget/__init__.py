@@ -1,1 +1,1 @@
-"""The memory and time of a run, computed from its manifest before anything starts. No torch."""
+"""Compute the memory and time of a run from its manifest, before it starts. Imports no torch."""

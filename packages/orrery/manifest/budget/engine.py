@@ -1,8 +1,9 @@
 """Plan the memory and the speed of one engine (vLLM) from the manifest.
 
-- A step takes the longer of its bytes and its operations, its exchanges, and the host's work. See
-  "LLM inference unveiled" (arXiv 2402.16363), section 3, for the roofline of both phases.
-- The last four constants are fitted to `benchmarks/inference` and `benchmarks/async/memory_h100`.
+- A decode step takes the longer of its memory reads and its operations (roofline model,
+  arXiv 2402.16363, section 3), plus exchanges and the host's work. Prefill counts only operations.
+- GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
+  `benchmarks/async/memory_h100.json`.
 """
 
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from orrery.manifest.schema import Inference, Model
 from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES, FP8_BLOCK
 
-MAX_GRAPH_TOKENS = 4096  # larger steps gain little from CUDA graphs
-CONTEXT_BYTES = 700 << 20  # CUDA's context and libraries of a process
-NCCL_BYTES = 400 << 20  # NCCL's buffers of a process with peers
-LOGIT_COPIES = 4  # of a step's float32 logits, while tokens are sampled
-GRAPH_COPIES = 5  # bytes of graphs, over those of one hidden state of each graph's tokens
-SEQUENCE_S = 20e-6  # the host's work for a sampled token: scheduling, log-probs, the answer
-LAYER_S = 15e-6  # of a decode step, for short kernels and their gaps
-PRODUCTS_SHARE = 0.7  # of the dense rate, in prefill
+MAX_GRAPH_TOKENS = 4096  # steps of more tokens gain little from CUDA graphs
+CONTEXT_BYTES = 700 << 20  # CUDA context and libraries of a process
+NCCL_BYTES = 400 << 20  # NCCL buffers of a process
+LOGIT_COPIES = 4  # float32 copies of a step's logits during sampling
+GRAPH_COPIES = 5  # bytes of all graphs / bytes of sum(graph_sizes) hidden states
+SEQUENCE_S = 20e-6  # host seconds per sampled token: scheduling, log-probs, response
+LAYER_S = 15e-6  # seconds per layer and decode step for short kernels and gaps
+PRODUCTS_SHARE = 0.7  # share of the matrix-product rate that prefill reaches
 
 Bytes = dict[str, int]
 
@@ -29,23 +30,23 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    With hundreds of requests most steps also prefill and exceed vLLM's limit of 512 tokens, so
-    counts reach MAX_GRAPH_TOKENS. Data-parallel ranks keep 512, because all pad to the fullest.
+    Most steps of a busy engine also prefill and exceed vLLM's default limit of 512 tokens.
+    Data-parallel ranks keep this limit, because all pad to the fullest rank.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # The exact sizes of steps that only sample, and of full steps.
+    # Full steps, and steps in which all sequences only sample, need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
 
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
-    """Return a device's bytes of (all weights, routed experts).
+    """Return (all weights, routed experts) of one device, in bytes.
 
-    Tensor parallel divides heads and feed-forwards, and all devices of a replica divide experts.
-    Norms, routers, indexers and the narrow projections of latent attention are on every device.
+    Tensor parallel divides heads, feed-forwards, embedding and LM head. All devices of a replica
+    divide routed experts. Norms, routers, indexers and latent down-projections are on each device.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -91,7 +92,7 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return the bytes of one device by kind."""
+    """Return a device's bytes by use, such as "weights" and "cache"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
@@ -107,7 +108,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
     }
     if not is_gpu:
         return found
-    if inference.dtype == "bfloat16":  # engines multiply by the head in float32
+    if inference.dtype == "bfloat16":  # engines keep a float32 copy of the LM head
         found["weights"] += 4 * model.vocab_size * model.hidden_size // tensor
     if not inference.enforce_eager:
         graphs = sum(graph_sizes(inference)) * model.hidden_size * value_bytes
@@ -119,7 +120,7 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """The load of a replica: prompt and sampled tokens of a rollout, rollouts in flight."""
+    """The load of a replica: mean prompt and sampled tokens of a rollout, rollouts in flight."""
 
     prompt: float
     sampled: float
@@ -131,7 +132,7 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return the sequences of a data-parallel rank: admitted, allowed, and held by the cache."""
+    """Return how many sequences load, `max_num_sequences` and cache allow a data-parallel rank."""
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -140,7 +141,10 @@ def batch_size(model: Model, inference: Inference, load: Serving) -> float:
 def decode_s(
     model: Model, inference: Inference, batch: float, context: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds of a step that samples one token of each of `batch` sequences."""
+    """Return the seconds of a step that samples one token for each of a rank's `batch` sequences.
+
+    `context`: mean tokens of a sequence. `network`: bytes per second of a device between nodes.
+    """
     weights, experts = weight_bytes(model, inference)
     tokens = batch * inference.data_parallel
     touched = 1.0
@@ -154,7 +158,7 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the bytes of cache that one sequence reads in a step."""
+    """Return the cache bytes that a decode step reads for one sequence."""
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
@@ -164,7 +168,7 @@ def _read_bytes(model: Model, inference: Inference, context: float) -> float:
 
 
 def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -> float:
-    """Return the seconds in which a data-parallel rank prefills a prompt."""
+    """Return a data-parallel rank's seconds to prefill `prompt` tokens."""
     heads = 2 * model.num_heads * 2 * model.head_dim * model.num_layers
     top_k = prompt
     if model.mla is not None and model.mla.indexer is not None:

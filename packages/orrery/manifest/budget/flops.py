@@ -2,16 +2,15 @@
 
 L layers · H query heads · K head size · D hidden · V vocabulary · C latent width · R rotary part
 
-- `model_flops` counts, per token, 6 for each parameter in an active matrix product, LM head
-  included. Attention adds 12 · L · H · K · n² / 2 per document of n tokens.
-- Sparse attention adds 6 · L · H · (2C + R) per key, min(history, top-k) keys per query, and its
-  indexers' forward pass. Indexers run only if a document is longer than top-k.
-- With gathered keys (cp) ranks expand the same keys, unless they have indexers and read keys of any
-  document in latent space. Only `hardware_flops` counts this.
-- A frozen weight (LoRA) costs 4: forward and input gradient. Adapters are not counted.
-- `hardware_flops` adds the recomputation of blocks and logits, and that of scores in attention's
-  backward pass (5 products instead of 4).
-- Networks of transformers are not counted: the manifest lacks their windows and scans.
+- `model_flops` counts 6 FLOPs per token and weight of an active matrix product, and for attention
+  12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
+- Sparse attention has 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward
+  pass of indexers. It runs only if a document is longer than the indexer's `top_k`.
+- With context parallel (cp) ranks expand the same latent keys. With indexers they read latent keys
+  unexpanded instead. Only `hardware_flops` counts this.
+- A frozen weight (LoRA) costs 4 FLOPs, as it needs no gradient. Adapters are not counted.
+- `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
+- Family `hugging_face` is not counted: the manifest lacks its windows and scans.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from orrery.manifest.schema import Model, Trainer
 @dataclass(frozen=True)
 class Flops:
     projections: float  # attention, dense feed-forwards, routers, shared experts
-    experts: float  # grouped products
+    experts: float  # grouped products of routed experts
     attention: float  # scores and their products with values
     lm_head: float
 
@@ -39,7 +38,7 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return the parameters in one token's matrix products, without attention.
+    """Return how many parameters multiply one token, by kind. `attention` is 0.
 
     Raise OrreryError unless `is_counted`.
     """
@@ -47,7 +46,7 @@ def active_parameters(model: Model) -> Flops:
         raise OrreryError(f"model.family {model.family!r}: its operations are not counted")
     projections, experts = 0, 0
     kinds = [is_sparse(model, layer) for layer in range(model.num_layers)]
-    for kind in set(kinds):  # blocks of a kind differ in indexers alone, which are not counted
+    for kind in set(kinds):  # blocks of a kind differ only in indexers, not counted here
         for weight in block_weights(model, kinds.index(kind)):
             if weight.part == "experts":
                 moe = model.mixture
@@ -59,7 +58,10 @@ def active_parameters(model: Model) -> Flops:
 
 
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
-    """Count one forward and backward pass over documents of `lengths` tokens, all scored."""
+    """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
+
+    The LM head scores every token. `frozen`: weights get no gradients (LoRA).
+    """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
     attention = 3 * _attention_forward(model, lengths) + _indexers(model, lengths)
@@ -67,7 +69,7 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops` plus the recomputation. With LoRA, weights are frozen."""
+    """Return `model_flops` plus recomputed and repeated work. With LoRA, weights are frozen."""
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -92,7 +94,7 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return `kv_b_proj`'s parameters of all layers, times the expansions of a key beyond one."""
+    """Return all `kv_b_proj` parameters, times how often cp expands a latent key again."""
     mla = model.mla
     if mla is None or mla.indexer is not None:
         return 0.0
@@ -111,7 +113,7 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers. They have no backward pass."""
+    """Return the forward operations of all indexers. Their training is not counted."""
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
@@ -123,6 +125,6 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Return the sum over a document's queries of min(history, most), with n² / 2 for Σ n."""
+    """Return a document's (query, key) pairs, at most `most` keys per query (Σ n ≈ n² / 2)."""
     most = min(length, most)
     return most * most / 2 + (length - most) * most

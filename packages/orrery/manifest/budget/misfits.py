@@ -1,7 +1,7 @@
-"""Sentences for roles whose memory cannot fit a device, each with what to change.
+"""Report trainers and engines that need more than a device's memory, and the fields to change.
 
-Only what cannot fit is refused: the trainer's plan less its largest known error, and weights, cache
-and context of an engine.
+Only roles that surely do not fit are reported. A trainer's plan is reduced by its largest known
+error. An engine counts weights, cache and CUDA context.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from orrery.manifest.budget.rates import usable_bytes
 from orrery.manifest.budget.trainer_memory import plan_memory, stage_workload
 from orrery.manifest.schema import Manifest
 
-LARGEST_ERROR = 0.08  # of the trainer's plan, in benchmarks/trainer/planned.json
+LARGEST_ERROR = 0.08  # largest error of planned peaks in benchmarks/trainer/planned.json
 GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role that a device cannot hold. CPUs are not checked."""
+    """Yield a sentence for each role that a device cannot hold. Skip CPUs and `hugging_face`."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -38,7 +38,7 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return values by field with which roles that do not fit would, or {} if none are known."""
+    """Return new field values that make a role fit, or {} if none are needed or known."""
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}
@@ -129,7 +129,7 @@ def _engine_changes(run: Manifest, missing: int) -> Iterator[tuple[str, dict[str
 
 
 def _changed(run: Manifest, changes: dict[str, Any]) -> Manifest | None:
-    """Return the run with other fields of `inference`, or None if a constraint forbids them."""
+    """Return the run with `changes` in `inference`, or None if a constraint forbids them."""
     data = run.model_dump(mode="json")
     try:
         return Manifest.model_validate(data | {"inference": data["inference"] | changes})

@@ -1,8 +1,8 @@
-"""Choose changes of the manifest that free device memory.
+"""Choose changes of the manifest that lower a trainer's peak of device memory.
 
-An option's gain is the difference between two plans' peaks. The order of preference is: one option
-on the same devices, several, all state in host memory (tier 1), more devices (tier 2). Options must
-fit into the rank's free host memory.
+An option frees the difference between the planned peaks without and with it. Tier 1 moves all
+trainer state to host memory, tier 2 adds devices, tier 0 does neither. Lower tiers are tried first.
+Data moved to the host must fit into the rank's free host memory.
 """
 
 import json
@@ -52,7 +52,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the values by field, or {} if an option changes several fields at once."""
+        """Return new values by field, or {} if an option changes several fields at once."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -61,7 +61,7 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options not yet in use, cheapest first. `before` is the trainer's plan."""
+    """Yield the options not yet in use, cheapest first. `before` is the plan of `trainer`."""
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     for kind, cost in _checkpointing(model, trainer):
@@ -79,9 +79,9 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option that frees `needed_bytes`, or else the most effective combination.
+    """Return the cheapest option that frees `needed_bytes`, else the most effective combination.
 
-    `host_bytes` is the free host memory of a rank.
+    `host_bytes`: free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -122,7 +122,7 @@ def _combine(
         total, trainer, load = freed(best), best.trainer, best.load
         first = applied.pop(best.field, best)
         applied[best.field] = replace(best, instead_of=first.instead_of)
-        if best.tier == 2:  # more devices could be added forever
+        if best.tier == 2:  # otherwise the loop could add devices without end
             break
     return ChosenOptions(tuple(applied.values()), total, total >= needed_bytes)
 
@@ -265,7 +265,7 @@ def format_value(value: Any) -> str:
 
 
 def jsonnet_of(fields: Mapping[str, Any]) -> str:
-    """Return Jsonnet to add to a run: `trainer+: { memory+: { activation_offload: true } }`."""
+    """Return fields as Jsonnet, such as `trainer+: { memory+: { activation_offload: true } }`."""
     nested: dict[str, Any] = {}
     for field, value in fields.items():
         *parents, last = field.split(".")

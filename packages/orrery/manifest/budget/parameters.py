@@ -1,7 +1,7 @@
-"""Count the parameters of our own networks from the manifest, without building them.
+"""Count the parameters of this project's networks from the manifest, without building them.
 
-`orrery.models.counts` counts a built network, which `hugging_face` needs. A test holds that both
-agree for every family.
+`orrery.models.counts` counts a built network, as family `hugging_face` needs. A test asserts that
+both agree for all other families.
 """
 
 import math
@@ -17,10 +17,11 @@ Part = Literal["norm", "attention", "indexer", "feed_forward", "router", "expert
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight of a block. `shape` is (rows, columns), after the number of experts in a stack.
+    """A weight of a transformer block.
 
-    - `num_matrices`: matrices on top of one another, such as gate and up.
-    - `has_fp8`: the weight is in FP8 if `model.fp8` names its part.
+    - `shape`: (rows, columns), (experts, rows, columns) of stacked experts, or (size,) of a vector.
+    - `num_matrices`: matrices stacked along the rows, such as 2 for gate and up.
+    - `has_fp8`: the layer computes in FP8 if `model.fp8` names its part.
     """
 
     part: Part
@@ -48,7 +49,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters that one rank gathers, without other ep ranks' experts."""
+        """Return the parameters that one rank gathers: 1/ep of the experts, all others whole."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -58,9 +59,9 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Counts of FSDP units in forward order. `root` has the rest, such as a tied embedding.
+    """Counts of FSDP units in forward order. `root` has all other weights (tied embeddings).
 
-    `largest_in_a_layer` counts the largest trained weight, such as a stack of experts.
+    `largest_in_a_layer`: parameters of the largest trained weight, such as stacked experts.
     """
 
     before: UnitParameters
@@ -79,10 +80,10 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the keys that a rank's latent attention reads, over its queries.
+    """Return the ratio of keys to queries in a rank's latent attention.
 
-    Ranks gather all keys. Without indexers each expands those up to its last query of a document,
-    cp + ½ of cp for both of its pieces.
+    With indexers a rank reads the keys of all cp ranks. Without, it expands the keys up to the end
+    of each of its two pieces of a document (zig-zag), together 2·cp + 1 pieces of keys.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -94,7 +95,7 @@ def is_sparse(model: Model, layer: int) -> bool:
 
 
 def block_weights(model: Model, layer: int) -> Iterator[BlockWeight]:
-    """Yield the weights of a block. Raise OrreryError for a network of transformers."""
+    """Yield the weights of a block. Raise OrreryError for family `hugging_face`."""
     if model.family == "hugging_face":
         raise OrreryError(
             "model.family 'hugging_face': the manifest does not say what its weights are"
@@ -153,7 +154,7 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return the counts of the manifest's network. Raise OrreryError as `block_weights` does."""
+    """Return the counts. Indexers count as frozen. Raise OrreryError as `block_weights` does."""
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
     largest = 0
@@ -164,7 +165,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
         if kind not in kinds:
             kinds[kind] = _count_block(list(block_weights(model, layer)), adapters)
         unit, most = kinds[kind]
-        layers.append(replace(unit))  # distinct objects, because the plan compares identities
+        layers.append(replace(unit))  # copies, because `trainer_memory` compares by identity
         largest = max(largest, most)
     embedding, norm = model.vocab_size * model.hidden_size, model.hidden_size
 
@@ -180,7 +181,7 @@ def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
 
 
 def _count_block(weights: list[BlockWeight], adapters: Lora | None) -> tuple[UnitParameters, int]:
-    """Return a block's counts and its largest trained weight."""
+    """Return (a block's counts, parameters of its largest trained weight)."""
     found = dict.fromkeys(("trained", "frozen", "trained_experts", "frozen_experts", "adapted"), 0)
     largest = 0
 

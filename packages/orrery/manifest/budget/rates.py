@@ -1,7 +1,7 @@
-"""The rates of devices: measured ones from `manifest/rates/<device>.json`, others from data sheets.
+"""Look up the rates of devices. `manifest/rates/<device>.json` has measured rates.
 
-A device without a file is assumed to reach the same share of its data sheet as an H200. The plan
-names the source.
+A device without this file is assumed to reach the same share of its data sheet's rates as an H200.
+The plan of a run names the source of its rates.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from orrery.manifest.devices import DEVICES, device_of, find_device
 from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
-MEASURED_ON = "h200"  # the device whose shares stand in for others
-USABLE = 0.99  # of the memory that a data sheet names in GB and that counts in GiB
-PCIE_BYTES = 50e9  # a second, of pinned copies over PCIe 5
+MEASURED_ON = "h200"  # the device whose rates are scaled for unmeasured ones
+USABLE = 0.99  # share of a device's memory. Data sheets write GB for GiB.
+PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one direction
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations a second of kernels, and bytes a second of memory and links.
+    """Operations per second of kernels, and bytes per second of memory and links.
 
-    - `attention_flops`: of long documents. Documents of `attention_half_tokens` get half of it.
-    - `link_bytes`: to a peer in one direction. `collective_bytes`: of a gather or a reduction that
-      shares the device with computation.
+    - `attention_flops`: for long documents. Documents of `attention_half_tokens` reach half of it.
+    - `link_bytes`: to another device in one direction.
+    - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
     - `host_link_bytes`: of pinned copies in one direction.
     """
 
@@ -67,6 +67,6 @@ def rates_of(accelerator: str) -> Rates:
 
 
 def usable_bytes(accelerator: str) -> int | None:
-    """Return the bytes that a process can allocate on a device, or None on a CPU."""
+    """Return the bytes that a process can allocate on the device, or None for a CPU."""
     device = find_device(accelerator)
     return None if device is None else int(USABLE * device.memory_bytes / 10**9 * 2**30)

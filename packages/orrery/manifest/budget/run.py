@@ -1,10 +1,11 @@
 """Plan a run: memory of each role, time of a step, and the bytes between roles.
 
-- Memory is that of the longest rollouts. For the time, rollouts have a quarter of the tokens that
-  `inference.max_model_len_tokens` allows, unless the caller says how many they have on average.
-- Trainer and engines work at the same time. The slower one sets the step.
-- Staleness follows from Little's law: with N rollouts in flight and B in a batch, a rollout lasts
-  N / B steps, so its tokens are N / 2B steps old on average, and half a step more in the batch.
+- Memory is planned for rollouts of `inference.max_model_len_tokens`, time for rollouts of a quarter
+  of these tokens or of the mean that the caller gives.
+- Trainer and engines work at the same time, so the slower one sets the step. On shared devices they
+  take turns.
+- Staleness follows from Little's law. With N rollouts in flight and B in a batch, a rollout lasts
+  N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
 
 from dataclasses import asdict, dataclass
@@ -27,14 +28,14 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
 Bytes = dict[str, int]
-FRAGMENTATION = 0.065  # of the allocated bytes, the median of benchmarks/trainer
-NETWORK_BYTES = 50e9  # a device's share of the network if the site does not say: 400 Gb/s
-MEAN_SHARE = 0.25  # mean length of a rollout over the greatest, unless given
-COLUMN_BYTES = 17  # a trained token: id, mask, log-prob, version, advantage
-UPDATE_BYTES = 100e9  # bytes a second of a direct weight update, with conversion and attestation
-UPDATE_S = 0.05  # pause and resume of the engines
-FILE_BYTES = 1e9  # bytes a second of files, of a weight update and of a checkpoint
-KINDS = {  # kinds of the trainer's memory, by the categories of its plan
+FRAGMENTATION = 0.065  # lost / allocated bytes, the median in benchmarks/trainer
+NETWORK_BYTES = 50e9  # default network bytes per second of a device: 400 Gb/s
+MEAN_SHARE = 0.25  # default mean tokens of a rollout / max_model_len_tokens
+COLUMN_BYTES = 17  # bytes of a trained token: id, mask, log-prob, version, advantage
+UPDATE_BYTES = 100e9  # bytes per second of an 'nccl' or 'nixl' weight update
+UPDATE_S = 0.05  # seconds to pause and resume the engines
+FILE_BYTES = 1e9  # bytes per second of a node's files
+KINDS = {  # the trainer's memory by kind, each a sum of categories of its `MemoryPlan`
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -45,7 +46,7 @@ KINDS = {  # kinds of the trainer's memory, by the categories of its plan
 
 @dataclass(frozen=True)
 class RoleBudget:
-    """Bytes of a device of the role by kind, and bytes of a node that it uses beside devices."""
+    """Bytes of a role: `memory` of one device by kind, host memory and scratch disk of one node."""
 
     role: str
     num_devices: int
@@ -61,12 +62,12 @@ class RoleBudget:
 
 @dataclass(frozen=True)
 class RunBudget:
-    """The plan of a run. Times in seconds, rates in tokens or bytes a second."""
+    """The plan of a run. Times are seconds, rates are tokens or bytes per second."""
 
     roles: tuple[RoleBudget, ...]
     capacity_bytes: int | None  # of a device, None on a CPU
     shares_devices: bool
-    tokens: dict[str, float]  # of a rollout: all, prompt, sampled
+    tokens: dict[str, float]  # of a mean rollout: all, prompt, sampled
     trainer_s: dict[str, float]
     trainer_tokens_per_s: float
     engines: dict[str, float]
@@ -76,7 +77,7 @@ class RunBudget:
     staleness: float
     update: dict[str, float]
     checkpoint: dict[str, float]
-    traffic_bytes: dict[str, float]  # of a step
+    traffic_bytes: dict[str, float]  # in a step
     layer_gather_bytes: dict[str, int]
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
@@ -88,9 +89,9 @@ class RunBudget:
 def plan_run(
     manifest: Manifest, tokens: float | None = None, network: float | None = None
 ) -> RunBudget:
-    """Return the plan. `tokens`: mean of a rollout. `network`: bytes a second of a device.
+    """Return the plan. Raise OrreryError for family `hugging_face`.
 
-    Raise OrreryError for a network of transformers.
+    `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
     """
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
@@ -116,9 +117,9 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
-    """Return the memory plan of the stage's trainer on the devices that the manifest names."""
+    """Return the memory plan of a trainer rank in `stage`, on the manifest's accelerator."""
     trainer, load = stage_workload(manifest, stage)
-    capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU's is the host's
+    capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
 
 
@@ -129,7 +130,7 @@ def engine_memory(manifest: Manifest) -> Bytes:
 
 
 class RunPlan:
-    """The figures of one run. `plan_run` collects them."""
+    """The planned memory, times and traffic of a run. `plan_run` collects them."""
 
     def __init__(
         self, manifest: Manifest, tokens: float | None = None, network: float | None = None
@@ -194,9 +195,9 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the engines' speed: a wave of a rank's sequences is prefilled, then decoded.
+        """Return the engines' speed. A rank prefills its sequences, then decodes them.
 
-        Where prefill is apart, the slower of both kinds sets the speed.
+        If other engines prefill, the slower kind of engine sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -208,7 +209,7 @@ class RunPlan:
         rates, network = self.rates, self.network
         step = engine.decode_s(model, inference, batch, load.mean_context, rates, network)
         prefill = engine.prefill_s(model, inference, self.prompt, rates)
-        decode_s = sampled * step / batch  # of one rollout, beside others
+        decode_s = sampled * step / batch  # decode seconds of a rank per rollout
         here = prefill if not prefills else 0.0
         per_s = decoding * inference.data_parallel / (decode_s + here)
         if prefills:
@@ -224,7 +225,7 @@ class RunPlan:
         }
 
     def pace(self) -> tuple[float, str, float]:
-        """Return a step's seconds, the slower side, and the mean staleness of its tokens."""
+        """Return (seconds of a step, slower side, mean staleness of the tokens in steps)."""
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
         slower = max(sides, key=sides.__getitem__)
@@ -238,9 +239,9 @@ class RunPlan:
         return step_s, slower, min(staleness, float(orchestrator.max_off_policy_steps))
 
     def update(self) -> dict[str, float]:
-        """Return a weight update's bytes and seconds. Trainer ranks send, engine devices receive.
+        """Return the bytes and seconds of a weight update from trainer ranks to engine devices.
 
-        A direct update is bound by the busier side of its link.
+        With 'nccl' or 'nixl' the slower side counts: a rank's sends or a device's receives.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -260,9 +261,9 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def checkpoint(self) -> dict[str, float]:
-        """Return the bytes of a checkpoint, and the seconds that training waits and writing takes.
+        """Return the bytes of a checkpoint, the seconds that training waits, and those of writing.
 
-        Ranks of one replica save weights and optimizer state once.
+        The ranks of one data-parallel replica save weights and optimizer state.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -279,7 +280,7 @@ class RunPlan:
         }
 
     def traffic(self) -> dict[str, float]:
-        """Return the bytes of a step between roles, and of the trainer's gathers."""
+        """Return the bytes that roles exchange in a step, by direction."""
         found = {
             "weights to engines": self.update()["bytes"],
             "batches to trainer": self.batch_tokens * COLUMN_BYTES,
@@ -292,7 +293,7 @@ class RunPlan:
         return found
 
     def layer_gather(self) -> dict[str, int]:
-        """Return the bytes of the largest block as gathered, whole and under expert parallel."""
+        """Return a rank's gathered bytes of the largest block, without and with expert parallel."""
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

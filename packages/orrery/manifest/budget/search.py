@@ -1,10 +1,10 @@
-"""Find the layouts of a run that fit into memory and that `RunPlan` expects to be fastest.
+"""Find the fastest layouts of a run that fit into device memory, with `RunPlan`'s times.
 
-- The search keeps the numbers of trainer and engine devices. It keeps every field that changes
-  results: the model, the optimizer, precisions, the number of rollouts.
+- The search keeps the numbers of trainer and engine devices, the model, the optimizer, precisions
+  and the number of rollouts.
 - For the trainer it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines it
-  varies replicas and tensor, data and expert parallel. The cache takes the memory left.
-- Only layouts that pass all constraints of the manifest are returned.
+  varies replicas and tensor, data and expert parallel. The cache fills the remaining memory.
+- It returns only layouts that pass all constraints of the manifest.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest
 
 NUM_LAYOUTS = 3
-ROOM = 0.97  # share of a device that a proposal may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # each saves more memory than the one before
+ROOM = 0.97  # share of usable device memory that a layout may fill
+SAVINGS: tuple[dict[str, Any], ...] = (  # each is added to those before it and saves more memory
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
     {"memory.optimizer_offload": True},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # of a micro-batch, over the run's
+SIZES = (0.5, 1, 2)  # factors of the run's `max_tokens_per_micro_batch`
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -39,7 +39,7 @@ Changes = dict[str, Any]  # new values by field
 
 @dataclass(frozen=True)
 class Proposal:
-    """Seconds of a batch, a device's bytes, and what differs from the run."""
+    """A layout: seconds of a batch, bytes of a device, fields to change in the run."""
 
     seconds: float
     device_bytes: int
@@ -48,7 +48,7 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest layouts, each of another mesh or another checkpointing."""
+    """Return the fastest trainer layouts, at most one per mesh and kind of checkpointing."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= sum(role.total_bytes for role in RunPlan(run, tokens).roles()[1:])
@@ -70,7 +70,7 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest shapes of the engines, with as much cache as they leave."""
+    """Return the fastest engine layouts, each with the largest cache that fits."""
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -110,7 +110,7 @@ def _trainer_changes(run: Manifest) -> Iterator[Changes]:
         if size < longest:
             continue
         if mesh["dp_shard"] * mesh["cp"] == 1 and saving["fsdp.reduce_gradients"] == "step":
-            continue  # one rank reduces nothing
+            continue  # a single rank reduces no gradients
         yield {
             **{f"trainer.mesh.{name}": value for name, value in mesh.items()},
             "trainer.memory.max_tokens_per_micro_batch": size,
@@ -158,7 +158,7 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with this shape and the largest cache in whole GiB, or None."""
+    """Return the run with engine layout `shape` and the largest cache in whole GiB, or None."""
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -172,7 +172,7 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with these fields, or None if a constraint forbids them."""
+    """Return the run with `changes`, or None if a constraint forbids them."""
     data = run.model_dump(mode="json")
     for field, value in changes.items():
         *path, last = field.split(".")

@@ -1,4 +1,4 @@
-"""The plan of a run's RL stage as text of at most 100 columns."""
+"""Format the plan of a run's RL stage as text of at most 100 columns."""
 
 from collections.abc import Iterator
 
@@ -100,7 +100,7 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
 
 
 def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    """Yield the fastest layouts of both roles, each with the fields to set."""
+    """Yield text: the fastest layouts of trainer and engines, each with the fields to set."""
     now = RunPlan(run, tokens)
     yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
     yield ""

@@ -1,11 +1,11 @@
-"""The LM head's tiles, for the kernel that computes them and for the memory plan."""
+"""Divide the LM head's logits into tiles, for its kernel and for the memory plan."""
 
-AUTO_SHARE = 16  # of the device's memory
-ALIGNMENT = 128  # of blocks, for whole tiles of the products
+AUTO_SHARE = 16  # an "auto" chunk takes 1/16 of memory
+ALIGNMENT = 128  # slices are multiples of 128: whole tiles of products
 
 
 def auto_chunk_tokens(device_bytes: int, vocab_size: int) -> int:
-    """Return a GPU's "auto" chunk: 1/16 of its memory at 6 bytes a logit."""
+    """Return the tokens of an "auto" chunk. Its logits (6 bytes each) take 1/16 of GPU memory."""
     tokens = device_bytes // (AUTO_SHARE * 6 * vocab_size)
     return max(ALIGNMENT, tokens // ALIGNMENT * ALIGNMENT)
 

@@ -1,12 +1,12 @@
 """Plan the bytes of a trainer rank at each moment of a step. No factor is fitted.
 
-The plan predicts the bytes that torch allocates. Its allocator reserves more. Activations are bytes
-per token of this rank. Symbols in the formulas below:
+The plan predicts the bytes that torch allocates. Torch's allocator reserves more. Symbols:
 
-n parameters of an FSDP unit as gathered on one rank · s ranks that shard it · T tokens here
-M scored tokens · V vocabulary · D hidden · bytes of a value: p weights, c compute, r reductions
-h = query heads · head size · g = key heads · head size · F dense (or shared) intermediate
-E experts · K experts a token · I expert intermediate
+n parameters of an FSDP unit as gathered on one rank · s ranks that shard the unit
+T tokens of a micro-batch on one rank · V vocabulary · D hidden
+bytes of a value: p of stored weights, c in computation, r in gradient reductions
+h = query heads × head size · g = key heads × head size · F dense (or shared) intermediate
+E experts · K experts per token · I expert intermediate
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ CATEGORIES = (
     "LM head",
 )
 BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
-# The optimizer's buckets, in bytes of local state. If a rule has no state, in bytes of weights.
-OFFLOADED_BYTES = 128 << 20  # enough for full bus speed
-WHOLE_BYTES = 256 << 20  # same buckets, hence same bits, with and without offload
+# Sizes of the optimizer's buckets: bytes of local state, or of weights if there is no state.
+OFFLOADED_BYTES = 128 << 20  # enough for the full rate of PCIe
+WHOLE_BYTES = 256 << 20  # Muon's buckets: equal with and without offload, hence equal bits
 NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
@@ -51,7 +51,10 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per token: `kept` from forward to backward, and the maximum that `backward` adds."""
+    """A block's activation bytes per token.
+
+    `kept`: from its forward to its backward pass. `backward`: the most that the latter adds.
+    """
 
     kept: int
     backward: int
@@ -59,10 +62,11 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class _Results:
-    """Bytes of a block's results: `named` (kept by selective checkpointing) and `rest`.
+    """Bytes per token of a block's forward results.
 
-    `unread` are the other named results, which no backward pass reads. `for_attention` are results
-    that only attention's backward pass reads.
+    `named`: those that selective checkpointing can keep. `unread`: results of the same names that
+    no backward pass reads. `rest`: results without a name. `for_attention`: recomputed results that
+    only attention's backward pass reads.
     """
 
     named: dict[str, int]
@@ -74,8 +78,8 @@ class _Results:
 def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBytes:
     """Return a block's activation bytes under the trainer's checkpointing.
 
-    `none` keeps all results, `full` the input (c·D), `selective` the input and the named results. A
-    block that is not one graph also keeps the named results that no backward pass reads.
+    `none` keeps all results, `full` the input (c·D), `selective` the input and the results that
+    `keep` names. Unless compiled as one graph, a block also keeps `_Results.unread` of them.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -96,7 +100,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes of a block's results.
+    """Return the bytes per token of a block's results.
 
         attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
@@ -105,8 +109,8 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
         rest          c·2D normalised inputs · c·(h + g) rotated queries and keys, if `qk_norm`
                       · c·F activation · c·K·D rows in expert order · c·K·I activation · statistics
 
-    An adapter adds a copy of its projection's result and a narrow result. A frozen product without
-    an adapter does not keep its input.
+    An adapter adds a copy of its projection's result and a result of width `rank`. A frozen
+    projection without an adapter does not keep its input.
     """
     c, hidden = DTYPE_BYTES[trainer.compute_dtype], model.hidden_size
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -156,14 +160,14 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys).
 
-    Where the dense and the sparse path differ, the larger counts.
+    Inputs are `both` plus the larger of `dense` and `sparse`.
     H heads · N, R, V, C as in `latent_attention.py` · K = N + R · q latent width of queries
     k `keys_per_query`
-    dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values. Not with gathered keys of a
-              network with indexers.
+    output    c·H·max(V, C) output · 4·H log-sum-exps
+    both      2·c·(q + C + R) latents before and after their norms · c·H·K queries
+    dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values (0 with cp and indexers)
     sparse    c·H·(C + R) latent queries · 4·top-k indices
-    both      2·c·(q + C + R) narrow results, also normalised · c·H·K queries
-    gathered  k·c·(C + R) instead of the normalised keys, with cp
+    gathered  k·c·(C + R) with cp, which replaces the normalised keys of `both`
     """
     mla, heads = model.latent, model.num_heads
     latent, keys = mla.kv_lora_rank + mla.rope_head_dim, keys_per_query(model, cp)
@@ -187,12 +191,14 @@ def _dense_width(model: Model, layer: int) -> int:
 
 
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
-    """Return the temporary bytes of the backward passes of (attention, feed-forward).
+    """Return the temporary bytes per token of (attention's, feed-forward's) backward pass.
 
-    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients · with gathered keys,
-                2·g per key, and their gradients thrice: received, in order of ranks, returned
+    Symbols H, C, R and k are those of `_latent_results`.
+    attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
+    latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
+                indexers 2·c·g·(k − 1) expanded keys and values
     dense       c·(3F + D)
-    mixture     also c·K·D gradients of rows (thrice under ep) · c·K·I between products (thrice
+    mixture     also c·K·D gradients of rows (3 times with ep) · c·K·I between products (3 times
                 unless one graph) · c·K·D to recompute the down projection with adapters
     """
     c = DTYPE_BYTES[trainer.compute_dtype]
@@ -211,7 +217,7 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     if not is_sparse(model, layer):
         return attention, feed_forward
     moe, lora_spec = model.mixture, trainer.lora
-    rows = 1 if trainer.mesh.ep == 1 else 3  # the exchange copies rows in both orders
+    rows = 1 if trainer.mesh.ep == 1 else 3  # ep's exchange holds two more copies
     has_adapters = lora_spec is not None and "experts" in lora_spec.targets
     is_checkpointed = trainer.memory.activation_checkpointing.kind != "none"
     if has_adapters and is_checkpointed and "experts" not in trainer.kept:
@@ -226,9 +232,9 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a data rank's work: micro-batch tokens, longest document, micro-batches per step.
+    """A cp group's work: tokens of a micro-batch and of the longest document, micro-batches a step.
 
-    `merged_width`: bytes per value of weights merged with adapters for a direct wire, or 0.
+    `merged_width`: bytes per value if adapters are merged into weights for direct updates, else 0.
     """
 
     tokens: int
@@ -238,7 +244,7 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the stage's trainer and largest workload, with samples of full length."""
+    """Return the trainer of `stage`, and its workload if all samples have the greatest length."""
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
     longest = manifest.inference.max_model_len_tokens
@@ -258,7 +264,7 @@ def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Device bytes by category for every moment of a step."""
+    """A rank's device bytes by category at each moment of a step, and host bytes."""
 
     moments: dict[str, Bytes]
     host_bytes: int
@@ -279,7 +285,7 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Return one rank's plan. Raise OrreryError as `count_parameters` does."""
+    """Return one rank's memory plan. Raise OrreryError as `count_parameters` does."""
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -296,7 +302,7 @@ def num_states(optimizer: Optimizer, counted: ParameterCounts) -> int:
 
 
 def num_fp8_weights(model: Model) -> int:
-    """Return the number of weights in the layers of `model.fp8`."""
+    """Return the number of weight values in the layers that `model.fp8` names."""
     if not model.fp8:
         return 0
     return sum(
@@ -328,20 +334,20 @@ class _StepPlan:
         self.copies = 0
         if trainer.has_compute_copies:
             self.copies = self.c * sum(unit.trained for unit in counted.units)
-            self.copies += 2 * num_fp8_weights(model)  # values, and those of the transpose
+            self.copies += 2 * num_fp8_weights(model)  # FP8 weights and their transposes
         self.tokens = -(-load.tokens // mesh.cp)
         self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield the bytes of each moment. Weights, states and waiting gradients are in all.
+        """Yield each moment's bytes. Weights, optimizer states and waiting gradients always count.
 
-        LM head           all activations · gathered head and last block · the head's gradient (c·n)
-                          · logits · T·D·(3c + 4) hidden states and their gradient
-        block, backward   activations up to it · recomputation · it and the block before, gathered
-                          (c·n) · its gradient · the reduction of the next · two T·D gradients
-        block, reducing   activations before it · the block before, gathered · its gradient (c·n)
-                          and reduction (r·n), or 3·r·n for both on a single rank
-        embedding         a dense V·D gradient (two if tied) · its reduction, or block 0's if larger
+        LM head           activations of all blocks · gathered head and last block · head's gradient
+                          (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
+        block i, backward activations of blocks 0 to i · recomputation · gathered blocks i, i − 1
+                          (c·n) · gradient of i · reduction of i + 1 · two T·D gradients
+        block i, reducing activations of blocks 0 to i − 1 · gathered block i − 1 · gradient of i
+                          (c·n) and its reduction (r·n), or 3·r·n for both on a single rank
+        embedding         V·D gradient (two if tied) · its reduction, or that of block 0 if larger
         optimizer         all reduced gradients · Muon's temporaries
         """
         counted, layers = self.counted, self.counted.layers
@@ -424,7 +430,7 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the bytes of states (p·n / s each), or of the slots if they are offloaded."""
+        """Return the bytes of optimizer states (p·n / s each), with offload of their slots."""
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -436,7 +442,7 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return host bytes. Activations count twice: buffers round up to powers of two."""
+        """Return a rank's host bytes. Activations count twice: buffers round up to powers of 2."""
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -466,8 +472,8 @@ class _StepPlan:
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
         """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` are reduced (p·n / s). With `reduce_gradients: step` the others hold whole
-        gradients (r·n) of earlier micro-batches.
+        Units in `done` have reduced gradients (p·n / s). All other units have gradients of
+        earlier micro-batches: whole (r·n) with `reduce_gradients: step`, else reduced.
         """
         total = 0
         for unit in self.counted.units:
@@ -487,10 +493,10 @@ class _StepPlan:
         return self.tokens * sum(each)
 
     def logits(self) -> int:
-        """Return the bytes of logits if all T tokens are scored.
+        """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
 
-        The largest tile takes 6 bytes per logit. With `lm_head_keeps_logits` logits take 4·T·V
-        bytes, and a tile 2 bytes per logit.
+        The largest tile takes 6 bytes per logit. With `lm_head_keeps_logits` all logits take 4·T·V
+        bytes, and the largest tile 2 more per logit.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -1,9 +1,9 @@
 """Estimate the seconds of a trainer's step from operations, bytes and a device's rates.
 
-- Elementwise work is fused if blocks are compiled. FSDP's gathers and reductions hide behind the
-  computation of their pass. Exchanges of context and expert parallel hide behind none.
-- Constants are fitted to the profiled steps in `benchmarks/trainer`, and
-  `benchmarks/trainer/planned.py` prints the error of each.
+- Elementwise work is fused if blocks are compiled. FSDP's gathers and reductions overlap with the
+  forward or backward computation. Exchanges of context and expert parallel do not overlap.
+- Constants are fitted to the profiled steps in `benchmarks/trainer`. That folder's `planned.py`
+  prints the error of each planned step.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from orrery.manifest.budget.trainer_memory import activation_bytes
 from orrery.manifest.schema import Model, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 
-SHARDING_SHARE = 2 / 3  # share of memory's rate that FSDP's copies reach beside collectives
-LAUNCH_S = 0.7e-3  # least seconds of the host per block and micro-batch, both passes
+SHARDING_SHARE = 2 / 3  # share of the memory rate that FSDP's copies reach during collectives
+LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch, forward and backward
 IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # ratio of elementwise bytes without and with the compiler
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
-BOTH_WAYS = 0.75  # share of the host link's rate while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers if exchanges of cp wait for them
+BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
+QUEUED_SHARE = 0.5  # share of computation that overlaps gathers if cp's exchanges wait for them
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second of one device in exchanges of the trainer's groups.
+    """Bytes per second of one device in the trainer's collectives.
 
-    `shards` and `experts`: gathers and reductions of weights and of experts under expert parallel.
-    `all`, `cp` and `ep`: exchanges between the ranks of a group.
+    `experts` and `shards`: FSDP's gathers and reductions of experts and of all other weights.
+    `all`, `cp` and `ep`: exchanges among all ranks, a cp group and an ep group.
     """
 
     shards: float
@@ -46,10 +46,10 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates of groups within a node, or over several with `network` bytes a device.
+    """Return the rates. `network`: bytes per second of a device between nodes.
 
-    A ring over nodes divides its bytes among the network cards of its ranks on a node. The ranks
-    that shard an expert are `ep` apart.
+    A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
+    expert are `ep` apart, so a node has fewer of them.
     """
 
     def of(ranks: int) -> float:
@@ -73,8 +73,8 @@ def step_s(
 ) -> dict[str, float]:
     """Return the seconds of a step, for each kind of work and in total.
 
-    `lengths`: the lengths of a cp group's documents in all micro-batches. Raise OrreryError for a
-    network of transformers.
+    `lengths`: tokens of each document of a cp group, over all micro-batches. Raise OrreryError for
+    family `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
@@ -94,7 +94,7 @@ def step_s(
     if trained:
         computing_s, offloaded_s, exchange_s = _optimizer_s(model, trainer, trained, rates, link)
     seconds["optimizer"] = max(computing_s, offloaded_s)
-    # Exposed copies of offloaded states hide Muon's all-to-alls.
+    # Muon's all-to-alls overlap with copies of offloaded states.
     exposed += max(computing_s + exchange_s, offloaded_s) - seconds["optimizer"]
     busy = sum(seconds.values()) + exposed
     least = LAUNCH_S * model.num_layers * micro_batches
@@ -126,7 +126,7 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the mean rate of dense products, some of which may be in FP8."""
+    """Return the mean operations per second of dense products, some perhaps in FP8."""
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -145,11 +145,11 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that FSDP's copies move for one micro-batch.
+    """Return the bytes that FSDP's copies read and write for one micro-batch.
 
-    n gathered values, s of this rank, c bytes of a computed value, r of a reduced one, p of a kept
-    one, and g gathers: 2·c·n·g out of the gather, (p + c)·s·g casts, (c + r)·n into the reduction,
-    (r + p)·s out of it.
+    They are 2·c·n·g out of gathers, (p + c)·s·g in casts, (c + r)·n into reductions and (r + p)·s
+    out of them. g gathers · n gathered values, s of them on this rank · bytes of a value: c
+    computed, r reduced, p stored
     """
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
@@ -186,9 +186,9 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return the seconds of exchanges (in all, beside no computation), without Muon's.
+    """Return the seconds of exchanges (in total, not overlapped), without Muon's.
 
-    Gathers of both passes and the reduction hide behind their pass. The exchanges of cp (queries,
+    Gathers and reductions overlap with the computation of their pass. Exchanges of cp (queries,
     keys, values and outputs, or latent keys) and of ep (rows to experts and back) do not.
     """
     mesh, units = trainer.mesh, counted.units
@@ -227,11 +227,11 @@ def _communication(
 
 
 def _context_values(model: Model, trainer: Trainer) -> float:
-    """Return how many values a token sends per peer of its cp group, over all layers and passes."""
+    """Return how many values a token sends to each cp peer, over all layers and passes."""
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Keys travel forward, and again unless they are kept. Gradients return.
+    # Keys are sent forward, then in recomputation unless they are kept. Gradients return once.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
@@ -247,9 +247,9 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
 
-    `trained`: float32 values on this device. Bytes per value, including the gradient's norm and
-    scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay), Muon 48 (60 with
-    Nesterov). For an m×n matrix with m ≤ n, an iteration of Muon takes 4·m²·n + 2·m³ operations.
+    `trained`: number of float32 values on this device. Bytes moved per value, for the gradient's
+    norm and scale too: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay), Muon 48
+    (60 with Nesterov). A Newton-Schulz iteration of m×n takes 4·m²·n + 2·m³ operations (m ≤ n).
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -276,7 +276,7 @@ def _optimizer_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return Muon's (values, values in sharded matrices, operations per iteration)."""
+    """Return Muon's (values, values in matrices split over ranks, operations per iteration)."""
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
         for weight in block_weights(model, layer):
@@ -284,7 +284,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # a stack is divided between whole matrices
+            # a stack of experts is split between whole matrices
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations

@@ -1,4 +1,4 @@
-"""The constraints between fields of a manifest. Others are in `{trainer,latent}_constraints.py`.
+"""Check constraints between fields. See also `trainer_constraints.py`, `latent_constraints.py`.
 
 Each function yields a sentence for each broken constraint (field, value, rule, remedy), the most
 basic first. `Manifest` raises the first sentence.
@@ -63,7 +63,7 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {  # supported values by family an
     "kimi_k2": {"mla.indexer": (None,), **_LATENT},
 }
 _LATENT_FAMILIES = ("glm5", "deepseek_v3", "deepseek_v32", "kimi_k2")
-MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # models with layers for multi-token prediction
+MTP_FAMILIES = ("glm4_moe", *_LATENT_FAMILIES)  # families with multi-token prediction
 PARTS = {  # families that have a part of the model
     "moe": ("qwen3_moe", "glm4_moe", *_LATENT_FAMILIES),
     "mla": _LATENT_FAMILIES,

@@ -131,7 +131,7 @@ class Inference(Record):
 
 
 def token_bytes(model: Model, inference: Inference) -> int:
-    """Return the cache bytes of a token on one device."""
+    """Return the KV cache bytes of a token on one device, over all layers."""
     if (mla := model.mla) is None:  # keys and values of the heads on one device
         numbers = 2 * max(1, model.num_kv_heads // inference.tensor_parallel) * model.head_dim
     else:  # the latent vector, its rotary part and the indexer's key

@@ -1,4 +1,4 @@
-"""Constraints of latent attention, and of sparse attention in engines."""
+"""Check the constraints of latent attention, and of sparse attention in engines."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,8 +8,8 @@ from orrery.manifest.schema.model import EXPERT_GROUPS, MLA, Model
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
-INDEXER_BLOCK_TOKENS = 64  # indexers read blocks of cache of a multiple of it
-CHOSEN_KEYS_BLOCK = 128  # FlashMLA reads chosen keys in such blocks
+INDEXER_BLOCK_TOKENS = 64  # `kv_block_tokens` is a multiple of it, for indexers
+CHOSEN_KEYS_BLOCK = 128  # `top_k` is a multiple of it, for FlashMLA
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:

@@ -27,8 +27,8 @@ def _known(accelerator: str) -> str:
 class Hardware(Record):
     """The machine's shape. It changes the order of reductions, hence results.
 
-    `accelerator` is `cpu` or a name that `manifest/devices.py` knows. With `shared_devices`,
-    trainer and engines run on the same GPUs of one node.
+    `accelerator` is `cpu`, a key in `manifest/devices.py` or a name from `orrery hardware`. With
+    `shared_devices`, trainer and engines run on the same GPUs of one node.
     """
 
     accelerator: Annotated[str, AfterValidator(_known)]

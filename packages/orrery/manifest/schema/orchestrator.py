@@ -104,7 +104,7 @@ class Tasks(Record):
     evaluation: Annotated[tuple[TaskUse, ...], Field(min_length=1, strict=False)]
 
 
-DIRECT_KINDS = ("nccl", "nixl")  # weight transports without files
+DIRECT_KINDS = ("nccl", "nixl")  # values of `Transport.weights` that write no files
 
 
 class Transport(Record):

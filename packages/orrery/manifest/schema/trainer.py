@@ -23,7 +23,7 @@ class Mesh(Record):
     - Weights are sharded over dp_shard · cp ranks. The ranks of one cp group share their documents.
     - `cp_style` "ulysses" exchanges tokens for heads in an all-to-all. "ring" passes keys and
       values around a ring, with tokens in zig-zag order. "dsa" gathers the keys of latent attention
-      (`model.mla`), in the same order.
+      (`model.mla`), also with tokens in zig-zag order.
     - `ep_backend`: "torch" is an all-to-all of torch.distributed, "deepep" the library DeepEP.
     """
 
@@ -250,8 +250,8 @@ class Trainer(Record):
     """The RL trainer. SFT uses the same mesh, precision and memory.
 
     - `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
-    - `indexer` "train": indexers of sparse attention learn the attention of their layers
-      (`kernels/sparse_index_loss.py`). "frozen": they stay as in the checkpoint.
+    - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
+      (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
     """
 
     mesh: Mesh
