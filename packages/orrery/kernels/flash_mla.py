@@ -1,7 +1,7 @@
 """Load FlashMLA and run its sparse forward pass on Hopper GPUs.
 
 - The library is the file `_flashmla_C` of vLLM's wheel. vLLM itself is not imported.
-- `load` tries it on one query, which also tells the base of its log-sum-exp: releases differ.
+- `load` makes a test call. Its log-sum-exp shows whether this release uses base e or 2.
 """
 
 import importlib.util
@@ -18,17 +18,17 @@ log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
 WIDTH, VALUE_WIDTH = 576, 512
-HEADS, KEYS = 64, 128  # of a tile: both counts are multiples
+HEADS, KEYS = 64, 128  # divisors of the numbers of heads and of chosen keys
 
 
 class FlashMLA(NamedTuple):
     operation: Any
-    lse_factor: float  # from its log-sum-exp to the natural one
+    lse_factor: float  # converts the operation's log-sum-exp to base e
 
 
 @cache
 def load() -> FlashMLA | None:
-    """Return FlashMLA, or None if it or a Hopper GPU is missing."""
+    """Return FlashMLA, or None if it or a Hopper GPU is missing, or the test call fails."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return None
     vllm = importlib.util.find_spec("vllm")
@@ -61,7 +61,7 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] and lse f32 [T, H]. Keys from `length_T` on are not read."""
+    """Return out [T, H, V] and lse f32 [T, H]. `length_T` is from `sparse_mla_triton.lengths`."""
     library = load()
     assert library is not None
     out_THV, lse_TH = _call(library.operation, q_THD, kv_SD, indices_TK, scale, length_T)
@@ -71,7 +71,7 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor to natural logarithms, from the log-sum-exp of `num_keys` zeros."""
+    """Return the factor that converts `lse` of `num_keys` zeros to base e, or raise ValueError."""
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:
             return factor
@@ -90,7 +90,7 @@ def _lse_of_zeros(operation: Any) -> float:
 def _call(
     operation: Any, q: Tensor, kv: Tensor, indices: Tensor, scale: float, length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Call any release. The first had five arguments, later ones name optional ones."""
+    """Call the operation. Releases differ in the optional arguments after the first five."""
     known = {argument.name for argument in operation._schema.arguments}
     optional = {"attn_sink": None, "topk_length": length, "out": None, "out_": None}
     named = {name: value for name, value in optional.items() if name in known}

@@ -1,4 +1,4 @@
-"""Train an indexer to score keys as attention weighs them (DeepSeek-V3.2's sparse stage).
+"""Compute the loss by which an indexer learns to score keys as attention weighs them.
 
 T queries · S keys · H heads · D key width · J indexer heads · I indexer width · K chosen keys
 
@@ -6,8 +6,9 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     p_tk     = 1/H Σ_h softmax over k of scale · (q_th · kv_c)
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
-Source: https://arxiv.org/abs/2512.02556, equation 4. Attention passes no gradient here. Each −1 in
-`chosen` is no key. No tensor [T, K, width] stands in memory: queries are computed in chunks.
+q_tj and k are the indexer's, q_th and kv attention's. −1 in `chosen` is no key. p has no gradient.
+Source: DeepSeek-V3.2's sparse stage, https://arxiv.org/abs/2512.02556, equation 4.
+Gathered keys [T, K, width] never stand in memory at once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +19,7 @@ from orrery.kernels.sparse_mla import _add_rows, _chunks, _wide
 
 
 def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Return each query's scores of its chosen keys, f32 [T, K], and 0 for none. Differentiable.
+    """Return the indexer's scores of the chosen keys, f32 [T, K], 0 where `chosen_TK` is −1.
 
     q, k and weights get gradients. Raise ValueError if shapes do not match.
     """
@@ -33,12 +34,12 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
 
 @torch.no_grad()
 def attention_of_chosen(q_THD: Tensor, kv_SD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
-    """Return the mean over heads of attention to the chosen keys, f32 [T, K]. Rows add up to 1."""
+    """Return attention to the chosen keys, averaged over heads, f32 [T, K], 0 without keys."""
     return torch.ops.orrery.attention_of_chosen(q_THD, kv_SD, chosen_TK, scale)
 
 
 def index_kl(score_TK: Tensor, attention_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Return KL_t [T]. Only the scores get a gradient. A query without keys has 0."""
+    """Return KL_t [T], 0 for queries without keys. Only `score_TK` gets a gradient."""
     is_none_TK = chosen_TK < 0
     has_no_key_T1 = is_none_TK.all(dim=1, keepdim=True)
     score_TK = score_TK.masked_fill(is_none_TK & ~has_no_key_T1, -torch.inf)
@@ -59,7 +60,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _products(q_TJI: Tensor, k_SI: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q · k [T, J, K] and the keys [T, K, I], in float32 or wider."""
+    """Return q · k [T, J, K] and the gathered keys [T, K, I], in float32 or wider."""
     dtype = _wide(q_TJI)
     k_TKI = k_SI[chosen_TK.clamp(min=0).long()].to(dtype)
     return torch.einsum("tji,tki->tjk", q_TJI.to(dtype), k_TKI), k_TKI

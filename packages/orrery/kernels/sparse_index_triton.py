@@ -1,13 +1,13 @@
-"""Triton kernels of the indexer: scores of a chunk of queries, then the best keys of each.
+"""Triton kernels of the indexer: score a chunk of queries, then choose each query's best keys.
 
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
-1. `_score` writes scores [C, S]. It skips tiles that no query of the tile may choose.
-2. `_choose` reads a query's scores once, in rising order. It appends those above the K-th best so
-   far to a buffer. When that is full, a search for the K-th best, bit by bit, shrinks it to K.
+1. `_score` writes scores [C, S]. It skips a tile if no query of the tile may choose its keys.
+2. `_choose` reads a query's scores in key order, and buffers keys that exceed a threshold.
+   A bitwise search cuts a full buffer to its K best keys. The K-th score becomes the threshold.
 
-Equal inputs give equal bits: the buffer is in rising order, and the first of equal scores stay.
-Beside the result, a chunk takes 4·C·S bytes of scores and 8·C·`buffer` bytes.
+Equal inputs give equal bits: the buffer stays in key order, and of equal scores the first stay.
+A chunk needs 4·C·S bytes of scores, and 8 bytes for each entry of its C buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,23 +22,23 @@ from torch import Tensor
 class IndexTiles(NamedTuple):
     """Sizes of tiles and chunks."""
 
-    rows: int = 256  # of a score tile: queries × heads
+    rows: int = 256  # rows of a score tile: queries × heads
     keys: int = 64
-    span: int = 4096  # keys of a program
+    span: int = 4096  # keys that a program of `_score` reads
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # the least; it holds K + block
+    buffer: int = 8192  # entries of a query's buffer, or more to hold K + block
     choose_warps: int = 8
-    choose_registers: int | None = None  # the most of a thread
-    chunk_elements: int = 2**26  # scores of a chunk: 256 MiB
+    choose_registers: int | None = None  # most registers of a thread in `_choose`
+    chunk_elements: int = 2**26  # scores of a chunk: 256 MiB in float32
 
 
 TILES = IndexTiles()
 
 
 def supports(q_THD: Tensor) -> bool:
-    """Return whether both sizes of a query are powers of two that tiles take."""
+    """Return whether H and D are powers of two, with H ≤ 128 and D ≥ 16."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, width)
     return width >= 16 and num_heads <= 128 and all(n & (n - 1) == 0 for n in sizes)
@@ -53,7 +53,7 @@ def select_keys(
     top_k: int,
     tiles: IndexTiles = TILES,
 ) -> Tensor:
-    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, −1 last."""
+    """Return the `top_k` best keys of each query: i32 [T, top_k], in rising order, then −1."""
     num_queries, num_keys = q_THD.shape[0], k_SD.shape[0]
     indices_TK = q_THD.new_full((num_queries, top_k), -1, dtype=torch.int32)
     step = max(1, tiles.chunk_elements // max(1, num_keys))
@@ -62,7 +62,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # before the next chunk's stand beside it
+        del score_CS  # frees it before the next chunk allocates its scores
     return indices_TK
 
 
@@ -74,7 +74,7 @@ def score(
     last_C: Tensor,
     tiles: IndexTiles,
 ) -> Tensor:
-    """Return scores f32 [C, S]. Those outside of first and last are undefined."""
+    """Return scores f32 [C, S]. Scores of keys outside [first_c, last_c] are undefined."""
     (num_queries, num_heads, width), num_keys = q_CHD.shape, k_SD.shape[0]
     score_CS = torch.empty(num_queries, num_keys, dtype=torch.float32, device=q_CHD.device)
     queries = max(1, tiles.rows // num_heads)
@@ -90,7 +90,7 @@ def score(
 def choose(
     score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
 ) -> None:
-    """Write the best keys of each query in rising order. The rest of `indices_CK` stays."""
+    """Write each query's best keys to `indices_CK`, in rising order. Other entries stay."""
     (num_queries, num_keys), top_k = score_CS.shape, indices_CK.shape[1]
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
     buffer = torch.empty(num_queries, 2, size, dtype=torch.int32, device=score_CS.device)
@@ -147,7 +147,7 @@ def _choose(
         s = start + tl.arange(0, BLOCK)
         inside = (s >= begin) & (s < end)
         rank = _rank(value)
-        following = s + BLOCK  # loaded ahead
+        following = s + BLOCK  # prefetch the next block
         value = tl.load(score + t * num_keys + following, mask=following < end, other=0.0)
         taken = inside & (rank > threshold)
         at = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
@@ -167,21 +167,21 @@ def _choose(
 
 @triton.jit
 def _rank(value):
-    """Return u32 in the order of the values. Both zeros are equal, and no value has rank 0."""
+    """Map float32 scores to uint32 ranks in the same order. −0 equals 0. No number has rank 0."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Keep the K best of `count` entries, the first of equal ones. Return the K-th best rank."""
+    """Keep the K best of `count` entries, the first of equal ranks. Return the K-th best rank."""
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # two bits at once: the counts of three trials in one sum
+    for _ in range(16):  # fix two bits a turn: one sum holds three candidates' counts
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -1,13 +1,13 @@
-"""Attention of latent queries to chosen latent keys, as in absorbed MLA with sparse attention.
+"""Attention of latent queries to chosen latent keys: absorbed MLA with sparse attention.
 
-T queries · H heads · S keys · K chosen keys a query · D key width · V value width (first columns)
+T queries · H heads · S keys · K chosen keys a query · D key width · V value width
 
-    p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without j = −1
+    p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, k with j = −1 left out
     out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
 
-All heads share one key, and the first V columns of a key are its value (DeepSeek-V2,
+All heads share the keys, and the first V columns of a key are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-All backends go through queries in chunks: memory beside the results does not grow with T.
+Gathered keys [T, K, D] never stand in memory at once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,11 +35,11 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
 
-    q and kv of one floating dtype. Queries may be any part of the keys' tokens, as in context
-    parallel. indices: i32 rows of kv, each at most once a query. −1 is none, in any place, and
-    costs least at the end. A query without keys gets zeros and lse −∞. q and kv get gradients,
-    `lse` does not pass any. Equal inputs give equal bits. `backend` defaults to the fastest; the
-    backward pass of `flash_mla` is Triton's. Raise ValueError if shapes or dtypes do not match.
+    q and kv have one floating dtype. `indices` are i32 rows of kv, each at most once a query. −1
+    means no key. It may stand anywhere, and costs least at the end. A query without keys gets zeros
+    and lse −∞. q and kv get gradients through `out`, not through `lse`. Equal inputs give equal
+    bits. `backend` defaults to the fastest. Gradients of `flash_mla` are computed by Triton. Raise
+    ValueError if shapes or dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -133,7 +133,7 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return both gradients. d logit = p (grad · value − grad · out), summed in float32."""
+    """Return dq and dkv. d(q · kv) = scale · p (grad · value − grad · out), summed in float32."""
     if backend != "plain":
         tensors = (x.contiguous() for x in (grad, q, kv, indices, out, lse))
         return _triton().backward(*tensors, scale)

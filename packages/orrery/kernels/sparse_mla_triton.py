@@ -3,10 +3,10 @@
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width · C queries of a
 chunk. FLOPs: forward 2·T·H·K·(D + V), backward 2·T·H·K·(3D + 2V). Backward, for each chunk:
 
-1. `_logit_gradients` gathers keys and writes p and d logit, [C, K, H].
-2. `_query_gradients` gathers keys again: dq = d logitᵀ · keys.
-3. `_pair_gradients` writes a row, d logit · q + p · grad, for each (query, key) pair. Rows stand
-   in the order of keys, then of queries.
+1. `_logit_gradients` gathers keys and writes p and dlogit = d(q · key), [C, K, H] each.
+2. `_query_gradients` gathers the keys again: dq = dlogitᵀ · keys.
+3. `_pair_gradients` writes each pair's part of dkv as a row: dlogit · q, plus p · dout in the first
+   V columns. Rows are sorted by key, then by query.
 4. `_sum_pairs` adds each key's rows in that order, in float32: equal inputs give equal bits.
 """
 
@@ -21,27 +21,27 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
-SHARED_BYTES = 227 * 1024  # of a program on Hopper, which the tiles of D = 576 need
-MAX_HEADS = 64  # a tile of the passes that gather
+SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper. Tiles of D = 576 need it.
+MAX_HEADS = 64  # heads of a tile in passes that gather keys
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles. A pass is (keys or rows, columns, warps, stages)."""
+    """Sizes of tiles. Backward passes have (keys or rows, columns, warps, stages)."""
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
     logits: tuple[int, int, int, int] = (128, 64, 4, 3)
     queries: tuple[int, int, int, int] = (64, 128, 4, 3)
     pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
     sums: tuple[int, int, int, int] = (4, 1024, 4, 3)
-    chunk_rows: int = 2**22  # of pairs: 4.8 GB in bfloat16 at D = 576
-    query_first: bool = True  # programs of one query run side by side
+    chunk_rows: int = 2**22  # (query, key) pairs of a chunk: 4.8 GB in bfloat16 at D = 576
+    query_first: bool = True  # in `logits`: consecutive programs share a query
 
 
 TILES = Tiles()
 
 
 def supports(q_THD: Tensor, value_width: int) -> bool:
-    """Return whether the GPU's shared memory holds a tile, and sizes are powers of two from 16."""
+    """Return whether H ≤ 128, V and D − V are powers of two ≥ 16, and shared memory suffices."""
     _, num_heads, width = q_THD.shape
     sizes = (num_heads, value_width, width - value_width)
     fits = num_heads <= 128 and all(n >= 16 and n & (n - 1) == 0 for n in sizes)
@@ -50,12 +50,12 @@ def supports(q_THD: Tensor, value_width: int) -> bool:
 
 @cache
 def _shared_bytes(device: int) -> int:
-    """Return the shared memory that a program may use."""
+    """Return the bytes of shared memory that a program may use."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: one more than the place of the last chosen key."""
+    """Return i32 [T]: the number of leading columns that hold all keys of the query."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -68,7 +68,7 @@ def forward(
     value_width: int,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] and lse f32 [T, H]."""
+    """Return `sparse_mla`'s out [T, H, V] and lse f32 [T, H]."""
     num_queries, num_heads, width = q_THD.shape
     out_THV = q_THD.new_empty(num_queries, num_heads, value_width)
     lse_TH = q_THD.new_empty(num_queries, num_heads, dtype=torch.float32)
@@ -93,7 +93,7 @@ def backward(
     scale: float,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv, rounded once to their inputs' dtype."""
+    """Return dq and dkv, each rounded once to its input's dtype."""
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
     step = max(1, tiles.chunk_rows // max(1, indices_TK.shape[1]))
@@ -116,7 +116,7 @@ def _chunk(
     grad_q: Tensor,
     grad_kv: Tensor,
 ) -> None:
-    """Write dq of a chunk and add its part to dkv."""
+    """Write a chunk's dq to `grad_q`, and add its part of dkv to `grad_kv`."""
     num_queries, num_chosen = indices.shape
     num_keys, width = kv.shape
     _, num_heads, value_width = grad.shape
@@ -160,14 +160,14 @@ def _chunk(
 
 
 def _columns(wanted: int, *parts: int) -> int:
-    """Return the greatest power of two up to `wanted` that divides all parts."""
+    """Return the greatest power of two up to `wanted` that divides all `parts`."""
     return min(wanted, *(n & -n for n in parts))
 
 
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return each pair's place, i32 [C, K], and the first place of each key, [S + 1].
+    """Return each (query, key) pair's row, i32 [C, K], and the first row of each key, i32 [S + 1].
 
-    Pairs are in the order of keys, then of queries. Pairs without a key come last.
+    Rows are sorted by key, then by query. Pairs with index −1 come last.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)
@@ -187,7 +187,7 @@ def _attend(
     value_column, rest_column = tl.arange(0, V), V + tl.arange(0, D - V)
     q_value = tl.load(q + head[:, None] * D + value_column[None, :])
     q_rest = tl.load(q + head[:, None] * D + rest_column[None, :])
-    maximum = tl.full([HEADS], -1e38, tl.float32)  # finite: no −∞ − −∞
+    maximum = tl.full([HEADS], -1e38, tl.float32)  # finite, as −∞ − −∞ is NaN
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, V], tl.float32)
     count = tl.load(length + t)

@@ -93,7 +93,7 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number in the weights, for some repositories left those of `config.json` out."""
+    """Return the number of MTP layers in the weights. `config.json` may state more."""
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated

@@ -58,7 +58,7 @@ class CausalLm(nn.Module):
     lm_head: Any
     names: Names | None = None  # set if they depend on more than the family
     num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
-    indexer_kl: Tensor | None = None  # f32 [], of the latest forward pass (see `ChosenKeys`)
+    indexer_kl: Tensor | None = None  # f32 [], indexers' loss in the latest forward pass
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class TransformerBlock(nn.Module):
         replayed_TK: Tensor | None = None,
         choice: ChosenKeys | None = None,
     ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
-        """Return the output [T, D], the number of differing routes and sparse attention's keys."""
+        """Return the output [T, D], the number of differing routes, the next block's `choice`."""
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice)

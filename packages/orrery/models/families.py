@@ -212,12 +212,12 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of further tensors that a checkpoint may hold, and that are
-      left out of results.
+    - `ignored`: regular expressions of HF names. A checkpoint may hold such tensors, which are
+      not loaded or saved.
     - `fsdp_units`: groups of modules. Each group gets one `fully_shard` call, in this order, and
-      the root takes the rest. `layers.*` means a group per layer. `trainer/parallel` disables
-      `cast_forward_inputs`, because temperatures must stay float32.
-    - `expert_modules`: patterns of modules whose parameters have the expert as dimension 0.
+      the root module's call comes last. `layers.*` means one group per layer. `trainer/parallel`
+      disables `cast_forward_inputs`, because temperatures must stay float32.
+    - `expert_modules`: name patterns of modules. Dimension 0 of their parameters is the expert.
     """
 
     hf_config: Callable[[Model], dict[str, Any]]

@@ -2,8 +2,8 @@
 
 - `config.json` is removed first and written last, so a folder with it is complete.
 - Tensors are read lazily, after all names and shapes have been checked.
-- A matrix in FP8 (e4m3, as DeepSeek-V3 and GLM-5 are published) is multiplied in float32 by its
-  scales of blocks of 128 × 128, and only then rounded to the parameter's dtype.
+- FP8 matrices (e4m3, as DeepSeek-V3 and GLM-5 are published) are dequantized in float32 by scales
+  of 128 × 128 blocks, then rounded to the parameter's dtype.
 """
 
 import json
@@ -66,10 +66,11 @@ def open_tensors(
     is_expected: Callable[[str], bool] = lambda name: False,
     tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the open file of each tensor by its HF name, for `read`.
+    """Yield a dict from each tensor's HF name to its open file, for `read`.
 
-    The folder may also hold tensors for which `is_expected` is true, and the head of a tied model.
-    Raise OrreryError if a tensor is missing, unexpected, misshapen, or in an unreadable file.
+    The folder may also hold tensors for which `is_expected` is true, and an LM head if `tied`.
+    Raise OrreryError if a tensor is missing, unexpected, of a wrong shape, in FP8 without scales,
+    or in an unreadable file.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)

@@ -1,15 +1,15 @@
-"""Multi-head latent attention (MLA), dense or over the keys that an indexer chooses.
+"""Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
 
-T tokens · S keys, T unless ranks share documents · D hidden · H heads · J indexer heads
-N, R, V widths of a head: unrotated, rotated, values · C latent width (`kv_lora_rank`)
-W = C + R · I width of the indexer's keys · K chosen keys
+T queries · S keys, T without context parallelism · D hidden · H heads · C latent width
+N, R, V widths of a head: unrotated, rotated, value · K chosen keys, or the head width N + R
+W = C + R, width of a latent key · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-- While no document is longer than the indexer's `top_k`, all layers are dense. If the network has
-  indexers, gathered keys stay latent even then, because each rank would have to expand all.
-- A choice passes no gradient. Indexers are frozen, or learn (`train_indexers`) the mean attention
-  of the layers that they serve, by a loss without a gradient to other weights.
+- While no document is longer than the indexer's `top_k`, attention is dense. Even then, networks
+  with indexers keep keys of other ranks latent, because each rank would have to expand all keys.
+- Indexers are frozen, or learn (`train_indexers`) the mean attention of the layers that share their
+  choice. That loss has no gradient to other weights. The choice has no gradient.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """Keys chosen by an indexer. Where it learns: their scores, and the sum of all KL before."""
+    """Keys that an indexer chose. If it learns, also their scores, and the loss so far."""
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
     score_TK: Tensor | None = None
-    kl: Tensor | None = None  # float32 []
+    kl: Tensor | None = None  # float32 [], summed over the layers so far
 
 
 class KeyIndexer(nn.Module):
@@ -80,12 +80,12 @@ class KeyIndexer(nn.Module):
         ranges: tuple[Tensor, Tensor],
         longest: int,
     ) -> ChosenKeys:
-        """Choose `top_k` keys, or `longest` if no document has more."""
+        """Choose K keys a query: `top_k`, or the longest document's length `longest` if smaller."""
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # −1 is last
+        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # cuts only −1s
         return ChosenKeys(chosen_TK, chosen_scores(*scored, chosen_TK) if self.learns else None)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
@@ -96,31 +96,31 @@ class KeyIndexer(nn.Module):
 class LocalKeys(nn.Module):
     """Give queries the keys of this device. Context parallelism replaces the module.
 
-    `send` may return early, so that queries are made while keys travel. `receive` waits.
+    `send` starts an exchange that overlaps with computing queries. `receive` waits for the keys.
     """
 
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Begin to turn each [T, ·] into [S, ·]."""
+        """Start to gather `keys` [T, ·]. `receive` takes the result and returns keys [S, ·]."""
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         return sent
 
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Return the first and last key of each query, i32 [T]: its document up to itself."""
+        """Return the first and last key of each query, i32 [T]: its document's start and itself."""
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
         return documents.cu_seqlens[document_T], last_T
 
     def sides(self, documents: Documents) -> tuple[Documents, Documents]:
-        """Return the documents of queries and of keys in dense attention."""
+        """Return the `Documents` of queries and of keys in dense attention."""
         return documents, documents
 
 
 def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
-    """Return i32 [T, longest]: the keys first to last of each query, then −1."""
+    """Return i32 [T, longest]: each query's keys from `first_T` to `last_T`, then −1."""
     key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
     return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
@@ -141,7 +141,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # The other projections are narrow, or their parts multiply queries and outputs.
+        # No FP8 elsewhere: q_a and kv_a are narrow, and kv_b may be absorbed.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -161,7 +161,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the chosen keys (None if no indexer has run).
 
-        A layer without an indexer attends to the `choice` of the layer before it.
+        `choice` is the previous layer's. Without an indexer, sparse attention reads its keys.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -204,9 +204,9 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor
     ) -> ChosenKeys:
-        """Add this layer's share of the indexer's loss: the KL to attention, summed over queries.
+        """Add this layer's KL (`index_kl`) to `choice`: summed over queries, over `num_served`.
 
-        The gradient is that of the KL to the mean attention of the layers that the indexer serves.
+        The sum over layers that share a choice has the gradient of the KL to their mean attention.
         """
         with torch.no_grad():
             q_THW = self._absorb(q_THN, q_THR)
@@ -237,7 +237,7 @@ class LatentAttention(nn.Module):
         return out_THK[..., :value_width]
 
     def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Fold the key up-projection into queries [T, H, W]. All heads share the latent keys."""
+        """Return queries [T, H, W] for latent keys, multiplied by the key up-projection."""
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)
@@ -248,14 +248,14 @@ class LatentAttention(nn.Module):
         return torch.einsum("thc,hvc->thv", out_THC, value_HVC.to(out_THC.dtype))
 
     def _up_projections(self) -> tuple[Tensor, ...]:
-        """Return the parts [H, ·, C] of `kv_b_proj` that move to queries and to the output."""
+        """Return the key part [H, N, C] and the value part [H, V, C] of `kv_b_proj`."""
         mla = self.mla
         up_HUC = self.kv_b_proj.weight.unflatten(0, (-1, mla.nope_head_dim + mla.value_head_dim))
         return up_HUC.split((mla.nope_head_dim, mla.value_head_dim), dim=1)
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers that share the choice of layer `index`."""
+    """Return the number of layers that share layer `index`'s choice. Only "full" layers choose."""
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")
     return next(after, len(types)) - first

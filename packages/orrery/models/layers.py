@@ -3,8 +3,7 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
 In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
 
-Experts are stacked, over rows sorted by expert. Scores multiply the activation before the down
-projection, so the backward pass needs no expert's output.
+Experts are stacked, over rows sorted by expert. Scores multiply the activation (`swiglu_rows`).
 """
 
 import math
@@ -252,7 +251,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 class Experts(nn.Module):
     """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has an expert's gate rows first.
 
-    In FP8 an expert's rows begin at multiples of 128, as `sort_by_expert` places them on request.
+    In FP8 an expert's rows begin at multiples of 128 (`block` of `sort_by_expert`).
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.row_block = BLOCK if is_fp8 else 1  # an expert's rows begin at its multiples
+        self.row_block = BLOCK if is_fp8 else 1  # each expert's rows begin at a multiple of this
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
@@ -272,15 +271,15 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: Tensor, score_TK: Tensor, rows: RowOrder, has_spare: bool = False
     ) -> Tensor:
-        """Return each token's sum over its experts, times their scores.
+        """Return [T, D]: each token's sum of score · output over its experts.
 
-        With `has_spare` slots of no expert share a row in the last block, which counts as zero.
+        With `has_spare`, slots without an expert share one row of the last block, counted as zero.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
         x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
-        if has_spare:  # kernels skip rows without an expert
+        if has_spare:  # kernels leave rows without an expert undefined
             is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
             x_MD = torch.where(is_real_M[:, None], x_MD, 0)
             score_M = torch.where(is_real_M, score_M, 0)

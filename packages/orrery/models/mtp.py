@@ -1,11 +1,11 @@
-"""Carry layers for multi-token prediction (MTP) from checkpoint to checkpoint, unchanged.
+"""Copy layers for multi-token prediction (MTP) from checkpoint to checkpoint.
 
-GLM and DeepSeek store `model.num_mtp_layers` of them after the last layer, as
-`model.layers.<num_layers>.eh_proj.weight` and so on. Engines draft tokens with them (DeepSeek-V3,
+GLM and DeepSeek store `model.num_mtp_layers` MTP layers after the last decoder layer, with names
+like `model.layers.<num_layers>.eh_proj.weight`. Engines draft tokens with them (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.2). The trainer neither computes nor trains them.
 
-- A tensor keeps its dtype and bytes. FP8 blocks are read like other weights (`hf_folder.read`).
-- Engines read them from the stage's start weights. Later versions do not contain them.
+- Tensors keep their dtype and bytes. Only FP8 blocks are dequantized, to the network's dtype.
+- Engines read MTP layers from the stage's start weights. Weight updates do not contain them.
 """
 
 import re
@@ -31,7 +31,7 @@ def is_mtp_name(model: Model, name: str) -> bool:
 
 
 def num_mtp_layers(names: Any, num_layers: int) -> int:
-    """Return the number of MTP layers that a checkpoint with these tensors has."""
+    """Return the number of MTP layers in a checkpoint whose tensors are `names`."""
     found = [LAYER.fullmatch(name) for name in names]
     indices = [int(one[1]) for one in found if one is not None and one[2] == JOIN]
     return max([index + 1 - num_layers for index in indices if index >= num_layers], default=0)
@@ -49,7 +49,10 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors of an open checkpoint. Those in FP8 become `dtype`."""
+    """Return the MTP tensors of an open checkpoint, FP8 as `dtype`.
+
+    Raise OrreryError for dtypes that `DTYPES` lacks.
+    """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
         if name.removesuffix(SCALE) != name and name.removesuffix(SCALE) in files:

@@ -172,7 +172,7 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Check a folder's tensors against a module, and yield its files as `open_tensors` does."""
+    """Yield a folder's files as `open_tensors` does, after a check of its MTP layers."""
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -193,8 +193,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    MTP layers come from the folder `start`, which a model with such layers needs.
-    Other files in the folder stay. A collective on a sharded module: ranks write in parallel to a
+    A model with MTP layers (`mtp.py`) needs `start`, the folder from which they are copied.
+    Other files in `directory` stay. A collective on a sharded module: ranks write in parallel to a
     shared folder, and hold at most one file in host memory. Return once everything is on disk.
     """
     directory = Path(directory)
@@ -237,7 +237,7 @@ def save(
 
 @contextmanager
 def _open_start(module: CausalLm, start: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield the files with the MTP layers of a model that has such layers, else no files."""
+    """Yield the open files of `start` if the model has MTP layers, otherwise an empty dict."""
     if not module.config.num_mtp_layers:
         yield {}
         return
@@ -303,8 +303,8 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module. On others, tensors are views: copy them if they must outlive
-    the next optimizer step.
+    A collective on a sharded module. Otherwise tensors are views: copy them before the next
+    optimizer step.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
     # Adjacent tensors share a parameter, so one gathered parameter is alive at a time.

@@ -1,11 +1,11 @@
-"""The experts of a mixture in FP8, with rows permuted and activated while they are quantized.
+"""Compute a mixture's experts in FP8, with permutation and SwiGLU fused into quantization.
 
-    gate_up = x[token] · gate_upᵀ;  act = swiglu_rows(gate_up, score);  out = Σ_rows act · downᵀ
+    gate_up = x[token] · w_gate_upᵀ;  act = swiglu_rows(gate_up, score);  out = Σ_rows act · w_downᵀ
 
-- Bits equal those of `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows` and `combine_rows`, but
-  neither the permuted tokens nor the activation are written, and the backward pass does not write
-  the permuted gradient.
-- The backward pass gets FP8 columns of tokens and activations, and `gate_up`.
+- Rows are in expert order (`expert_rows.py`).
+- Bits equal those of `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows` and `combine_rows`.
+- On a GPU permuted tokens, activations and permuted output gradients are stored in FP8 only.
+- The forward pass saves `gate_up`, and FP8 columns of tokens and activations.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ def fp8_experts(
     parts: tuple[Parts, Parts],
     has_spare: bool = False,
 ) -> Tensor:
-    """Return each token's sum over its experts, [T, D].
+    """Return [T, D]: each token's sum of score · output over its experts.
 
     `weights`: gate-up [E, 2·I, D] and down [E, D, I]. `parts`: their `weight_parts`, or empty.
-    With `has_spare` slots of no expert share a row in the last block, which counts as zero.
+    With `has_spare`, slots without an expert share one row of the last block, counted as zero.
     """
     keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
     order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)

@@ -1,12 +1,10 @@
 """Linear layers and groups of experts in FP8, with float32 accumulation in all three products.
 
-y = x · wᵀ multiplies x quantized by rows. x's gradient multiplies y's gradient by rows with w. w's
-gradient multiplies y's gradient and x, both by columns. The backward pass gets x's FP8 columns.
-
+- y = x · wᵀ reads x quantized by rows. dx = dy · w reads dy quantized by rows. dw = dyᵀ · x reads
+  both quantized by columns, so the forward pass keeps x's columns in FP8.
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
-  dequantized operands. These are the reference, and slow.
-- Custom operators, opaque to torch.compile. Gradients are computed, and columns kept, only if
-  wanted.
+  dequantized operands, the slow reference.
+- Operators are opaque to torch.compile. They compute gradients and keep columns only if wanted.
 - Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
 """
 
@@ -145,7 +143,7 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and x's columns if `keeps`. `token_M` and `score_M`: as `quantize`, no autograd."""
+    """Return y, and x's FP8 columns if `keeps`. No autograd with `token_M` or `score_M`."""
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -182,7 +180,7 @@ def _grouped_gradients(
     wants_weight: bool,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x's gradient by rows and the weight's. With `token_M`, y's gradient is grad[token]."""
+    """Return dx [M, K] and dw f32 [E, N, K], empty if unwanted. `token_M`: dy is grad[token_M]."""
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)

@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 class RowGroups(NamedTuple):
     """Row groups that begin at multiples of 128.
 
-    Group e has the rows `ends[e − 1]:ends[e]`. Its first `counts[e]` rows are real, the others are
+    Group e has the rows `ends[e − 1]:ends[e]`. Its first `counts[e]` rows are real, the rest is
     padding.
     """
 
@@ -62,11 +62,12 @@ def quantize(
 ) -> tuple[Quantized, Quantized]:
     """Return x quantized by rows and by columns. Unwanted tensors are empty.
 
-    With `token_M` quantize x[token], and with `score_M` swiglu_rows(x, score), without writing it.
+    With `token_M` quantize x[token], with `score_M` swiglu_rows(x, score). A GPU stores only the
+    FP8 result.
 
     - Rows are values [M, K] and scales [M, K/128].
-    - Columns are values of xᵀ [K, M'] and scales [M'/128, K], with M' as M rounded up to blocks.
-      With groups the values are flat: [K, rows] of each group in turn.
+    - Columns are values of xᵀ [K, M'] and scales [M'/128, K]. M' is M rounded up to whole blocks.
+      With groups the values are flat: the matrix [K, rows] of each group in turn.
 
     Raise ValueError if 128 does not divide K.
     """

@@ -15,8 +15,8 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 8
-SIDE = 128  # rows, or columns, of a tile that are in registers at a time
-# Rows and columns in one program, which reads x twice but from the cache.
+SIDE = 128  # number of a tile's rows, or columns, in registers at a time
+# Quantize rows and columns in one program, whose second read of x hits the cache.
 IS_FUSED = False
 
 
@@ -176,7 +176,7 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Return rows and columns of a tile. Padding is zero."""
+    """Return these rows and columns of a tile's input. Padding is zero."""
     # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
     is_real = row < num_real
     if HAS_TOKENS:
@@ -188,7 +188,7 @@ def _tile(
         gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
         up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
         weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
-        # Rounded as `swiglu_rows` does, for equal bits.
+        # Round first, as `swiglu_rows` does, for equal bits.
         return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
     else:
         source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])
