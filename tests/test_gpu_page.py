@@ -1,4 +1,4 @@
-"""The Jsonnet that docs/gpu.md and docs/datasets.md show, and the run that both copy."""
+"""Test the Jsonnet blocks of docs/gpu.md and docs/datasets.md, and the run that both copy."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_the_pages_data_replaces_that_of_the_copied_run():
     (block,) = [one for one in re.findall(JSONNET, DATASETS) if one.startswith("local data")]
     text = COPIED.read_text()
     begin, end = text.index("local data"), text.index("(import 'lib/named")
-    mine = "examples/problems/arithmetic.jsonl"  # data/mine.jsonl is the user's
+    mine = "examples/problems/arithmetic.jsonl"  # instead of the user's file data/mine.jsonl
     swapped = text[:begin] + block.replace("data/mine.jsonl", mine) + text[end:]
     assert evaluated(swapped) == evaluated(text)
 

@@ -27,8 +27,8 @@ CHANGE = [
     "orrery render reverse_text",
     "orrery plan reverse_text",
 ]
-# Not typed: the environment is active, `make demo` needs `make setup`, tensorboard and the server
-# never end.
+# Commands that the test skips: `make demo` would run `make setup`, the environment is active, and
+# tensorboard and the server never end.
 START = ["snakemake --profile local reverse_text", "make demo RUN=count_vowels"]
 OTHERWISE = [". .venv/bin/activate", "tensorboard --logdir runs", "orrery stop reverse_text"]
 OTHERWISE += ["orrery serve reverse_text"]

@@ -85,9 +85,9 @@ def play(
     stages: tuple[str, ...] = ("init", "rl"),
     start: Path | None = None,
 ) -> Path:
-    """The run's folder after its `stages`; `look` is called with its name while they run.
+    """Run `stages` and return the run's folder. Meanwhile call `look` with the run's name.
 
-    `start` is the folder of a run of the same model that ended with the stage before them.
+    `start` is a folder to begin from: a run of the same model that has finished earlier stages.
     """
     for name in ("jsonnet", "manifests", "locks", "local", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -140,7 +140,7 @@ def trained(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def initialized(tmp_path_factory) -> Path:
-    """A run of `manifest` after init."""
+    """Return the folder of a run that has finished init."""
     spec = manifest({}, {}, name="initialized")
     return play(tmp_path_factory.mktemp("initialized"), spec, stages=("init",))
 

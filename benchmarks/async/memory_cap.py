@@ -1,16 +1,17 @@
-"""Measure which one-GPU runs fit a card of 24, 48 or 80 GB, on one larger GPU.
+"""Measure on one large GPU which one-GPU runs fit a card of 24, 48 or 80 GB.
 
     python benchmarks/async/memory_cap.py gsm8k --spare smollm2_problems_seed_1
 
-- A run trains a few steps without a limit. If both roles' peak is above a card's size, it trains
-  again: the trainer's allocator is capped at what the engine leaves of that card.
-- Peaks are the driver's, twice a second: of the whole device, and of each role's processes.
-- GB are 10^9 bytes, so a card of "24 GB" is taken as smaller than it is.
+- A run trains a few steps without a limit. If the device's peak exceeds a card's size, the run
+  trains again, and the trainer's allocator is capped at what the engine leaves of that card.
+- Peaks are nvidia-smi's values, read twice a second: for the device and for each role's processes.
+- 1 GB is 10^9 bytes, so a real card of "24 GB" has more memory than this script assumes.
 - RUN is a checked-in manifest's name or a manifest's file. The hardware is that of `--spare`.
-- A run without its weights or data here gets random weights, and the tokenizer and tasks of
-  `--spare`. Its answers are then of full length, so it needs as much as the longest batch.
-- `memory_<device>.json`: the share of the runs that fit 80 GB, and a row per run with the smallest
-  card that holds it. Recorded rows of runs that are not named stay.
+- If a run's weights are not on this machine, it gets random weights and the tokenizer of `--spare`.
+  Its answers then have full length, as in the longest batch. Without its data, it gets the tasks
+  of `--spare`.
+- `memory_<device>.json` has the share of runs that fit 80 GB, and for each run the smallest card
+  that it fits. Rows of runs that are not named are kept.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Measure the memory and the speed of engines, beside what `orrery plan` computes for them.
+"""Compare the measured memory and speed of engines with those that `orrery plan` computes.
 
-Each case is one engine with dummy weights under a steady load (`throughput.py`). Memory is what
-nvidia-smi shows under load, less what it showed before. Each row is written once it is measured.
+Each case is one engine with dummy weights under a steady load (`throughput.py`). Its memory is what
+nvidia-smi shows under load, minus the value before the start. A row is written once it is measured.
 
     python benchmarks/inference/engine_plan.py       # one GPU of 80 GB, about 4 minutes
     python benchmarks/inference/engine_plan.py --run reverse_text_moe --requests 32 --tokens 64
@@ -20,7 +20,7 @@ from orrery.manifest.budget import engine
 from orrery.manifest.budget.engine import Serving
 from orrery.manifest.budget.rates import rates_of
 from orrery.manifest.devices import accelerator_of
-from record import record  # throughput.py makes it importable
+from record import record  # importable because throughput.py extends sys.path
 
 HERE = Path(__file__).resolve().parent
 CASES = (  # run, quantization, requests in flight
@@ -31,7 +31,7 @@ CASES = (  # run, quantization, requests in flight
 
 
 def ask_driver(field: str) -> str | None:
-    """Return the field of the first GPU, or None without a driver."""
+    """Return nvidia-smi's `field` of the first GPU, or None without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

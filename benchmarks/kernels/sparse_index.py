@@ -1,10 +1,10 @@
-"""Check and time the choice of keys by an indexer on one GPU: 32 heads of 128, top-k 2,048.
+"""Check and time an indexer's choice of keys on one GPU: 32 heads of width 128, top-k 2,048.
 
-The choice of 64 queries is checked against the float32 reference first. Timed: 4,096 queries at the
-end of 8,192 to 131,072 keys, in bfloat16: scores, the choice among scores, and both. Beside them
-`torch.topk`, which does not say which of equal scores it takes. Then several sizes of tiles. A
-bound is FLOPs at 650 TFLOP/s for scores, and one pass over scores at 4.2 TB/s for the choice.
-No row starts after `--seconds`. A row that fails says why, and the others go on.
+First the choice of 64 queries is compared with the float32 reference. Then 4,096 queries are timed
+in bfloat16, the last tokens of 8,192 to 131,072 keys: scores, the choice among them, and both.
+`torch.topk` is timed too, though it does not define which of equal scores it takes. Then the tile
+sizes vary. Bounds are the scores' FLOPs at 650 TFLOP/s, and one read of the scores at 4.2 TB/s.
+No row starts after `--seconds`. A failed row records its error.
 
     python benchmarks/kernels/sparse_index.py
 """
@@ -26,8 +26,8 @@ from record import record
 Data = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 QUERIES, TOP_K, HEADS, WIDTH = 4_096, 2_048, 32, 128
 KEYS = (8_192, 32_768, 131_072)
-GOAL = 350  # TFLOP/s of both: cuDNN's scores at 457, times 1.15, and its top-k's 1.44 ms
-TOLERANCE = 1e-4  # of the largest score, where sums in another order choose another key
+GOAL = 350  # TFLOP/s of scores + choice: 1.15 × cuDNN's score time (457 TFLOP/s), 1.44 ms of top-k
+TOLERANCE = 1e-4  # of the largest score: another order of sums may swap keys of near scores
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "choice": (
         {"choose_warps": 16},
@@ -51,7 +51,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def example(queries: int, keys: int, heads: int, width: int, device: str) -> Data:
-    """Return q, k, weights, first and last. Queries are the last of the keys."""
+    """Return q, k, weights, first and last. Queries are the last tokens of the keys' document."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -63,7 +63,7 @@ def example(queries: int, keys: int, heads: int, width: int, device: str) -> Dat
 
 
 def checked(data: Data, top_k: int, backend: Any) -> dict[str, Any]:
-    """Compare the chosen scores, from the best to the worst."""
+    """Return a row: the largest error of the sorted chosen scores, and whether it `passes`."""
     found, again = (select_keys(*data, top_k, backend) for _ in range(2))
     wanted = reference_select_keys(*data, top_k)
     index_S = torch.arange(data[1].shape[0], device=found.device)
@@ -97,7 +97,7 @@ def timed(data: Data, what: str, **sizes: Any) -> dict[str, Any]:
     step = max(1, tiles.chunk_elements // k.shape[0])
     q, weights, first, last = (x[:step].contiguous() for x in (q, weights, first, last))
     score = kernels.score(q, k, weights, first, last, tiles)
-    count = QUERIES / len(q)  # chunks
+    count = QUERIES / len(q)  # number of chunks
     if what == "scores":
         ms = count * milliseconds(lambda: kernels.score(q, k, weights, first, last, tiles), 5)
         return {

@@ -1,10 +1,10 @@
 """Check and time sparse latent attention on one GPU: 64 heads, key width 576, value width 512.
 
-Forward and backward of each backend are checked against float32 first, on few queries, and the
-backward pass for equal bits. Timed: 4,096 queries at the end of 8,192 to 131,072 keys, top-k 2,048,
-with random indices, and with half local and half shared ones. Then several sizes of tiles. The
-bound is the greater of FLOPs at 650 TFLOP/s, and each tensor's bytes once at 4.2 TB/s.
-No row starts after `--seconds`. A row that fails says why, and the others go on.
+First both passes of each backend are compared with the float32 reference on few queries. Two runs
+must have equal bits. Then 4,096 queries with top-k 2,048 are timed, the last tokens of 8,192 to
+131,072 keys. Their indices are random, or (`local`) half recent and half shared by all queries.
+Then the tile sizes vary. The bound is the larger time of FLOPs at 650 TFLOP/s and of moving each
+tensor once at 4.2 TB/s. No row starts after `--seconds`. A failed row records its error.
 
     python benchmarks/kernels/sparse_mla.py
 """
@@ -33,8 +33,8 @@ from orrery.kernels import flash_mla
 from orrery.kernels.sparse_mla import HAS_TRITON, Backend, reference_sparse_mla, sparse_mla
 from record import record
 
-GOAL = 210  # TFLOP/s, backward with random indices of 131,072 keys
-TOLERANCE = 1.5e-2  # p, d logit and rows of pairs round to bfloat16: at most 2⁻⁹ each
+GOAL = 210  # TFLOP/s of the backward pass with random indices of 131,072 keys
+TOLERANCE = 1.5e-2  # probabilities, logit gradients, key gradients round to bfloat16 (2⁻⁹ each)
 SCALE = 256**-0.5
 
 
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
         return 2.0 * self.queries * self.heads * self.top_k * per_key
 
     def bound_ms(self, flops: float, num_passes: int) -> float:
-        """Return the bound if q, out and kv (and their gradients) pass once or twice."""
+        """Return the least time. `num_passes` 1 moves q, out and kv, 2 also their gradients."""
         rows = self.queries * self.heads * (self.width + self.value_width) + self.keys * self.width
         num_bytes = 2 * num_passes * rows + 4 * self.queries * self.top_k
         return 1e3 * max(flops / GEMM_FLOPS, num_bytes / BYTES)
@@ -69,7 +69,7 @@ CHECKED = (
     Shape(64, 8_192, 2_048),
 )
 TIMED = (Shape(4_096, 8_192, 2_048), Shape(4_096, 32_768, 2_048), Shape(4_096, 131_072, 2_048))
-RANK = Shape(32_768, 131_072, 2_048)  # one of four ranks of context parallel
+RANK = Shape(32_768, 131_072, 2_048)  # the share of one of four context-parallel ranks
 SMOKE = Shape(8, 40, 16, 16, 48, 32)
 
 FORWARD_TILES = ((64, 16, 2), (32, 8, 2), (32, 8, 3))
@@ -84,7 +84,7 @@ BACKWARD_TILES: dict[str, tuple[Any, ...]] = {
 
 
 def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
-    """Return q, kv, the incoming gradient, and indices. Queries are the last of the keys."""
+    """Return q, kv, output gradient and indices. Queries are the document's last tokens."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -101,7 +101,7 @@ def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
 
 
 def chosen(queries: int, keys: int, top_k: int, kind: str, generator: torch.Generator) -> Tensor:
-    """Return indices, rising in each query. A key may repeat among random ones of a timing."""
+    """Return key indices, i32 [queries, top_k]. Only `kind` "distinct" never repeats a key."""
     device = generator.device
     last = torch.arange(keys - queries, keys, device=device)[:, None]
     if kind == "distinct":
@@ -186,7 +186,7 @@ def backward_time(
 
 
 def parts(shape: Shape, data: list[Tensor], backend: Backend) -> dict[str, Any]:
-    """Return the device time of each kernel of one backward pass."""
+    """Return the device time of a backward pass in ms, and of its 12 longest kernels."""
     call = backward_call(shape, data, backend)
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -198,7 +198,7 @@ def parts(shape: Shape, data: list[Tensor], backend: Backend) -> dict[str, Any]:
 
 
 def tuned(shape: Shape, data: dict[str, list[Tensor]], until_s: float) -> list[dict[str, Any]]:
-    """Time one pass's tiles at a time beside the default, then the fastest of all together."""
+    """Time forward tiles, backward tiles one part at a time, then the fastest of all parts."""
     from orrery.kernels.sparse_mla_triton import TILES
 
     rows, best = [], TILES

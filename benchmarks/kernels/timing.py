@@ -87,7 +87,7 @@ def copy_out(path: Path) -> None:
 
 
 def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
-    """Parse `--smoke` and `--seconds`, and return them with the device. Exit without a GPU."""
+    """Return `--smoke`, `--seconds` and the device. Exit if a real run finds no GPU."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -100,14 +100,14 @@ def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
 
 
 def seconds() -> float:
-    """Return the time since this module was imported."""
+    """Return the seconds since this module was imported."""
     return round(time.monotonic() - STARTED, 1)
 
 
 def guarded(
     variant: str, until_s: float, measure: Callable[..., dict[str, Any]], *given: Any
 ) -> dict[str, Any]:
-    """Return a row: what `measure` returns, or why it failed or did not run."""
+    """Return a row with what `measure(*given)` returns or raises. After `until_s`, skip it."""
     row: dict[str, Any] = {"variant": variant, "unit": "TFLOP/s", "value": None, "goal": None}
     if seconds() > until_s:
         row["left_out"] = "out of time"

@@ -106,7 +106,7 @@ class InstantTrainer:
 
 @contextmanager
 def stage(spec: Manifest, commands: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
-    """Start these roles on random weights, published as version 0. Yield the orchestrator's."""
+    """Start the roles of `commands` on random weights. Yield the orchestrator's RoleContext."""
     import torch
 
     from orrery.models import build, weights
@@ -132,7 +132,7 @@ def stage(spec: Manifest, commands: Mapping[str, Sequence[str]]) -> Iterator[Rol
 
 
 def loop_of(ctx: RoleContext, pool: EnginePool) -> Loop:
-    """Return the orchestrator's loop with an instant trainer."""
+    """Return the orchestrator's loop with a trainer that takes each batch at once."""
     return Loop(
         ctx,
         Scheduler(ctx.manifest),

@@ -1,13 +1,13 @@
-"""Measure the processor time of a short single-turn rollout, with and without shared requests.
+"""Measure the CPU time of a short single-turn rollout, with and without shared requests.
 
     python benchmarks/orchestrator/rollout_cost.py        # on a CPU, about 2 minutes
 
-- `shared`: an engine request for all members of a group that start together. `single`: a request
-  for each rollout.
-- Both use one engine, the orchestrator's own loop and a trainer that takes every batch at once.
-  The network is tiny, so most of the time is spent on requests. Rounds alternate.
-- The figure is the processor time of API server and orchestrator. Other programs lengthen it only a
-  little, but lower the rate of rollouts.
+- `shared`: one engine request samples all rollouts of a group that start together. `single`: each
+  rollout is a request.
+- Both variants use one engine, the orchestrator's own loop and a trainer that takes each batch at
+  once. The network is tiny, so requests take most of the time. Rounds of the variants alternate.
+- The figure is the CPU time of API server and orchestrator. Other programs change it little, but
+  lower the rollouts/s.
 """
 
 import argparse
@@ -39,22 +39,22 @@ PARTS = ("api_server", "engine_core", "orchestrator")
 
 
 def spent_s(server: psutil.Process) -> dict[str, float]:
-    """Return the processor seconds so far, by process."""
+    """Return the CPU seconds that each process of `PARTS` has used so far."""
     found = zip(PARTS, ([server], server.children(), [psutil.Process()]), strict=True)
     times = {name: [process.cpu_times() for process in each] for name, each in found}
     return {name: sum(one.user + one.system for one in each) for name, each in times.items()}
 
 
 def variants(spec: Manifest) -> dict[str, Manifest]:
-    """Return manifests for the orchestrator. A request has at most `max_num_sequences` samples."""
+    """Return each variant's manifest. `max_num_sequences` limits the samples of a request."""
     inference = spec.inference.model_copy(update={"max_num_sequences": 1})
     return {SINGLE: spec.model_copy(update={"inference": inference}), SHARED: spec}
 
 
 async def costs(ctx: RoleContext, spec: Manifest, seconds: float) -> dict[str, float]:
-    """Return microseconds a rollout by process, and rollouts/s."""
+    """Return the CPU microseconds of a rollout by process, and the rollouts/s."""
     ctx.manifest = spec
-    # A new pool each time, because a pool with this version would wait for the next.
+    # A pool that has loaded this version would wait for the next one, so make a new pool.
     async with await assemble.engine_pool(ctx) as pool:
         endpoint = ctx.run_dir / "stages/rl/endpoints/inference.0.json"
         server = psutil.Process(json.loads(endpoint.read_text())["pid"])

@@ -1,12 +1,12 @@
 """Check and time one rank's share of a latent attention layer under context parallelism.
 
-GLM-5's widths: 64 heads, keys of 576 + 128 values, top-k 2,048. One of four ranks has 32,768 of a
-document's 131,072 tokens in zig-zag order, and all keys. Ranks take turns in this process, so there
-is no network, and copies stand for collectives.
+GLM-5's sizes: 64 heads, latent keys of 576 and indexer keys of 128 values, top-k 2,048. Each of
+four ranks has 32,768 of a document's 131,072 tokens in zig-zag order, and all keys. The ranks run
+one after the other in this process, and copies replace collectives, so no network is measured.
 
-- Checked: outputs, choices and gradients of four ranks are those of one, with equal bits twice.
-- Timed: the layer's forward and backward pass, and its parts beside their bounds. Each rank's
-  choice of keys is timed alone, and the slowest one over the mean is the imbalance.
+- Check: four ranks have the outputs, choices and gradients of one. Two runs have equal bits.
+- Timed: the layer's two passes and their parts, beside bounds. The choice of keys is timed on each
+  rank: its imbalance is the slowest over the mean, minus 1.
 
     python benchmarks/trainer/context_rank.py
 """
@@ -47,16 +47,19 @@ from record import ROOT, record
 RECORD = Path(__file__).with_suffix(".json")
 NUM_RANKS = 4
 TOKENS = 131_072
-CHECKED_LENGTHS = [2560, 1024, 256, 256]  # whole pieces, so that no rank pads
+CHECKED_LENGTHS = [2560, 1024, 256, 256]  # multiples of 8, so that no rank pads
 CHECKED_TOP_K = 512
-# float64: sums in another order, and no choice depends on rounding. bfloat16: choices are given.
+# float64: only the order of sums differs. bfloat16: the ranks get the keys that one rank chose.
 TOLERANCES = {torch.float64: 1e-10, torch.bfloat16: 2e-2}
 SLOW_S = 4
-GOAL = 0.02  # imbalance of the choice of keys
+GOAL = 0.02  # largest imbalance of the choice of keys
 
 
 class Turns:
-    """Collectives of ranks that take turns. A rank that has sent nothing sends what `rank` does."""
+    """Replace torch.distributed for ranks that run one after the other.
+
+    A collective uses each rank's latest tensor. A rank without one sends the current rank's.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -107,7 +110,7 @@ def make_layer(model: Model, dtype: torch.dtype, device: str) -> LatentAttention
 
 
 class Share:
-    """The tokens of one rank, or all of them if `rank` is None."""
+    """The tokens of one rank, or all tokens if `rank` is None."""
 
     def __init__(self, model: Model, x_TD: Tensor, lengths: list[int], rank: int | None) -> None:
         total = torch.tensor([0, *lengths]).cumsum(0)
@@ -136,7 +139,7 @@ class Share:
 def outcome(
     layer: LatentAttention, shares: list[Share], turns: Turns, grad_TD: Tensor
 ) -> list[Tensor]:
-    """Return outputs, gradients of x and of all weights, and choices, in the order of tokens."""
+    """Return outputs, gradients of x and of the weights, and chosen keys, in token order."""
     outputs, chosen = torch.empty_like(grad_TD), []
     layer.zero_grad()
     for share in shares:
@@ -155,7 +158,7 @@ def outcome(
 
 
 def check(turns: Turns, dtype: torch.dtype, smoke: bool, device: str) -> dict[str, Any]:
-    """Return the largest error of four ranks against one. Exit if it exceeds rounding."""
+    """Return a row with the largest error of four ranks against one. Exit if a check fails."""
     lengths = [80, 32, 8] if smoke else CHECKED_LENGTHS
     model = network(smoke, None if smoke else CHECKED_TOP_K)
     layer = make_layer(model, dtype, device)
@@ -169,7 +172,7 @@ def check(turns: Turns, dtype: torch.dtype, smoke: bool, device: str) -> dict[st
         layer.indexer = None
         for share in shares:
             share.chosen = wanted[-1][share.source]
-    for _ in range(2):  # first keys are exchanged, then gradients
+    for _ in range(2):  # round 1 collects all ranks' keys, round 2 their gradients
         outcome(layer, shares, turns, grad_TD)
     found, again = (outcome(layer, shares, turns, grad_TD) for _ in range(2))
     *found, found_choice = found
@@ -201,7 +204,7 @@ def time_share(turns: Turns, smoke: bool, device: str) -> list[dict[str, Any]]:
     del x_TD
     width = sum(key_widths(model))
     turns.clear()
-    for rank in range(NUM_RANKS):  # the keys of ranks that do not run the layer
+    for rank in range(NUM_RANKS):  # random keys of all ranks, because only one runs the layer
         turns.sent[rank] = torch.randn(tokens // NUM_RANKS, width, device=device).to(dtype)
     rows = parts(model, shares, turns)
     share = shares[1]
@@ -211,7 +214,7 @@ def time_share(turns: Turns, smoke: bool, device: str) -> list[dict[str, Any]]:
         share.run(layer, turns)[0].backward(grad_TD)
 
     bound = {row["variant"]: row.get("bound_ms", 0.0) for row in rows}
-    weights = {True: 0, False: 0}  # by whether they are trained
+    weights = {True: 0, False: 0}  # numbers of trained and of frozen weights
     for weight in layer.parameters():
         weights[weight.requires_grad] += weight.numel()
     product_ms = {key: 2e3 * len(share.x) * n / GEMM_FLOPS for key, n in weights.items()}
@@ -229,7 +232,7 @@ def time_share(turns: Turns, smoke: bool, device: str) -> list[dict[str, Any]]:
 
 
 def once(call: Callable[[], Any]) -> float:
-    """Return the milliseconds of a second call, or of the first if that takes seconds."""
+    """Return the milliseconds of the second call, or of a first one longer than `SLOW_S`."""
     for _ in range(2):
         start = time.perf_counter()
         call()
@@ -248,7 +251,7 @@ def key_widths(model: Model) -> list[int]:
 
 
 def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any]]:
-    """Time the choice of keys on each rank, and the rest of the second rank's share."""
+    """Time the choice of keys on each rank, and the other parts of rank 1."""
     indexer, widths = model.latent.indexer, key_widths(model)
     assert indexer is not None
     gathered = torch.cat([turns.sent[rank] for rank in range(NUM_RANKS)])
@@ -277,7 +280,7 @@ def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any
 def rest(
     model: Model, order: KeyOrder, kv_SW: Tensor, chosen: Tensor, gathered: Tensor
 ) -> list[dict[str, Any]]:
-    """Time the order of gathered keys, attention, and the return of gradients."""
+    """Time reordering the gathered keys, attention, and returning the keys' gradients."""
     mla, heads, device = model.latent, model.num_heads, kv_SW.device
     q = torch.randn(len(chosen), heads, kv_SW.shape[1], device=device).to(kv_SW.dtype)
     q.requires_grad_()

@@ -1,16 +1,16 @@
-"""Layers in block-scaled FP8 on one Hopper GPU: bytes, bits, and speed beside bfloat16.
+"""Check layers in block-scaled FP8 on one Hopper GPU, and time them beside bfloat16.
 
-- `bytes`: quantized activations and weights against vLLM's CUDA and compiled kernels.
-- `bits`: outputs of a layer and of experts against vLLM's calls of DeepGEMM. Gradients against
-  float32 products of dequantized blocks, and against a second run.
-- `speed`: each product alone and with its quantization, in TFLOP/s, beside bfloat16.
-- `experts`: forward and backward of a mixture's experts, permutation and activation included, in
-  bfloat16, in FP8 by separate operators, and fused. Bits of both FP8 forms.
-- `dense`, `mixture`: trained tokens/s of Qwen3-8B with 12 layers, two documents of 8,192 tokens,
-  and of Qwen3-30B-A3B with 5 layers, 16,384 tokens, balanced routing. Both in bfloat16 and FP8.
+- `bytes`: count bytes of quantized activations and weights that differ from those of vLLM.
+- `bits`: compare the outputs of a linear layer and of experts with vLLM's calls of DeepGEMM, and
+  all results with float32 products of dequantized blocks and with a second run.
+- `speed`: time each matrix product in bfloat16, in FP8, and in FP8 with its quantization (TFLOP/s).
+- `experts`: time both passes of an MoE layer's experts, with permutation and activation: bfloat16,
+  FP8 by separate operators, and fused FP8. Both FP8 forms must have equal bits.
+- `dense`, `mixture`: train in bfloat16 and FP8 (tokens/s). `dense` is 12 layers of Qwen3-8B and two
+  documents of 8,192 tokens, `mixture` 5 layers of Qwen3-30B-A3B with 16,384 tokens, equally routed.
 
-A row with a goal has a `verdict`. After a part that fails the next runs. Rows of parts that did not
-run stay as recorded. A copy of the rows goes to the folder $OUT.
+A row with a goal has a `verdict`. If a part fails, the next one runs. Recorded rows of other parts
+are kept. The folder $OUT gets a copy.
 
     python benchmarks/trainer/fp8_layers.py --parts bytes bits speed experts  # or all, 7 minutes
 """
@@ -74,15 +74,16 @@ from record import ROOT, record
 PARTS = ("bytes", "bits", "speed", "experts", "dense", "mixture")
 RECORD = Path(__file__).with_suffix(".json")
 LINEAR = ((16_384, 4096, 6144), (16_384, 4096, 24_576), (16_384, 12_288, 4096))  # M, K, N
-EXPERTS = ((16_384, 8, 128, 2048, 768), (16_384, 8, 32, 6144, 2048))  # T, K, E, D, I
+# T tokens, K experts a token, E experts, D hidden, I inner width.
+EXPERTS = ((16_384, 8, 128, 2048, 768), (16_384, 8, 32, 6144, 2048))
 GROUPED = ((32, 1024, 6144, 4096), (128, 1024, 2048, 1536), (128, 1024, 768, 2048))  # E, rows, K, N
 TOLERANCE = 2e-2  # tensor cores keep 14 bits of FP8 products; results round to 8 bits
-SHARE = 0.9  # of the product alone, with its quantization
-SHAPES = {  # run, layers, parts in FP8, goals (times bfloat16, tokens/s), routing
+SHARE = 0.9  # goal: speed with quantization over that of the FP8 product alone
+SHAPES = {  # run, layers, parts in FP8, goals (speedup over bfloat16, tokens/s), routing
     "dense": ("qwen3_8b_8k", 12, ["attention", "feed_forward"], (1.3, 36_000), "natural"),
     "mixture": ("qwen3_30b_a3b_16k", 5, ["attention", "experts"], (1.24, 76_000), "balanced"),
 }
-LOWER = ("bytes that differ", "of its norm")  # units of which less is better
+LOWER = ("bytes that differ", "of its norm")  # units in which lower is better
 
 
 def normal(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
@@ -130,7 +131,7 @@ def measure_bytes() -> list[dict[str, Any]]:
 
 
 def fused_bytes(x: Tensor) -> tuple[int, int]:
-    """Return how many bytes of values and scales differ between one pass over x and two."""
+    """Return how many bytes of values and of scales differ between one fused pass and two."""
     from orrery.kernels.fp8 import quantize_triton
 
     quantize_triton.IS_FUSED, before = True, quantize_triton.IS_FUSED
@@ -338,7 +339,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
 
 
 def quantization_variants() -> Iterator[str]:
-    """Set each variant of the kernel in turn and yield its name, then restore the default."""
+    """Set each variant of the quantization kernel and yield its name. Restore the default."""
     from orrery.kernels.fp8 import quantize_triton as kernels
 
     before = kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE
@@ -350,7 +351,7 @@ def quantization_variants() -> Iterator[str]:
 
 
 def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
-    """Return TB/s by variant: 2 bytes read once, and 1 or 2 written, a number."""
+    """Return TB/s by variant. A number counts 2 bytes read and 1 byte written per layout."""
     rates = {
         f"both, {variant}": 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
         for variant in quantization_variants()
@@ -424,7 +425,7 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
 def experts_by_operators(
     x: Tensor, score: Tensor, rows: RowOrder, weights: list[Tensor], parts: list[list[Tensor]]
 ) -> Tensor:
-    """Return `fp8_experts` by separate operators, or in bfloat16 with empty `parts`."""
+    """Compute `fp8_experts` with separate operators, in bfloat16 if `parts` is empty."""
     groups = RowGroups(rows.ends_E, rows.counts_E)
 
     def product(x: Tensor, index: int) -> Tensor:
@@ -565,7 +566,7 @@ def main() -> None:
 
 
 def judged(row: dict[str, Any]) -> dict[str, str]:
-    """Return which direction is better, and beside a goal whether the row reaches it."""
+    """Return the `better` direction of a row, and its `verdict` if it has a goal."""
     better = "lower" if row["unit"] in LOWER else "higher"
     if "goal" not in row:
         return {"better": better}

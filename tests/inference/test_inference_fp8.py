@@ -20,7 +20,7 @@ LAYERS = {
 }
 
 
-NARROW = ("fused_qkv_a_proj", "kv_b_proj", "indexer.wq_b")  # of latent attention
+NARROW = ("fused_qkv_a_proj", "kv_b_proj", "indexer.wq_b")  # projections of latent attention
 
 
 def engine(name, tmp_path, fp8=None):
@@ -35,7 +35,7 @@ def engine(name, tmp_path, fp8=None):
 
 
 def online_config(ignore):
-    """Return vLLM's configuration of blocks in FP8 that leaves the layers `ignore`."""
+    """Return vLLM's configuration for block-scaled FP8, without the layers in `ignore`."""
     from vllm.config.quantization import _ONLINE_SHORTHANDS
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 

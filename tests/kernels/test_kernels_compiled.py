@@ -1,10 +1,10 @@
-"""Machine code of Triton kernels for Hopper, compiled without a GPU.
+"""Test the machine code of Triton kernels for Hopper, compiled without a GPU.
 
-Sparse attention's products spill no registers, fit shared memory, and use wgmma.
+The matrix products of sparse attention spill no registers, fit shared memory, and use wgmma.
 
-ptxas 12.8 compiled a tile that was rounded to FP8 once and stored twice, as it is and transposed,
-to code that takes every second transposed byte from a register before anything is written to it.
-The interpreter and the PTX were right.
+The FP8 tests guard against a bug of ptxas 12.8. If a kernel stores a rounded tile twice, plain and
+transposed, its machine code reads every second transposed byte from an unwritten register. The PTX
+and the interpreter are right.
 """
 
 import os
@@ -27,7 +27,7 @@ from orrery.kernels import sparse_index_triton, sparse_mla_triton  # noqa: E402
 from orrery.kernels.fp8 import quantize_triton  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_BYTES = 227 * 1024  # of a block on Hopper
+SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 BF16, F32, I32, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"
 WRITES_NONE = ("ST", "RED", "BAR", "EXIT", "BRA", "NOP")
@@ -70,7 +70,7 @@ def operands_of(line: str) -> tuple[set[str], set[str]]:
 
 
 class Compiler:
-    """Stand in for a kernel: `kernel[grid](...)` compiles what a launch would run."""
+    """Replace a kernel: a launch `kernel[grid](...)` compiles the kernel without running it."""
 
     def __init__(self, kernel):
         self.kernel, self.compiled = kernel, []
@@ -98,7 +98,7 @@ def scalar_type(value) -> str:
 
 
 def stack_bytes(compiled) -> int:
-    """Return the bytes of a thread's stack: registers that spill."""
+    """Return the bytes of a thread's stack, which holds its spilled registers."""
     usage = run_cuobjdump("-res-usage", compiled.asm["cubin"])
     return int(re.search(r"STACK:(\d+)", usage)[1])
 

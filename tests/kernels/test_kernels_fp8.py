@@ -160,7 +160,7 @@ def test_groups_and_their_gradients_are_layers():
 
 
 def experts_from_parts(x, score, rows, weights, parts):
-    """Return `fp8_experts` by separate operators."""
+    """Compute `fp8_experts` with separate operators."""
     groups = RowGroups(rows.ends_E, rows.counts_E)
     is_real = group_of_rows(groups, len(rows.row_M)) >= 0
     x_rows = torch.where(is_real[:, None], gather_rows(x, rows), 0)
@@ -175,7 +175,7 @@ def experts_from_parts(x, score, rows, weights, parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_experts_have_the_bits_of_their_parts(dtype, is_given, frozen):
     expert = torch.rand(70, 3, generator=torch.Generator().manual_seed(0)).argsort(1)
-    expert[expert == 1] = 3  # no slot of expert 1, and 3 is no expert
+    expert[expert == 1] = 3  # expert 1 gets no token, and id 3 means no expert
     rows = sort_by_expert(expert, 3, BLOCK)
     last = int(rows.ends_E[-1])
     rows = rows._replace(row_M=rows.row_M[: last + BLOCK], place_TK=rows.place_TK.clamp(max=last))
@@ -358,13 +358,13 @@ def test_triton_permutes_and_activates_rows_as_the_reference(source, is_fused, s
         sources["token_M"] = torch.arange(512, device=DEVICE) * 7 % 200
         rows = x[sources["token_M"]]
     else:
-        # silu(64) = 64 in float32, so the activation is `up` exactly.
+        # silu(64) is 64 in float32 and the score 1/64, so the activation is exactly `up`.
         sources["score_M"] = torch.full((512,), 1 / 64, device=DEVICE)
         rows, x = x, torch.cat([torch.full_like(x, 64.0), x], 1)
         assert torch.equal(swiglu_rows(x, sources["score_M"]), rows)
     found = quantize_triton.quantize(x, groups, True, True, **sources)
     wanted = quantize_triton.quantize(rows.contiguous(), groups, True, True)
-    lengths = (384, 384, 384 * 256, 3)  # rows and blocks of groups
+    lengths = (384, 384, 384 * 256, 3)  # the part of each result that groups fill
     for one, other, length in zip(found, wanted, lengths, strict=True):
         assert one.shape == other.shape
         assert torch.equal(one[:length].float(), other[:length].float())

@@ -1,6 +1,6 @@
-"""The contract of sparse attention's two ops, for each backend.
+"""Test `select_keys` and `sparse_mla`, the two operators of sparse attention, by backend.
 
-The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
+The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter on a CPU.
 """
 
 import math
@@ -64,7 +64,7 @@ def outcome(function, q, kv, indices, **options):
 
 
 def exact(q, kv, indices):
-    """Return the reference's results in float64."""
+    """Return the output, log-sum-exp and gradients of the reference in float64."""
     wide = [x.detach().double().requires_grad_() for x in (q, kv)]
     return outcome(reference_sparse_mla, *wide, indices)
 
@@ -72,7 +72,7 @@ def exact(q, kv, indices):
 def dtype_and_tolerance(backend):
     if backend == "plain":
         return torch.float64, 1e-12
-    # On a GPU four tensors round to bfloat16 (2⁻⁹ each); the interpreter sums float32.
+    # On a GPU four tensors are rounded to bfloat16 (2⁻⁹ each). The interpreter uses float32.
     return (torch.bfloat16, 2e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 
 
@@ -132,9 +132,9 @@ def test_a_full_buffer_keeps_the_best(backend, top_k):
 @BACKENDS
 def test_the_lowest_index_wins_among_equal_scores(backend, monkeypatch):
     q, k, weights, first, last = indexed()
-    q, weights = q.round(), weights.round()  # sums are exact in any order
+    q, weights = q.round(), weights.round()  # integers, whose sums are exact in any order
     monkeypatch.setattr(sparse_index, "CHUNK_KEYS", 10)
-    for weight in (weights, weights * 0.0):  # zeros of both signs
+    for weight in (weights, weights * 0.0):  # zeros of both signs make equal scores
         found = select_keys(q, torch.ones_like(k), weight, first, last, 5, backend)
         for t in range(len(found)):
             wanted = range(int(first[t]), min(int(first[t]) + 5, int(last[t]) + 1))
@@ -215,7 +215,7 @@ def test_queries_may_be_a_part_of_the_keys_tokens(backend):
 
 
 def half(backend):
-    """Return bfloat16, or float16 for the interpreter, whose `dot` takes no bfloat16."""
+    """Return bfloat16, or float16 in Triton's interpreter, whose `dot` takes no bfloat16."""
     return torch.float16 if backend == "triton" and DEVICE == "cpu" else torch.bfloat16
 
 
@@ -224,7 +224,7 @@ def test_half_precision_sums_in_float32(backend):
     arguments = attended(16, half(backend), num_queries=25)
     found = outcome(sparse_mla, *arguments, backend=backend)
     assert found[0].dtype == half(backend) and found[1].dtype == torch.float32
-    # A rounding costs at most 2⁻⁹. Triton rounds p, d logit and rows of pairs too.
+    # One rounding costs at most 2⁻⁹. Triton also rounds probabilities, logit and key gradients.
     assert_near(found, exact(*arguments), 1e-2 if backend == "plain" else 2e-2)
 
 
@@ -266,7 +266,7 @@ def test_shapes_that_do_not_match_are_refused():
 
 
 def naive_kl(q_index, k_index, weights, q, kv, chosen, scale):
-    """Return each query's KL by the formula, one query after the other."""
+    """Return KL(mean attention ‖ softmax of index scores) of each query, in a loop."""
     values = []
     for t, row in enumerate(chosen.tolist()):
         keys = [index for index in row if index >= 0]
@@ -286,14 +286,14 @@ def kl_inputs(top_k, dtype):
     indexing = [x.to(dtype).requires_grad_() for x in (q, k, weights)]
     attending = [x.detach().to(dtype).requires_grad_() for x in (attention_q, kv)]
     chosen = chosen.clone()
-    chosen[3] = -1  # a query without keys
+    chosen[3] = -1  # query 3 has no keys
     return indexing, attending, chosen
 
 
 @pytest.mark.parametrize("chunk", [1, 2**24])
 @pytest.mark.parametrize("top_k", [4, 64])
 def test_the_loss_of_an_indexer_is_the_kl_of_its_scores_to_attention(top_k, chunk, monkeypatch):
-    """Top-k is below and above the documents' lengths. Float32 sums differ from float64 by 1e-5."""
+    """Top-k 4 is below most documents' lengths, 64 above all. Float32 may differ by 1e-5."""
     monkeypatch.setattr(mla_module, "CHUNK_ELEMENTS", chunk)
     grad = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(2)).double()
     indexing, attending, chosen = kl_inputs(top_k, torch.float64)

@@ -24,9 +24,9 @@ class Hub:
         self.gated = set()
         self.breaks = 0  # downloads that end in the middle
         self.failing = 0  # API calls that are answered by 503
-        self.slow_heads = 0  # HEAD requests that are answered late
-        self.given_up = 0  # of these, those that the client gave up before the default of 10 s
-        self.is_xet = False  # offers files by Xet too, where no server listens
+        self.slow_heads = 0  # HEAD requests that get no answer within 9 s
+        self.given_up = 0  # slow HEAD requests that the client closed within 9 s
+        self.is_xet = False  # also offers files by Xet, at an address without a server
         self.wrong = set()  # paths with other bytes of the same size
         self.sizes = {}  # sizes that the tree lists in place of the true ones
         self.requests = []
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.slow_heads > 0:
             self.hub.slow_heads -= 1
             readable, _, _ = select.select([self.connection], [], [], 9)
-            self.hub.given_up += bool(readable)  # its end of the connection is closed
+            self.hub.given_up += bool(readable)  # the client has closed the connection
             self.close_connection = True
             return
         self._answer(with_body=False)

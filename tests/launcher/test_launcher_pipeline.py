@@ -107,7 +107,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_stage(pipeline):
     changed = replace(pipeline, manifests={**pipeline.manifests, folder: large})
     with pytest.raises(OrreryError, match=r"^smollm2_demo: inference: .* 400\.0 GiB"):
         changed.check_targets(["smollm2_demo"])
-    changed.check_targets(["reverse_text"])  # other runs are not concerned
+    changed.check_targets(["reverse_text"])  # other runs may still start
 
 
 def test_a_failed_stage_is_gone_on_with_and_finished_ones_are_left_alone(checkout):

@@ -471,7 +471,7 @@ def test_a_stall_ends_the_stage_with_who_waits_for_whom_and_leaves_stacks(run_di
 def test_an_orchestrator_whose_event_loop_is_blocked_ends_the_stage_by_its_name(
     run_dir, other_run_dir
 ):
-    """The rank's own wait for the orchestrator may take hours. Two runs, side by side."""
+    """One orchestrator blocks, one is stopped by a signal. Trainers' own deadlines are hours."""
     scale = 0.1
     launchers = {
         folder: launch(

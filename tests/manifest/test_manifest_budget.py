@@ -1,4 +1,4 @@
-"""The plan of memory and time: refusals and their remedies, measured engines, and the table."""
+"""Test the plan of memory and time: refusals with remedies, measured engines, the table."""
 
 import json
 import subprocess
@@ -94,7 +94,7 @@ def test_a_devices_share_of_the_weights_follows_tensor_and_expert_parallel():
     whole, experts = engine.weight_bytes(model, alone)
     share, own_experts = engine.weight_bytes(model, inference)
     assert own_experts == pytest.approx(experts / 8)
-    assert whole / 8 < share < whole / 7  # narrow projections and indexers are not divided
+    assert whole / 8 < share < whole / 7  # narrow projections and indexers stay whole
 
 
 def test_shorter_rollouts_make_a_shorter_step_and_more_fits_into_the_cache():

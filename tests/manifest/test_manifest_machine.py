@@ -13,7 +13,7 @@ from orrery.manifest.identity import id12, load
 from orrery.manifest.machine import Machine, adapt, gpus, refuse_other_device, this_machine
 from orrery.manifest.render import Evaluator, render
 
-TOLD = {  # memory and compute capability of GPUs that the table lacks
+TOLD = {  # memory (MiB) and compute capability of GPUs that `DEVICES` lacks
     "Tesla V100": "16384, 7.0",
     "NVIDIA RTX 4000 SFF Ada Generation": "20475, 8.9",
     "NVIDIA GB10": "[N/A], 12.1",

@@ -181,9 +181,10 @@ TRAINED = {
 
 
 def naive_losses(module, pack):
-    """Return each indexer's loss in float64: KL of its scores to the mean attention it serves.
+    """Return each indexer's loss in float64: KL(attention ‖ softmax of its scores).
 
-    Attention and scores are whole matrices, made from each layer's detached input.
+    It is summed over queries and averaged over the layers that share the choice. Attention and
+    scores are whole matrices [T, T], made from each layer's detached input.
     """
     token_ids, positions, cu_seqlens = pack
     documents, mla = Documents(cu_seqlens, 30), module.config.mla
@@ -258,7 +259,7 @@ def test_indexers_learn_attention_and_nothing_else_learns_from_them(
     for name, parameter in module.named_parameters():
         if name in wanted:
             assert (parameter.grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
-        elif name != "lm_head.weight":  # not called
+        elif name != "lm_head.weight":  # not called, so without a gradient
             assert torch.equal(parameter.grad, without[name].grad), name
     with torch.no_grad():
         module(*pack)

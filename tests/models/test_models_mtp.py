@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: carried from checkpoint to checkpoint byte for byte."""
+"""Test that checkpoints carry multi-token prediction (MTP) layers unchanged."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ NORMS = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 
 
 def block_names(model):
-    """Return the checkpoint's names and shapes of a block, as published for an MTP layer."""
+    """Return the last block's tensors by name. An MTP layer has the same names and shapes."""
     with torch.device("meta"):
         network = build(model, device="meta")
     last = model.num_layers - 1
@@ -24,7 +24,7 @@ def block_names(model):
 
 
 def mtp_layer(model):
-    """Return the tensors of an MTP layer in bfloat16, with float32 biases of experts."""
+    """Return random tensors of an MTP layer by name, in bfloat16, biases in float32."""
     size, vocab = model.hidden_size, model.vocab_size
     shapes = {name: hf.shape for name, hf in block_names(model).items()}
     shapes |= dict.fromkeys(NORMS, (size,)) | {"eh_proj.weight": (size, 2 * size)}
@@ -38,7 +38,7 @@ def mtp_layer(model):
 
 
 def in_fp8(tensors):
-    """Replace the matrices by FP8 blocks as published. Return all values in float32."""
+    """Replace the matrices by FP8 blocks with scales. Return the values that a reader finds."""
     wanted = {}
     for name in list(tensors):
         value = tensors[name]
@@ -55,7 +55,7 @@ def in_fp8(tensors):
 
 @pytest.fixture(params=["glm5", "deepseek_v3"])
 def published(request, make_model, tmp_path):
-    """Write a pretrained folder with one MTP layer. Return its model and folder."""
+    """Return (model, folder) of a checkpoint that announces one MTP layer, but does not have it."""
     folder = tmp_path / "published"
     model = make_model(request.param, num_experts=16, hidden_size=144)
     module = build(model, torch.bfloat16)
@@ -88,7 +88,7 @@ def test_a_layer_goes_through_a_run_byte_for_byte(published, max_file_bytes, tmp
     module = build(model, torch.float32)
     weights.load(module, start)
     with torch.no_grad():
-        module.norm.weight.add_(1)  # trained
+        module.norm.weight.add_(1)  # as a training step would
     weights.save(module, model, made, max_file_bytes, start)
     assert json.loads((made / "config.json").read_text())["num_nextn_predict_layers"] == 1
     for directory in (start, made):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the ranks are forked: FSDP imports it
+import torch._dynamo  # FSDP imports it: once, before the ranks fork
 import torch.distributed as dist
 import transformers.models.gemma2.modeling_gemma2  # noqa: F401 (likewise)
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from orrery.manifest.schema import Model
 from orrery.models import build, expert_modules, fsdp_units, hf_folder, weights
 from orrery.models.placement import box_of
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all ranks
+pytestmark = pytest.mark.timeout(300)  # the first test waits until all ranks end
 RANKS = Path(__file__).parents[1] / "trainer" / "ranks.py"
 WORLD_SIZE = 4
 GEMMA2 = {
@@ -55,7 +55,7 @@ CASES = {
         1,
     ),
 }
-MTP_LAYER = {  # carried through `save`, in files of different ranks
+MTP_LAYER = {  # tensors that different ranks write to different files
     f"model.layers.2.{name}": torch.arange(60 * 50).reshape(60, 50).bfloat16()
     for name in ("eh_proj.weight", "embed_tokens.weight", "shared_head.head.weight")
 }
@@ -194,7 +194,7 @@ def ranks(make_model, make_pack, tmp_path_factory):
     try:
         code = forking.wait(240)
     finally:
-        forking.terminate()  # ends its ranks
+        forking.terminate()  # the ranks that it forked end with it
         forking.wait()
     assert code == 0, "\n".join(path.read_text() for path in sorted(root.glob("rank_*.err")))
     return wholes

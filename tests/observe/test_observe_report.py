@@ -170,7 +170,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_page_sets_the_plan_beside_the_measurement(run_dir):
     run = RunData.load(run_dir)
-    assert comparison(run) == []  # rows without numbers of tokens
+    assert comparison(run) == []  # empty, because the rows lack `num_tokens`
     path = run_dir / "metrics" / "trainer.0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     more = {"num_tokens": 256 * 40, "peak_bytes": 3 << 29}

@@ -45,7 +45,7 @@ class StandIn:
     """Answers as scripted, and remembers what it was asked."""
 
     generated: object = field(default_factory=lambda: answer([7, 8], [("3", 0, 2)]))
-    streamed: list = field(default_factory=list)  # bytes, the answer to a request for n samples
+    streamed: list = field(default_factory=list)  # pieces of the bytes of a streamed answer
     cuts: bool = False
     held: dict = field(default_factory=lambda: HELD)
     fail: dict = field(default_factory=dict)  # path → (status, body)
@@ -103,7 +103,7 @@ class StandIn:
         return web.json_response({})
 
     async def stream(self, request):
-        """Send `streamed`, each piece by itself, then cut the connection if `cuts`."""
+        """Send the pieces of `streamed` one by one. If `cuts`, then break the connection."""
         response = web.StreamResponse()
         await response.prepare(request)
         for piece in self.streamed:

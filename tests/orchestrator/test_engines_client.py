@@ -40,7 +40,7 @@ def generate(stand_in, **options):
 
 
 def generate_each(stand_in, num_samples=3):
-    """Return the delivered samples, and the error or None."""
+    """Return the samples that the client delivers, and its error or None."""
     samples = []
 
     async def scenario(urls):
@@ -56,7 +56,7 @@ def generate_each(stand_in, num_samples=3):
 
 
 def lines(*samples):
-    """Return a line per (index, tokens)."""
+    """Return the engine's JSON lines, one for each sample (index, tokens)."""
     return b"".join(
         json.dumps(answer(tokens, [("3", 0, len(tokens))], index=index)).encode() + b"\n"
         for index, tokens in samples

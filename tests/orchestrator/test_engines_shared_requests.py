@@ -1,4 +1,4 @@
-"""Equal calls as one request: which share it, what each returns, and what ends it early."""
+"""Test which calls share a request, what each call returns, and what aborts the request."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ PROMPT = np.array([1, 2], np.int32)
 
 
 class Engine:
-    """Record requests and aborts. A test ends their samples."""
+    """Record requests and aborts. A test calls `deliver` when a sample is to end."""
 
     def __init__(self):
         self.requests, self.aborted, self.deliver, self.ended = [], [], {}, {}
@@ -95,7 +95,7 @@ def test_a_request_is_aborted_with_its_last_call_and_not_before():
             each.cancel()
         await passes()
         assert engine.aborted == [] and not engine.ended["a+2"].cancelled()
-        engine.deliver["a+2"](0)  # nobody waits for it
+        engine.deliver["a+2"](0)  # its call is cancelled
         calls[2].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         assert engine.aborted == ["a+2"] and engine.ended["a+2"].cancelled()

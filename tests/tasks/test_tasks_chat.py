@@ -250,7 +250,7 @@ def test_a_pretrained_tokenizer_is_copied_only_when_its_digest_matches(tmp_path)
 
 
 def test_variables_of_the_chat_template_are_in_the_written_folder(tmp_path):
-    """Renderer, engine, export and transformers read one folder, hence one template."""
+    """Renderer, engines, exports and transformers read this folder, so they use one template."""
     source = write_qwen_like(tmp_path / "source")
     template = source / "chat_template.jinja"
     thinking = "{%- if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"

@@ -284,7 +284,7 @@ def test_few_shot_shows_training_rows_before_held_out_problems(path):
 
 
 class CharacterRenderer:
-    """Counts each character as a token."""
+    """Stand in for a renderer: each character is a token."""
 
     def prompt(self, messages, tools):
         return "".join(message.content for message in messages)
@@ -325,7 +325,7 @@ def test_a_run_takes_several_files_with_weights_and_checks_every_row(tmp_path, m
 def test_answers_longer_than_a_turn_and_more_problems_than_rows_are_notes(tmp_path, monkeypatch):
     rows = [{"question": f"{n}?", "answer": f"{'1' * (n % 2 * 99)}{n} #### {n}"} for n in range(60)]
     given = args(write(tmp_path / "rows.jsonl", rows), answer_pattern="#### (.+)")
-    few = {"kind": "fraction", "fraction": 0.05}  # holds out fewer rows than an evaluation asks
+    few = {"kind": "fraction", "fraction": 0.05}  # fewer rows than an evaluation takes
     given |= {"verdict": given["verdict"] | {"pattern": "#### (.+)"}, "held_out": few}
     *_, long, asked, last = checked(monkeypatch, (given, 1.0), renderer=CharacterRenderer())
     assert re.match(

@@ -26,7 +26,7 @@ TASK = task_use(
 
 @pytest.fixture(scope="module")
 def spare():
-    """A process that no test has ended, for the next test: its imports take a second."""
+    """Yield a list that hands one living scorer to the next test: to start one takes a second."""
     scorers = []
     yield scorers
     for scorer in scorers:
@@ -35,7 +35,7 @@ def spare():
 
 @pytest.fixture
 def kept(monkeypatch, spare):
-    """A pool of this test's own, of two scorers at most, with little time."""
+    """Yield a pool of at most two scorers with a limit of 2 s. It takes the spare scorer."""
     mine = ScorerPool(num_scorers=2, limit_s=2.0)
     monkeypatch.setattr(orrery.tasks.reasoning_gym, "SCORERS", mine)
     mine._idle += spare
@@ -52,7 +52,7 @@ def kept(monkeypatch, spare):
 
 @pytest.fixture
 def unstarted(kept, spare):
-    """The same pool, before its first process starts."""
+    """Return the pool without a running scorer."""
     spare += kept._idle
     kept._idle.clear()
     return kept
@@ -417,7 +417,7 @@ def _is_limited(pid: int) -> bool:
 
 
 class Counting(ScorerPool):
-    """Record the answers that are scored. An answer is worth what `worth` says."""
+    """Record each scored answer in `asked`. `worth` maps an answer to its score or error."""
 
     def __init__(self, **worth):
         super().__init__()

@@ -52,7 +52,7 @@ SHAPES = {
     "layers.0.mlp.experts.gate_up_proj": (4, 12, 8),
     "layers.0.mlp.experts.down_proj": (4, 8, 6),
     "layers.1.q.weight": (12, 10),
-    "layers.1.mlp.experts.gate_up_proj": (4, 8, 16),  # of some networks of transformers
+    "layers.1.mlp.experts.gate_up_proj": (4, 8, 16),  # [E, D, 2·I], as in some transformers models
     "layers.1.mlp.experts.down_proj": (4, 8, 8),
     "layers.1.bias": (700,),
 }
@@ -63,7 +63,7 @@ def spec_of(name: str) -> schema.Optimizer:
 
 
 class Toy(nn.Module):
-    """Weights by the names of `shapes`, the same every time."""
+    """A module with random weights of these `shapes`, equal in each process."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()

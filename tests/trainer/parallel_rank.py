@@ -82,9 +82,9 @@ def do(name: str, fields: dict, folder: Path, world: World) -> dict:
 
 
 def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, list]:
-    """Return each exchange's output and gradients of tokens, scores and expert weights.
+    """Return by kind of exchange the output and gradients of tokens, scores and expert weights.
 
-    "alone" has this rank's part of a LocalExchange with the experts and tokens of all ranks.
+    "alone" is the reference: this rank's part of one LocalExchange with all experts and tokens.
     """
     deep_ep_fake.install()
     num_experts, group, seen = 8, dist.group.WORLD, {}
@@ -119,7 +119,7 @@ def exchanges(world: World, width: int = 6, is_fp8: bool = False) -> dict[str, l
 
 
 def routed_tokens(rank: int, num_tokens: int, width: int, num_experts: int) -> list[torch.Tensor]:
-    """Return tokens [T, width], scores [T, 3] and three experts of each."""
+    """Return random tokens [T, width], scores [T, 3] and chosen experts [T, 3] of `rank`."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(num_tokens, width, generator=generator)
     scores = torch.rand(num_tokens, 3, generator=generator)
@@ -128,7 +128,7 @@ def routed_tokens(rank: int, num_tokens: int, width: int, num_experts: int) -> l
 
 
 def spec_of(fields: dict) -> Manifest:
-    """Return the manifest. FP8 is set afterwards, because the schema wants Hopper GPUs for it."""
+    """Return the manifest. FP8 is set after the check, which would demand Hopper GPUs."""
     rest = {name: value for name, value in fields.items() if name != "fp8"}
     spec = manifest(**rest)
     model = spec.model.model_copy(update={"fp8": fields.get("fp8")})

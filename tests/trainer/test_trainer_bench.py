@@ -403,7 +403,7 @@ def test_a_run_that_has_a_row_is_measured_as_the_row_is():
 
 
 def bench(tmp_path, spec, *words):
-    """Run `python -m orrery.trainer.bench` as a fork, whose ranks are processes of their own."""
+    """Run `orrery.trainer.bench` in a fork of this process. Its ranks are new processes."""
     path, out, err = (tmp_path / name for name in ("manifest.json", "out", "err"))
     path.write_text(pretty_json(spec))
     for stream in (out, err):

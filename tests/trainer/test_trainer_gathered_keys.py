@@ -1,4 +1,4 @@
-"""Order and work of latent keys that context-parallel ranks gather."""
+"""Test the order, memory and work of latent keys that context-parallel ranks gather."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ cases = pytest.mark.parametrize("size", [2, 3, 4])
 
 
 def order(size, rank, is_latent, lengths=LENGTHS):
-    """Return this rank's order, and the padded stream as (document, position) of each place."""
+    """Return this rank's `KeyOrder`, all ranks' shards, and the offsets of padded documents."""
     shards = [zigzag_of_whole(lengths, size, each) for each in range(size)]
     offsets = torch.from_numpy(shards[rank].cu_seqlens)
     documents = Documents(offsets, int(offsets.diff().max()))
@@ -38,7 +38,7 @@ def order(size, rank, is_latent, lengths=LENGTHS):
 
 
 def padded_stream(lengths, offsets):
-    """Return the token at each place: padding repeats the last one of its document."""
+    """Return the token at each index of the padded stream. Padding repeats a document's last."""
     begin, stream = 0, []
     for length, first, last in zip(lengths, offsets, offsets[1:], strict=False):
         stream += [begin + min(place, length - 1) for place in range(last - first)]
@@ -60,7 +60,7 @@ def test_gathered_keys_stand_in_the_order_of_whole_padded_documents(size):
 
 @cases
 def test_dense_queries_read_their_document_up_to_themselves(size):
-    """The last key of the i-th query from the end of a piece is the i-th key from the end."""
+    """In each piece, the i-th last query reads the keys up to the i-th last."""
     for rank in range(size):
         found, shards, offsets = order(size, rank, is_latent=False)
         gathered = np.concatenate([shard.source for shard in shards])[found.row]
@@ -115,7 +115,7 @@ def test_the_benchmark_of_a_rank_runs_and_its_four_ranks_equal_one():
 
 
 class Alone:
-    """Collectives of a first rank whose other ranks send what it sends."""
+    """Replace torch.distributed on rank 0: gathers repeat its tensor, all-to-all returns it."""
 
     def __init__(self, size):
         self.num_ranks = size
@@ -138,7 +138,7 @@ class Alone:
         pass
 
 
-TOKENS = 48  # of each rank
+TOKENS = 48  # tokens of each rank
 LATENT = {
     **trainer_cases.GLM5,
     "num_layers": 1,
@@ -155,7 +155,7 @@ KEEPING = {"kind": "selective", "keep": ["attention"]}
 
 
 def one_layer(model, size, checkpointing, monkeypatch):
-    """Return the manifest, and a function that runs a layer on the first of `size` ranks."""
+    """Return the manifest, a layer, and a function that runs it as rank 0 of `size`."""
     memory = {**MEMORY, "activation_checkpointing": checkpointing}
     mesh = {"cp": size, "cp_style": "dsa"}
     spec = manifest(model=model, mesh=mesh, trainer={"memory": memory})
@@ -195,7 +195,7 @@ def saved_bytes(layer, run):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_rank_keeps_as_many_more_bytes_as_the_plan_says(network, monkeypatch):
-    """Compare four ranks with two, which keep their tokens alike and other numbers of keys."""
+    """Compare 4 ranks with 2: a rank has as many tokens, but keeps the keys of all ranks."""
     found, planned = [], []
     for size in (2, 4):
         spec, layer, run = one_layer(NETWORKS[network], size, {"kind": "none"}, monkeypatch)
@@ -240,14 +240,14 @@ def test_kept_keys_are_as_large_as_the_plan_says_and_are_not_gathered_again(netw
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_products_of_a_rank_are_those_of_the_plan(network, size, monkeypatch):
-    """Attention and the indexer's scores are kernels, which torch's counter does not see."""
+    """Torch's counter does not see the kernels of attention and of the indexer's scores."""
     spec, layer, run = one_layer(NETWORKS[network], size, {"kind": "none"}, monkeypatch)
     x = torch.randn(TOKENS, 32, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         run(x).sum().backward()
     lengths = [16 * size, 32 * size]
     indexer = spec.model.mla.indexer
-    others = 0  # the indexer's own products run forward only
+    others = 0  # FLOPs of the indexer's projections, forward only
     if indexer is not None:
         sizes = (layer.indexer.wq_b, layer.indexer.wk, layer.indexer.weights_proj)
         others = 2 * TOKENS * sum(one.weight.numel() for one in sizes)
@@ -258,7 +258,7 @@ def test_products_of_a_rank_are_those_of_the_plan(network, size, monkeypatch):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_compiled_layer_has_the_gradients_of_an_eager_one(network, monkeypatch):
-    """Graphs break at exchanges, inside the recomputation."""
+    """Compiled graphs break at exchanges of keys, and checkpointing recomputes them."""
     found = {}
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for compiled in (False, True):

@@ -301,7 +301,7 @@ def test_the_adapter_of_a_fused_projection_is_two_matrices_where_its_weight_is()
     assert len(group.weights) == 4 and fused == {"gate_up_proj", "gate_up_lora.b"}
 
 
-STACKS = {  # by the class of transformers: how it stores gate and up
+STACKS = {  # class of transformers: how to separate its gate and up projections
     "mixtral.modeling_mixtral.MixtralExperts": lambda w: w.chunk(2, dim=1),
     "gpt_oss.modeling_gpt_oss.GptOssExperts": lambda w: (w[..., ::2], w[..., 1::2]),
     "llama4.modeling_llama4.Llama4TextExperts": lambda w: w.chunk(2, dim=2),
@@ -309,7 +309,7 @@ STACKS = {  # by the class of transformers: how it stores gate and up
 }
 
 
-@pytest.mark.parametrize("inner", [6, 10, 20])  # at 10, gate and up together are square
+@pytest.mark.parametrize("inner", [6, 10, 20])  # at 10, gate_up_proj is square
 @pytest.mark.parametrize("kind", STACKS)
 def test_stacks_of_transformers_are_two_matrices_an_expert(kind, inner):
     module, _, name = kind.rpartition(".")

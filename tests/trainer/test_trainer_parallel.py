@@ -20,7 +20,7 @@ from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import route_shape
 from orrery.wire.weight_wire import remove_weight_dir
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the steps of all layouts
+pytestmark = pytest.mark.timeout(240)  # the first test waits until all layouts have run
 
 # ‖a − b‖ / ‖b‖ of each gradient in float32: the order of sums makes 1e-6, a lost token 1e-2.
 RELATIVE = 1e-5
@@ -44,9 +44,9 @@ GLM["moe"] = {
     "score": "sigmoid",
     "routed_scale": 2.5,
 }
-LATENT = trainer_cases.GLM5  # sparse or dense, with the longest document of a micro-batch
+LATENT = trainer_cases.GLM5  # sparse if a document is longer than top_k
 INDEXER = {**LATENT["mla"]["indexer"], "top_k": 64}
-SHORT_LATENT = {**LATENT, "mla": {**LATENT["mla"], "indexer": INDEXER}}  # never sparse
+SHORT_LATENT = {**LATENT, "mla": {**LATENT["mla"], "indexer": INDEXER}}  # no document > top_k
 DENSE_LATENT = {
     **LATENT,
     "family": "deepseek_v3",
@@ -286,8 +286,7 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
     folder, metrics = ran
     expected_metrics, expected = alone[name.partition("_")[0]]
     assert all(each == metrics[name][0] for each in metrics[name]), "ranks disagree"
-    # Sums in another order round some numbers to the next in FP8, and blocks of columns, of which
-    # weights' gradients are made, hold other rows on each device.
+    # FP8: sums in another order round differently, and each layout quantizes other blocks of rows.
     of_metrics, of_gradients = (3e-3, 6e-2) if name.startswith("eight") else (RELATIVE, RELATIVE)
     for metric, value in expected_metrics.items():
         assert metrics[name][0][metric] == (
@@ -332,7 +331,7 @@ def test_every_kind_of_exchange_makes_the_same_of_the_same_tokens(ran, name):
             for found, expected in zip(tensors, of_rank["alone"], strict=True):
                 found, expected = torch.tensor(found), torch.tensor(expected)
                 assert found.shape == expected.shape
-                # Sums of at most three rows in float32, in another order.
+                # A sum has at most three float32 rows. Only their order differs between kinds.
                 assert (found - expected).norm() <= 1e-6 * expected.norm(), kind
     assert len(ran[1][name]) == 4
 

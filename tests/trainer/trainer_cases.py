@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 # Most of the imports of a rank, for the fork server.
 PRELOADED = (
-    "torch._dynamo",  # FSDP imports it
+    "torch._dynamo",  # imported by FSDP
     "transformers.models.gemma2.modeling_gemma2",
     "trainer_rank",
     "orrery.trainer.assemble",

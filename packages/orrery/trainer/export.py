@@ -43,9 +43,9 @@ PREFIX = "weight/network."  # precedes parameter names in checkpoints
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
-    """Write the policy, and tokenizer and MTP layers of `start`, to `folder`, synced.
+    """Write the policy to `folder`, with the tokenizer and MTP layers of the folder `start`.
 
-    A collective.
+    A collective. The files are synced to disk.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

@@ -1,15 +1,15 @@
 """Compute the RL, cross-entropy and reference-KL losses of scored tokens.
 
-    L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c      for c in rl, cross_entropy, reference_kl
+    L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Token t is a member of c if it is trained and w_c[t] ≠ 0. N_c counts members over all ranks, at
-least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv 2602.04879) and
-Kimi K2.5's squared log-ratio penalty (arXiv 2602.02276). For trainer π, engine μ, r = π/μ,
-advantage A:
+Token t is a member of component c if it is trained and w_c[t] ≠ 0. N_c is the number of members on
+all ranks, at least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv
+2602.04879) and Kimi K2.5's squared log-ratio penalty (arXiv 2602.02276). A token has probability π
+in the trainer, μ in the engine, ratio r = π/μ and advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
-With `trainer.indexer` "train" the learner adds the indexers' KL over max_c N_c.
+If `trainer.indexer` is "train", the learner adds Σ KL / max_c N_c of sparse attention's indexers.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class StepSums:
         routes_differ: torch.Tensor | None,
         indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add to the last six sums: samples, tokens, routes and the indexers' KL."""
+        """Add a micro-batch's samples, tokens, routes and indexers' KL to the last six sums."""
         counts = (
             num_samples,
             num_tokens,
@@ -107,7 +107,7 @@ def loss(
 ) -> tuple[torch.Tensor, StepSums]:
     """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
 
-    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` fills the last six sums.
+    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` adds the last six sums.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

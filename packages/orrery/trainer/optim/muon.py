@@ -41,8 +41,8 @@ EPSILON = 1e-7
 class GateUp:
     """Layout of a weight that joins the gate and the up projection along `dim`.
 
-    The gate's rows (columns if `dim` is −1) come before the up projection's. If `is_interleaved`,
-    they alternate.
+    `dim` −2 joins rows, −1 columns. The gate's come first, or alternate with the up projection's
+    if `is_interleaved`.
     """
 
     dim: int = -2
@@ -53,7 +53,7 @@ class GateUp:
         return self.dim if self.is_interleaved else self.dim - 1
 
     def split(self, x_BMN: Tensor) -> Tensor:
-        """Return both matrices of each weight, [2·B, ..]."""
+        """Return [2·B, ·, ·]: the gate and the up projection of each of the B matrices."""
         sizes = (-1, 2) if self.is_interleaved else (2, -1)
         return x_BMN.unflatten(self.dim, sizes).movedim(self._pair_dim, 1).flatten(0, 1)
 
@@ -106,9 +106,10 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 
 def gate_up(policy: nn.Module, name: str) -> GateUp:
-    """Return how the weight `name` is stored, judged by the down projection beside it.
+    """Return the layout of the weight `name`, inferred from the shape of its `down_proj`.
 
-    Ours are [E, 2·I, D]. Some networks of transformers have [E, D, 2·I], gpt_oss interleaved.
+    E experts · D hidden · I inner width. Orrery stores [E, 2·I, D], some models of transformers
+    [E, D, 2·I], gpt_oss interleaved.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
@@ -122,7 +123,7 @@ def gate_up(policy: nn.Module, name: str) -> GateUp:
 
 
 def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Group `weights`, all or some of policy's."""
+    """Return the groups of some or all weights of `policy`: Muon's matrices, then the rest."""
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {one: gate_up(policy, name) for name, one in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
@@ -134,7 +135,7 @@ def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> l
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """This rank's shard of an update direction [M, N] or [B, M, N], sharded like `source`."""
+    """This rank's shard of the update direction of the weight `source`, [M, N] or [B, M, N]."""
 
     source: nn.Parameter
     shard: Tensor
@@ -142,7 +143,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return rows and columns of a matrix, one of the pair if `fused`."""
+        """Return the rows and columns of a matrix, or of its gate projection alone if `fused`."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -215,7 +216,7 @@ def _stack(one: MatrixShard) -> Tensor:
 def _orthogonalize_whole(
     stacks: list[Tensor], fused: list[GateUp | None], num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize stacks [B, M, N] of one dtype, in batches of equal shapes."""
+    """Orthogonalize unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch."""
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
     ]

@@ -1,9 +1,10 @@
-"""Parallelism from outside: model code is written for one device, and this package wraps it.
+"""Apply parallelism to model code that is written for one device, in this order.
 
-1. Context parallel replaces the core of attention, or the source of latent keys. 2. Expert parallel
-replaces the token exchange and shards the experts. 3. Activation checkpointing and compilation wrap
-the blocks (`blocks.py`). 4. Activation offload wraps these, because it moves the activations that
-they save. 5. FSDP2 comes last, because its hooks must wrap all others.
+1. Context parallel replaces the core of attention, or the module that supplies latent keys.
+2. Expert parallel replaces the token exchange and shards the experts.
+3. Activation checkpointing and compilation wrap each block (`blocks.py`).
+4. Activation offload wraps the checkpointed blocks, because it moves the activations they save.
+5. FSDP2 comes last, because its hooks must run outside all other wrappers.
 """
 
 import torch

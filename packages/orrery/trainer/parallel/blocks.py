@@ -67,7 +67,7 @@ def _compile(policy: Policy, trainer: Trainer) -> None:
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     for block in policy.network.layers:
         for module in block.modules():
-            for name in getattr(module, "eager", ()):  # it exchanges tensors between ranks
+            for name in getattr(module, "eager", ()):  # methods with collectives stay eager
                 setattr(module, name, disable(getattr(module, name)))
         block.forward = torch.compile(block.forward, fullgraph=not trainer.mesh.has_exchange)
 
@@ -128,9 +128,9 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
-    """Return the operations called inside graphs: attention without cp, experts without ep.
+    """Return the operations that compiled graphs call: attention if cp = 1, experts if ep = 1.
 
-    Latent attention gathers its keys beforehand, so graphs call it even with cp.
+    Graphs call latent attention with any cp, because its keys are gathered outside the graph.
     """
     if not trainer.compile:
         return frozenset()

@@ -1,13 +1,14 @@
-"""Context parallel for latent attention: ranks gather the latent keys of their shared documents.
+"""Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
-- One all-gather a layer carries latent, rotated and indexer keys together while queries are made.
-- Gradients return in one all-to-all and are summed in rank order in float32, so each run makes the
-  same bits.
-- Tokens lie in zig-zag order, so all ranks score equally many keys. Chosen keys and `Documents`
-  count places of the padded stream, in which all documents are whole.
-- Recomputation gathers no frozen indexer's keys, because choices are saved.
+- One all-gather a layer carries latent, rotated and indexer keys while queries are computed.
+- One all-to-all returns the keys' gradients. They are summed in rank order in float32, so equal
+  inputs give equal bits.
+- Tokens lie in zig-zag order, so all ranks score equally many keys. Chosen keys and the
+  offsets in `Documents` are indices in the padded stream: all padded documents, one by one.
+- Recomputation does not gather a frozen indexer's keys, because its choice is saved.
 
-R ranks · t queries here · S = R·t keys · K keys read here, S unless they are expanded
+t queries of this rank · S = R·t keys of all ranks · K keys read by this rank: S if they stay
+latent, (R + ½)·t if dense attention expands them
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +26,17 @@ from orrery.trainer.parallel import blocks
 
 
 class KeyOrder(NamedTuple):
-    """What this rank's queries read. Row r·t + i of the gathered keys is token i of rank r.
+    """The keys that this rank's queries read. Gathered row r·t + i is token i of rank r.
 
-    Attention to expanded keys reads two prefixes of each document, for its early and its late piece
-    of queries. `parts` are these reads. A row stands once in a part, so adding needs no atomics.
+    Latent keys are read once (one entry in `parts`), expanded keys as two prefixes of each document
+    (two entries): for its early and its late piece of queries. No entry repeats a row, so adding
+    gradients needs no atomics.
     """
 
-    row: Tensor  # i64 [K]
-    parts: list[tuple[Tensor, Tensor | None]]  # (rows, their places in `row`, None for all)
-    first: Tensor  # i32 [t], the first key of each query
-    last: Tensor  # i32 [t]
+    row: Tensor  # i64 [K], the gathered row of each key
+    parts: list[tuple[Tensor, Tensor | None]]  # (rows, their indices in `row` or None for all)
+    first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
+    last: Tensor  # i32 [t], each query's last key, which is its own
     queries: Documents
     keys: Documents
 
@@ -50,9 +52,9 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # pieces that the two pieces of queries read
+        early, late = rank + 1, 2 * size - rank  # how many pieces of keys each reads
         keys = _side(piece, (early, late), longest)
-        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: the sum of all pieces
+        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of every document
         parts = []
         for turn, count in enumerate((early, late)):
             at = keys.cu_seqlens[turn:-1:2]
@@ -63,7 +65,7 @@ class KeyOrder(NamedTuple):
 
 
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
-    """Return i64 [R, t], the places of each rank's tokens in the padded stream (`zigzag`)."""
+    """Return i64 [R, t], the index in the padded stream of each rank's tokens (see `zigzag`)."""
     here = length // size
     start_t, before_t, piece_t = (
         x.repeat_interleave(here, output_size=t) for x in (start, start // size, here // 2)
@@ -76,7 +78,7 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return two documents for each: `counts` of its pieces."""
+    """Return `Documents` with two entries a document, `counts[0]` and `counts[1]` pieces long."""
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)
@@ -85,10 +87,10 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows, places), i64 [total] each, of the first `length` keys of each document.
+    """Return gathered rows and `KeyOrder.row` indices of documents' first `length` keys.
 
-    A document's places begin at `at`. Its positions in the padded stream begin at `start`, and
-    `row_S` gives the row of each position. `total` is the sum of `length`.
+    Both are i64 [total], the sum of `length`. A document begins at `start` in the padded stream and
+    at `at` in `KeyOrder.row`. `row_S` maps the stream to rows.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -97,18 +99,18 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# All layers of a forward pass share one `Documents`.
+# Each `Documents` object has one order. All layers of a forward pass share the object.
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
     """Give queries the keys of all ranks of `group`.
 
-    With `keeps` recomputation reads what the forward pass has gathered.
+    If `keeps`, recomputation reuses the keys that the forward pass gathered.
     """
 
     is_gathered = True
-    eager = ("send", "receive", "ranges", "sides")  # for blocks.py
+    eager = ("send", "receive", "ranges", "sides")  # not compiled (blocks.py)
 
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()
@@ -141,7 +143,10 @@ class GatheredKeys(LocalKeys):
 
 
 class _Transfer:
-    """One layer's exchange. `known`: None, or what the forward pass kept for the recomputation."""
+    """Gather one layer's keys, and return their gradients to the ranks of the keys.
+
+    `known`: in a recomputation the keys kept by the forward pass, else None.
+    """
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class _Transfer:
     ) -> None:
         self.group, self.order, self.known = group, order, known
         self.is_trained = [key.requires_grad for key in keys]
-        # Recomputation uses the saved choice and needs no keys of a frozen indexer.
+        # Recomputation reuses the saved choice of keys, so a frozen indexer's keys are not read.
         self.read_again = [True, *self.is_trained[1:]]
         self.widths = [key.shape[1] for key in keys]
 
@@ -207,7 +212,7 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the gather. The result, an empty ticket, orders the two halves in both passes."""
+    """Begin the all-gather. Return a ticket for `_Receive`, which links the two in autograd."""
 
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *keys: Tensor) -> Tensor:

@@ -45,9 +45,9 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. A document is two halves here, of equal size on all ranks."""
+    """Attention over `group`. A rank has two pieces (halves) of each document, equally long."""
 
-    eager = ("forward",)  # for blocks.py
+    eager = ("forward",)  # not compiled (blocks.py)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
