@@ -1,9 +1,9 @@
 """Fetch a model or a dataset by name, never code: `orrery fetch`.
 
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
-- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`, and the two sides of a task in
-  `jsonnet/tasks/<name>_fetched.libsonnet`. Each file's name begins with its split, which
-  `tasks/rows.py` reads.
+- A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
+  its split, which `tasks/rows.py` reads.
+- `jsonnet/tasks/<name>_fetched.libsonnet` holds the dataset as a task's `source` and `held_out`.
 """
 
 import json
@@ -45,7 +45,10 @@ LOST = (
 
 
 def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION] and write its axis. `template` replaces its chat template."""
+    """Fetch OWNER/NAME[@REVISION] and write its axis. Return the lines to print.
+
+    `template` is a file that replaces the model's chat template.
+    """
     text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
     path = f"weights/{source.name}"
@@ -166,7 +169,7 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
 
 
 def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION], or one of its configs."""
+    """Fetch OWNER/NAME[@REVISION], or one of its configs. Return the lines to print."""
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path

@@ -2,7 +2,7 @@
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
   `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads. It checks sizes
-  only. Xet is off unless `HF_HUB_DISABLE_XET=0`, because only HTTP's downloads are tested.
+  only. Its protocol Xet is untested here, so HTTP is used unless `HF_HUB_DISABLE_XET=0`.
 - This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """

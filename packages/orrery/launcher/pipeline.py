@@ -209,7 +209,7 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for a target that is stale, does not fit, or is unknown."""
+        """Raise OrreryError for a target that is unknown, is stale, or does not fit into memory."""
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])

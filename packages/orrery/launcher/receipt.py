@@ -95,7 +95,7 @@ def record(
     - `code` and `software` are examined now if None.
     - `secrets`: further texts to replace, such as the token.
     - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
-    - `job_script`: what the site adds to the Slurm job's script.
+    - `job_script`: the site's additions to the Slurm job's script (`script_facts`).
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -182,7 +182,7 @@ def changes(
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
     """Return the commit, and the stored diff of each file that is not new.
 
-    If the diff is missing, its path stands in for it, so that it equals no other diff.
+    A missing diff is replaced by its path, which equals no other diff.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""

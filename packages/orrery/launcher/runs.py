@@ -156,7 +156,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Make the run's folder with its manifest. Leave no new folder behind on a full disk."""
+    """Create the run's folder with its manifest. After an OSError, remove a new folder."""
     is_new = not run.path.exists()
     try:
         begin(run.path)

@@ -61,7 +61,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # path from the checkout, or empty
+    template: str = ""  # path relative to the checkout, or empty
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":
@@ -118,7 +118,7 @@ class Containers(Record):
 
 class Network(Record):
     interface: Word
-    gbit_per_s: PositiveFloat = 400.0  # of one device to other nodes, for `orrery plan`
+    gbit_per_s: PositiveFloat = 400.0  # bandwidth of one device to other nodes, for `orrery plan`
 
 
 class Roles(Record):

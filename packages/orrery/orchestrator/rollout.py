@@ -176,14 +176,14 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Opening:
-    """A problem and the tokens of its prompt. All members of a group share it."""
+    """A problem and its prompt's token ids, shared by all rollouts of a group."""
 
     problem: Problem
     prompt: list[int]
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Raises RolloutFailed."""
+    """Return the problem and its prompt. Raise RolloutFailed if `task` or `renderer` fails."""
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -205,12 +205,12 @@ async def run_episode(
     routes: RouteShape | None = None,
     share: str | None = None,
 ) -> Rollout:
-    """Run a problem from its prompt to its judgement. Raises RolloutFailed.
+    """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
     - `routes`: shape of the model's routed experts, to replay them.
-    - `share`: an equal string in all rollouts whose only turn may be sampled by one request.
+    - `share`: a key. Single-turn rollouts with the same key may share one engine request.
     - Cancelling aborts the request in the engine.
     """
     problem, messages = opening.problem, list(opening.problem.messages)

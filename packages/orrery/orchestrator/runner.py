@@ -1,7 +1,7 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- Members of a group that start together share the problem, and the engine request if they sample
-  one turn without a seed.
+- Rollouts of a group that start together share the problem. If they train and have one turn, they
+  also share the engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
 - Any exception except `RolloutFailed` ends the run, because `check` raises it in the loop.
 """
@@ -108,7 +108,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # all members may have been cancelled
+            opening.exception()  # else asyncio logs an exception that no rollout read
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)

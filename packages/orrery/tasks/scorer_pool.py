@@ -4,7 +4,7 @@
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool for scorers.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
-- `score_once` keeps the newest KEPT_SCORES scores, because a group often repeats a short answer.
+- `score_once` reuses the newest KEPT_SCORES scores: rollouts of a group often answer the same.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 """
 
@@ -48,7 +48,7 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return `score` of these arguments, kept or new. It must depend on nothing else."""
+        """Return `score` of these arguments, cached. Nothing else may influence the score."""
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -57,7 +57,7 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        return await asyncio.shield(scoring)  # other calls may wait for it
+        return await asyncio.shield(scoring)  # a cancelled call must not cancel it for other calls
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
         if scoring.cancelled() or scoring.exception() or scoring.result() is None:

@@ -59,7 +59,7 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-# Variables of a chat template that the renderer gives. The last two are functions.
+# Variables that the renderer sets in a chat template. The last two are functions.
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 GIVEN |= {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 
@@ -72,9 +72,9 @@ def vocab_size(alphabet: str) -> int:
 def write_tokenizer(model: Model, folder: Path) -> None:
     """Write or copy `model.tokenizer` into `folder` as Hugging Face files.
 
-    The written chat template has `chat_template_kwargs` as defaults, so that prompts of training,
-    of a served model and of an exported one are the same. Raise OrreryError if a pretrained
-    tokenizer's files do not match its `sha256`, or its template lacks a variable.
+    The written chat template has `chat_template_kwargs` as its defaults, so training, serving and
+    exported models make equal prompts. Raise OrreryError if a pretrained tokenizer's files do not
+    match its `sha256`, or if its template does not use one of `chat_template_kwargs`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

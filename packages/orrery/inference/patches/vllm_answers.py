@@ -2,7 +2,7 @@
 
 - `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
   delay requests that end together. Answers omit the top log-probs, which repeat the token's own.
-- `stream_samples`: a stream has a line of JSON per sample, sent when that sample ends.
+- `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
   versions are exact. Outputs with other fields pass unchanged and in order.
@@ -75,7 +75,7 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Apply in the API server's process, before the server is made."""
+    """Apply this patch in the API server's process, before the server is made."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -90,7 +90,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # The engine gets these parameters with the first result.
+        # The engine gets these parameters later, when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -98,7 +98,7 @@ def stream_samples() -> None:
                 for output in result.outputs:
                     self._raise_if_error(output.finish_reason, request_id)
                     yield written(result, request_id, [output], *rest[:1]) + b"\n"
-        except Exception as error:  # the status 200 is already sent
+        except Exception as error:  # status 200 is already sent, so send the error as a line
             yield msgspec.json.encode({"error": {"message": str(error)}}) + b"\n"
         finally:
             streamed.discard(request_id)
@@ -128,7 +128,7 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
-    """Return the JSON that vLLM's models would give for these complete outputs of a request."""
+    """Return the JSON that vLLM's pydantic models would give for finished `outputs` of `last`."""
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in outputs)

@@ -97,7 +97,7 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> tuple[list[str], str | None]:
-    """Return the sbatch command, and the script for its stdin if the site has a template."""
+    """Return the sbatch command, and its stdin: the script from the site's template, or None."""
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
@@ -120,9 +120,10 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Return the job script. Raise OrreryError unless it runs the command.
+    """Return the job script. Raise OrreryError unless it contains the command.
 
-    `sbatch` is all options as comments of the script, `components` their values by name.
+    The template's field `sbatch` is all options as `#SBATCH` lines. `components` lists each
+    component's options by name.
     """
     import jinja2
 
@@ -151,7 +152,7 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
 
 
 def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
-    """Return what the site adds to job scripts, for the receipt."""
+    """Return the site's `pre_run` lines and its template's name and sha256, for the receipt."""
     found: dict[str, Any] = {}
     if slurm is not None and slurm.pre_run:
         found["pre_run"] = list(slurm.pre_run)

@@ -85,7 +85,7 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Return the command's output. `script` is its stdin."""
+    """Run a Slurm command with `script` as stdin, and return its output."""
     program = command[0]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The RL stage as `orrery plan` computes it, beside what the run measured."""
+"""Compare the RL stage that `orrery plan` computes with the measured one."""
 
 from collections.abc import Callable
 from statistics import mean, median
@@ -9,14 +9,14 @@ from orrery.observe.report.columns import Table
 from orrery.observe.report.data import RunData
 
 GIB = 2**30
-WARM = 2  # first steps, which compile, are not measured
-NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")  # not torch's tensors
+WARM = 2  # number of first steps that are left out, because they compile
+NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")  # outside torch's tensors
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return (what, planned, measured), or [] for a run that is not planned or not measured.
+    """Return rows of (figure, planned, measured), or [] if the run has no plan or no steps.
 
-    The plan is of rollouts that are as long as the run's were on average.
+    The plan assumes rollouts of the run's mean length. A measured figure is a median.
     """
     tokens = _values(run.rl, "num_tokens")
     if not tokens:

@@ -53,7 +53,7 @@ QUERY_TIMEOUT_S = 10.0  # health, metrics and abort
 REQUEST_ID_PREFIX = "generate-tokens-"
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {
-    "logprobs": 0,  # the log-prob of the sampled token alone
+    "logprobs": 0,  # return only the log-prob of the sampled token
     "detokenize": False,
     "skip_special_tokens": False,
 }
@@ -85,7 +85,7 @@ class EngineClient:
         await self._server.close()
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
-        """Return one sample, see `generate_each`."""
+        """Return one sampled continuation, see `generate_each`."""
         samples: list[Generation] = []
         await self.generate_each(token_ids, 1, samples.append, **options)
         return samples[0]
@@ -108,7 +108,7 @@ class EngineClient:
         session: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
     ) -> None:
-        """Sample continuations of `token_ids` at `temperature` (0 is greedy).
+        """Sample `num_samples` continuations of `token_ids` at `temperature` (0 is greedy).
 
         - `deliver`: called with each sample when it ends, in any order.
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
@@ -118,8 +118,8 @@ class EngineClient:
         - `session`: conversation id. A router keeps its turns on one engine.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raises GenerationFailed or EngineGone, also after some samples were delivered. Cancelling
-        the coroutine aborts the request.
+        Raise GenerationFailed or EngineGone, possibly after some samples were delivered.
+        Cancelling the coroutine aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:

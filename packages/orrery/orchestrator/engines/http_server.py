@@ -1,6 +1,6 @@
-"""Exchange one HTTP request and answer with a server before a deadline.
+"""Send HTTP requests to one server and read its answers before a deadline.
 
-A call is retried only while this host cannot open a connection, before any byte is sent.
+A request is retried only while this host cannot open a connection, before any byte is sent.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
-# These errors come before any byte is sent, so a retry is safe.
+# This host lacks file descriptors, memory or ports. No byte was sent, so a retry is safe.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
     def __init__(self, url: str, name: str, token: str | None) -> None:
-        """Take the address without a path, the name in errors, and the run's token."""
+        """Take the address without a path, the server's name in errors, and the run's token."""
         self.url, self.name, self._token = url, name, token
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
@@ -34,7 +34,7 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the session. Control calls reuse no connection, which might be closing."""
+        """Return the HTTP session. Control calls reuse no connection, as it might be closing."""
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -56,12 +56,14 @@ class HttpServer:
         session: str | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
-        """Return status, body and engine index of one HTTP exchange.
+        """Return status, body and engine index of the answer to one request.
 
-        `on_line` takes each line of a body with status 200, and the engine index, as it arrives.
+        - `on_line`: called with each line of an answer with status 200 and the engine index, as it
+          arrives. The returned body is then empty.
+        - `what`: the request's name in errors.
 
-        Raise EngineGone if there is no server, and `on_timeout` after `timeout_s`. If this host
-        has no free socket until then and `on_timeout` is EngineGone, raise OutOfConnections.
+        Raise EngineGone if no server answers, and `on_timeout` after `timeout_s`. If this host
+        had no free socket and `on_timeout` is EngineGone, raise OutOfConnections.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -103,7 +105,7 @@ class HttpServer:
                     ) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise self._gone(what, error) from error
-            # spread the retries of thousands of calls
+            # a random pause, so that thousands of calls do not retry at once
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, NO_ROOM_LONGEST_S)
 
@@ -113,7 +115,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of any length that are not empty."""
+    """Yield each non-empty line, however long, without its newline."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

@@ -67,7 +67,7 @@ class Generation:
     routes: tuple[Routes, ...] = ()  # routes of all tokens except the last, if requested
     kv_transfer: dict[str, Any] | None = None  # after a prefill request: the place of its KV blocks
     engine: int = UNKNOWN_ENGINE  # index of the engine that sampled it
-    sample: int = 0  # index among the samples of the request
+    sample: int = 0  # index of this sample among those of its request
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class EnginePool:
         - `model`: see `EngineClient`.
         - `canary`: the prompt to answer after an update.
         - `leases`: the lease client of a direct wire.
-        - `max_samples`: the most samples of one request.
+        - `max_samples`: largest number of samples in one engine request.
         """
         if not engine_urls:
             raise OrreryError("engine pool: has no engine; give at least one engine address")
@@ -249,15 +249,15 @@ class EnginePool:
     ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        Calls with the same `share` and arguments may be one request, see `SharedRequests`. Raises
-        EngineGone if the engine was lost meanwhile.
+        Calls with the same `share` may become one request (`SharedRequests`), so their other
+        arguments must be equal. Raise EngineGone if the engine was lost during the call.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
         return await self._shared.generate(share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each`. A disaggregated pool has no such request."""
+        """Run `EngineClient.generate_each`. Never called on a pool with prefill engines."""
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )

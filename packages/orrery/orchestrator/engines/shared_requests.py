@@ -1,6 +1,7 @@
-"""Send equal calls as one request for several samples, because short answers cost little more.
+"""Send equal generation calls as one engine request for several samples.
 
-- Calls with the same `share` in one pass of the event loop share a request.
+- One request takes less processor time than many.
+- Calls with the same `share` that begin in one pass of the event loop become one request.
 - Each call returns as soon as its sample ends.
 - The sample of a cancelled call is discarded. The request is aborted once no call waits for it.
 """
@@ -27,7 +28,7 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Return an id that no call has, so that no call's abort ends the whole request."""
+        """Return the request's id. If calls share it, none has this id, so aborting one is safe."""
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 
@@ -53,7 +54,7 @@ class SharedRequests:
         abort: Callable[[list[str]], Awaitable[None]],
         max_samples: int,
     ):
-        """Take the pool's `generate_each` and `abort`, and the most samples of a request."""
+        """Take the pool's `generate_each` and `abort`. A request has at most `max_samples`."""
         self._generate_each, self._abort, self._max_samples = generate_each, abort, max_samples
         self._open: dict[str, _Request] = {}
 
