@@ -12,6 +12,8 @@ from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.search import engine_layouts, trainer_layouts
+from orrery.manifest.budget.tiles import SPARSE_PAIRS
+from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
 from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError
@@ -68,6 +70,26 @@ def test_a_cache_that_leaves_no_room_for_weights_is_refused_by_check_and_at_the_
     (text,) = memory_misfits(large)
     smaller = int(text.split("kv_cache_bytes: ")[1].split()[0])
     assert not list(memory_misfits(run("qwen3_30b_a3b_16k", inference__kv_cache_bytes=smaller)))
+
+
+def test_pairs_of_sparse_attention_count_once_for_each_of_a_chunk():
+    manifest = load(ROOT / "manifests/glm5_run.json")
+    model, trainer = manifest.model, manifest.trainer
+    chosen, heads = model.latent.indexer.top_k, model.num_heads
+    queries = SPARSE_PAIRS // chosen
+    row = 2 * (model.latent.kv_lora_rank + model.latent.rope_head_dim)
+    chunk = queries * chosen * (row + 2 * (2 * heads) + 4)
+    assert sparse_backward_bytes(model, trainer, queries) == chunk
+    assert sparse_backward_bytes(model, trainer, 8 * queries) == chunk
+    assert sparse_backward_bytes(model, trainer, queries // 2) == chunk // 2
+    exact = trainer.model_copy(update={"compute_dtype": "float32"})
+    assert sparse_backward_bytes(model, exact, queries) == 0
+    plans = [
+        plan_memory(model, trainer, Workload(tokens, tokens, 1), 2**37)
+        for tokens in (queries * trainer.mesh.cp, 2 * queries * trainer.mesh.cp)
+    ]
+    more = [plan.moments["block 0, backward"]["recomputation"] for plan in plans]
+    assert more[1] - chunk == 2 * (more[0] - chunk)
 
 
 def test_roles_on_one_device_must_fit_together():

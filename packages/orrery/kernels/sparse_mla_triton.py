@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orrery.manifest.budget.tiles import SPARSE_PAIRS
+
 LOG2_E = math.log2(math.e)
 SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper. Tiles of D = 576 need it.
 MAX_HEADS = 64  # heads of a tile in passes that gather keys
@@ -33,7 +35,7 @@ class Tiles(NamedTuple):
     queries: tuple[int, int, int, int] = (64, 128, 4, 3)
     pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
     sums: tuple[int, int, int, int] = (4, 1024, 4, 3)
-    chunk_rows: int = 2**22  # (query, key) pairs of a chunk: 4.8 GB in bfloat16 at D = 576
+    chunk_rows: int = SPARSE_PAIRS
     query_first: bool = True  # in `logits`: consecutive programs share a query
 
 

@@ -1,5 +1,6 @@
-"""Divide the LM head's logits into tiles, for its kernel and for the memory plan."""
+"""Sizes of tiles that kernels and the memory plan share."""
 
+SPARSE_PAIRS = 2**22  # (query, chosen key) pairs of a chunk in sparse attention's backward pass
 AUTO_SHARE = 16  # an "auto" chunk takes 1/16 of memory
 ALIGNMENT = 128  # slices are multiples of 128: whole tiles of products
 

@@ -20,7 +20,7 @@ from orrery.manifest.budget.parameters import (
     is_sparse,
     keys_per_query,
 )
-from orrery.manifest.budget.tiles import auto_chunk_tokens, blocks
+from orrery.manifest.budget.tiles import SPARSE_PAIRS, auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
@@ -227,6 +227,20 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     return attention, feed_forward + c * moe.num_experts_per_token * per_slot
 
 
+def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
+    """Return the bytes of pairs in sparse attention's backward pass, for the tokens of a rank.
+
+    A pair of a query and a chosen key takes c·(C + R) for its part of the key's gradient, 2·c·H
+    for probabilities and gradients of logits, and 4 for its place, as in `sparse_mla_triton.py`.
+    float32 has the plain backend, which holds no pairs.
+    """
+    mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
+    if mla is None or mla.indexer is None or c > 2:
+        return 0
+    pairs = min(tokens * mla.indexer.top_k, SPARSE_PAIRS)
+    return pairs * (c * (mla.kv_lora_rank + mla.rope_head_dim + 2 * model.num_heads) + 4)
+
+
 # Moments of a step
 
 
@@ -345,6 +359,7 @@ class _StepPlan:
                           (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
         block i, backward activations of blocks 0 to i · recomputation · gathered blocks i, i − 1
                           (c·n) · gradient of i · reduction of i + 1 · two T·D gradients
+                          · pairs of sparse attention
         block i, reducing activations of blocks 0 to i − 1 · gathered block i − 1 · gradient of i
                           (c·n) and its reduction (r·n), or 3·r·n for both on a single rank
         embedding         V·D gradient (two if tied) · its reduction, or that of block 0 if larger
@@ -364,6 +379,7 @@ class _StepPlan:
                 head=self.logits() + hidden * (3 * self.c + 4),
             ),
         )
+        pairs = sparse_backward_bytes(self.model, self.trainer, self.tokens)
         done: tuple[UnitParameters, ...] = (counted.after,)
         for layer in reversed(range(len(layers))):
             unit = layers[layer]
@@ -377,7 +393,7 @@ class _StepPlan:
                     gathered=self.gathered(unit) + self.gathered_before(layer),
                     reduction=self.reducing(done[-1]),
                     activations=self.activations(layer),
-                    again=backward + 2 * self.c * hidden,
+                    again=backward + 2 * self.c * hidden + pairs,
                 ),
             )
             copied = self.own(unit) if alone and self.is_sharded else 0
