@@ -156,7 +156,7 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder with its manifest. After an OSError, remove a new folder."""
+    """Create the run's folder and write its manifest. On OSError, remove the folder if new."""
     is_new = not run.path.exists()
     try:
         begin(run.path)

@@ -80,7 +80,10 @@ class KeyIndexer(nn.Module):
         ranges: tuple[Tensor, Tensor],
         longest: int,
     ) -> ChosenKeys:
-        """Choose K keys a query: `top_k`, or the longest document's length `longest` if smaller."""
+        """Choose K = min(`top_k`, `longest`) keys for each query.
+
+        `longest` is the length of the longest document in tokens.
+        """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5

@@ -108,7 +108,7 @@ class RolloutRunner:
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # else asyncio logs an exception that no rollout read
+            opening.exception()  # marks it as retrieved, else asyncio logs it
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)

@@ -21,7 +21,8 @@ PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one directio
 class Rates:
     """Operations per second of kernels, and bytes per second of memory and links.
 
-    - `attention_flops`: for long documents. Documents of `attention_half_tokens` reach half of it.
+    - `attention_flops`: the limit for long documents.
+    - `attention_half_tokens`: the document length that reaches half of this limit.
     - `link_bytes`: to another device in one direction.
     - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
     - `host_link_bytes`: of pinned copies in one direction.

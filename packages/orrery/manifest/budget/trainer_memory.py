@@ -36,7 +36,7 @@ CATEGORIES = (
     "LM head",
 )
 BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
-# Sizes of the optimizer's buckets: bytes of local state, or of weights if there is no state.
+# Bytes of local state in one optimizer bucket, or of local weights if the rule has no state.
 OFFLOADED_BYTES = 128 << 20  # enough for the full rate of PCIe
 WHOLE_BYTES = 256 << 20  # Muon's buckets: equal with and without offload, hence equal bits
 NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time

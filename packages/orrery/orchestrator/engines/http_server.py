@@ -25,7 +25,7 @@ NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 class HttpServer:
     def __init__(self, url: str, name: str, token: str | None) -> None:
-        """Take the address without a path, the server's name in errors, and the run's token."""
+        """Take the server's URL without a path, its name for errors, and the run's token."""
         self.url, self.name, self._token = url, name, token
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 

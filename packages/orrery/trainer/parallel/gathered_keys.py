@@ -78,7 +78,11 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 
 
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
-    """Return `Documents` with two entries a document, `counts[0]` and `counts[1]` pieces long."""
+    """Return `Documents` with two sequences for each document, for its early and its late queries.
+
+    `piece` is i64 [documents], the length of one piece of each document in tokens. The sequences
+    have `counts[0]` and `counts[1]` pieces. `longest` is the greatest length of a piece.
+    """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return Documents(offsets, max(counts) * longest)
@@ -106,7 +110,8 @@ _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 class GatheredKeys(LocalKeys):
     """Give queries the keys of all ranks of `group`.
 
-    If `keeps`, recomputation reuses the keys that the forward pass gathered.
+    If `keeps`, the forward pass saves the gathered keys for recomputation. Otherwise
+    recomputation gathers them again.
     """
 
     is_gathered = True
@@ -212,7 +217,11 @@ class _Transfer:
 
 
 class _Send(torch.autograd.Function):
-    """Begin the all-gather. Return a ticket for `_Receive`, which links the two in autograd."""
+    """Begin the all-gather of the keys.
+
+    Return the ticket, a scalar zero that `_Receive` takes. Hence autograd links the two functions.
+    In the backward pass `_Receive` begins the all-to-all of gradients, and `_Send` waits for it.
+    """
 
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *keys: Tensor) -> Tensor:
