@@ -1,7 +1,9 @@
 """Plan the memory and the speed of one engine (vLLM) from the manifest.
 
 - A decode step takes the longer of its memory reads and its operations (roofline model,
-  arXiv 2402.16363, section 3), plus exchanges and the host's work. Prefill counts only operations.
+  arXiv 2402.16363, section 3), plus exchanges between devices and the host's work. Prefill takes
+  the time of its operations alone.
+- An engine is one of `num_replicas` replicas. Its data-parallel ranks each serve other sequences.
 - GRAPH_COPIES, SEQUENCE_S, LAYER_S and PRODUCTS_SHARE are fitted to `benchmarks/inference` and
   `benchmarks/async/memory_h100.json`.
 """
@@ -30,14 +32,14 @@ Bytes = dict[str, int]
 def graph_sizes(inference: Inference) -> list[int]:
     """Return the token counts for which vLLM captures a CUDA graph. Steps pad to the next count.
 
-    Most steps of a busy engine also prefill and exceed vLLM's default limit of 512 tokens.
-    Data-parallel ranks keep this limit, because all pad to the fullest rank.
+    Most steps of a busy engine also prefill, and exceed vLLM's default limit of 512 tokens. Hence
+    the limit is MAX_GRAPH_TOKENS, or 512 with data parallel, where all ranks pad to the fullest.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     most = 512 if inference.data_parallel > 1 else MAX_GRAPH_TOKENS
     while sizes[-1] < most:
         sizes.append(sizes[-1] + max(32, sizes[-1] // 256 * 32))
-    # Full steps, and steps in which all sequences only sample, need no padding.
+    # Full steps, and steps in which all sequences sample and none prefills, need no padding.
     sizes += [inference.max_num_sequences, inference.max_batched_tokens]
     return sorted(size for size in set(sizes) if size <= min(most, inference.max_batched_tokens))
 
@@ -45,8 +47,9 @@ def graph_sizes(inference: Inference) -> list[int]:
 def weight_bytes(model: Model, inference: Inference) -> tuple[int, int]:
     """Return (all weights, routed experts) of one device, in bytes.
 
-    Tensor parallel divides heads, feed-forwards, embedding and LM head. All devices of a replica
-    divide routed experts. Norms, routers, indexers and latent down-projections are on each device.
+    Heads, feed-forwards, embedding and LM head are split over tensor-parallel ranks, and routed
+    experts over all devices of a replica. Norms, routers, indexers and the down-projections of
+    latent attention are whole on each device. "All weights" include the routed experts.
     """
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     kinds: dict[tuple[bool, str], tuple[float, float]] = {}
@@ -92,7 +95,7 @@ def _value_bytes(model: Model, inference: Inference, weight: BlockWeight) -> flo
 
 
 def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool) -> Bytes:
-    """Return a device's bytes by use, such as "weights" and "cache"."""
+    """Return the bytes that an engine takes on one device, by use, such as "weights"."""
     weights, _ = weight_bytes(model, inference)
     value_bytes, tensor = DTYPE_BYTES[inference.dtype], inference.tensor_parallel
     wide = model.intermediate_size
@@ -120,7 +123,10 @@ def memory(model: Model, inference: Inference, is_gpu: bool, has_adapters: bool)
 
 @dataclass(frozen=True)
 class Serving:
-    """The load of a replica: mean prompt and sampled tokens of a rollout, rollouts in flight."""
+    """The load of a replica.
+
+    `prompt`, `sampled`: mean tokens of a rollout. `in_flight`: unfinished rollouts of the replica.
+    """
 
     prompt: float
     sampled: float
@@ -132,7 +138,10 @@ class Serving:
 
 
 def batch_size(model: Model, inference: Inference, load: Serving) -> float:
-    """Return how many sequences load, `max_num_sequences` and cache allow a data-parallel rank."""
+    """Return the sequences that a data-parallel rank decodes at a time, at least 1.
+
+    The limit is the least of its share of `load.in_flight`, `max_num_sequences` and cache size.
+    """
     held = inference.kv_cache_bytes / (load.mean_context * token_bytes(model, inference))
     admitted = load.in_flight / inference.data_parallel
     return max(1.0, min(inference.max_num_sequences, admitted, held))
@@ -141,9 +150,10 @@ def batch_size(model: Model, inference: Inference, load: Serving) -> float:
 def decode_s(
     model: Model, inference: Inference, batch: float, context: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds of a step that samples one token for each of a rank's `batch` sequences.
+    """Return the seconds of a step in which each data-parallel rank samples `batch` tokens.
 
-    `context`: mean tokens of a sequence. `network`: bytes per second of a device between nodes.
+    Each of a rank's `batch` sequences gets one token. `context`: mean tokens of a sequence.
+    `network`: bytes per second of a device between nodes.
     """
     weights, experts = weight_bytes(model, inference)
     tokens = batch * inference.data_parallel
@@ -158,7 +168,10 @@ def decode_s(
 
 
 def _read_bytes(model: Model, inference: Inference, context: float) -> float:
-    """Return the cache bytes that a decode step reads for one sequence."""
+    """Return the cache bytes that a decode step reads for one sequence of `context` tokens.
+
+    Above `top_k` tokens, sparse attention reads all indexer keys and `top_k` latent keys.
+    """
     mla = model.mla
     if mla is None or mla.indexer is None or context <= mla.indexer.top_k:
         return context * token_bytes(model, inference)
@@ -182,7 +195,10 @@ def prefill_s(model: Model, inference: Inference, prompt: float, rates: Rates) -
 def _exchange_s(
     model: Model, inference: Inference, tokens: float, rates: Rates, network: float
 ) -> float:
-    """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts)."""
+    """Return the seconds of a step's all-reduces (tensor parallel) and all-to-alls (experts).
+
+    `tokens`: tokens of a data-parallel rank. `network`: bytes per second of a device between nodes.
+    """
     num_bytes = tokens * model.hidden_size * DTYPE_BYTES[inference.dtype] * model.num_layers
     tensor, devices = inference.tensor_parallel, inference.devices_per_replica
     total = 4 * num_bytes * (tensor - 1) / tensor / rates.link_bytes

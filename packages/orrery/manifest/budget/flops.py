@@ -6,9 +6,9 @@ L layers · H query heads · K head size · D hidden · V vocabulary · C latent
   12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
 - Sparse attention has 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward
   pass of indexers. It runs only if a document is longer than the indexer's `top_k`.
-- With context parallel (cp) ranks expand the same latent keys. With indexers they read latent keys
-  unexpanded instead. Only `hardware_flops` counts this.
-- A frozen weight (LoRA) costs 4 FLOPs, as it needs no gradient. Adapters are not counted.
+- With context parallelism (cp) several ranks up-project the same latent keys. Networks with
+  indexers attend to latent keys directly. Only `hardware_flops` counts these two costs of cp.
+- A frozen weight (LoRA) costs 4 FLOPs per token, as it gets no gradient. Adapters do not count.
 - `hardware_flops` adds recomputed blocks, logits and attention scores (5 backward products, not 4).
 - Family `hugging_face` is not counted: the manifest lacks its windows and scans.
 """
@@ -38,7 +38,9 @@ def is_counted(model: Model) -> bool:
 
 
 def active_parameters(model: Model) -> Flops:
-    """Return how many parameters multiply one token, by kind. `attention` is 0.
+    """Return how many parameters multiply one token, in the fields of `Flops`.
+
+    `attention` is 0, as scores have no parameters. `experts` are those that one token uses.
 
     Raise OrreryError unless `is_counted`.
     """
@@ -60,7 +62,7 @@ def active_parameters(model: Model) -> Flops:
 def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> Flops:
     """Return the FLOPs of a forward and backward pass over documents of `lengths` tokens.
 
-    The LM head scores every token. `frozen`: weights get no gradients (LoRA).
+    The LM head scores every token. `frozen`: weights get no gradients (LoRA), else all get one.
     """
     each = (4 if frozen else 6) * sum(lengths)
     active = active_parameters(model)
@@ -69,7 +71,10 @@ def model_flops(model: Model, lengths: Sequence[int], frozen: bool = False) -> F
 
 
 def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Flops:
-    """Return `model_flops` plus recomputed and repeated work. With LoRA, weights are frozen."""
+    """Return `model_flops`, plus work that checkpointing recomputes or cp ranks repeat.
+
+    The sum is that of all ranks of a cp group. With `trainer.lora`, weights are frozen.
+    """
     base = model_flops(model, lengths, trainer.lora is not None)
     active, forward = active_parameters(model), 2 * sum(lengths)
     recomputed: set[str] = set()
@@ -82,7 +87,7 @@ def hardware_flops(model: Model, trainer: Trainer, lengths: Sequence[int]) -> Fl
     return Flops(
         base.projections + repeated * each + again,
         base.experts + ("experts" in recomputed) * active.experts * forward,
-        # 2 products forward, 5 backward
+        # `core` is 2 products forward. With 5 products backward that is 3.5 times `core`.
         3.5 * core + ("attention" in recomputed) * core + _indexers(model, lengths),
         base.lm_head + (not trainer.memory.lm_head_keeps_logits) * active.lm_head * forward,
     )
@@ -94,7 +99,10 @@ def _is_sparse(model: Model, lengths: Sequence[int]) -> bool:
 
 
 def _repeated_parameters(model: Model, cp: int) -> float:
-    """Return all `kv_b_proj` parameters, times how often cp expands a latent key again."""
+    """Return the parameters of all `kv_b_proj`, times the repeated up-projections of a latent key.
+
+    A key is repeated `keys_per_query` − 1 times. Return 0 for networks with indexers.
+    """
     mla = model.mla
     if mla is None or mla.indexer is not None:
         return 0.0
@@ -113,7 +121,10 @@ def _attention_forward(model: Model, lengths: Sequence[int], cp: int = 1) -> flo
 
 
 def _indexers(model: Model, lengths: Sequence[int]) -> float:
-    """Return the forward operations of all indexers. Their training is not counted."""
+    """Return the forward operations of all indexers, or 0 while attention is dense.
+
+    The operations that train indexers are not counted.
+    """
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
@@ -125,6 +136,9 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
 
 
 def attended_keys(length: int, most: int) -> float:
-    """Return a document's (query, key) pairs, at most `most` keys per query (Σ n ≈ n² / 2)."""
+    """Return the number of (query, key) pairs in causal attention over `length` tokens.
+
+    A query has the keys up to its own, at most `most`. 1 + … + n is taken as n² / 2.
+    """
     most = min(length, most)
     return most * most / 2 + (length - most) * most

@@ -1,7 +1,8 @@
 """Report trainers and engines that need more than a device's memory, and the fields to change.
 
-Only roles that surely do not fit are reported. A trainer's plan is reduced by its largest known
-error. An engine counts weights, cache and CUDA context.
+A role is the trainer or the engines. A role is reported only if it certainly does not fit: the
+planned peak of a trainer is first lowered by `LARGEST_ERROR`, and only weights, cache and CUDA
+context of an engine count.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ GIB = 2**30
 
 
 def memory_misfits(run: Manifest) -> Iterator[str]:
-    """Yield a sentence for each role that a device cannot hold. Skip CPUs and `hugging_face`."""
+    """Yield a sentence for each role that a device cannot hold.
+
+    Yield nothing on a CPU or for family `hugging_face`.
+    """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return
@@ -38,7 +42,10 @@ def memory_misfits(run: Manifest) -> Iterator[str]:
 
 
 def fitting_fields(run: Manifest) -> dict[str, Any]:
-    """Return new field values that make a role fit, or {} if none are needed or known."""
+    """Return new values, by field, that make the engines fit, or else the trainer.
+
+    Return {} if both fit, or if no known change makes the role fit.
+    """
     capacity = usable_bytes(run.hardware.accelerator)
     if capacity is None or run.model.family == "hugging_face":
         return {}

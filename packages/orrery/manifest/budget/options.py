@@ -1,8 +1,9 @@
 """Choose changes of the manifest that lower a trainer's peak of device memory.
 
-An option frees the difference between the planned peaks without and with it. Tier 1 moves all
-trainer state to host memory, tier 2 adds devices, tier 0 does neither. Lower tiers are tried first.
-Data moved to the host must fit into the rank's free host memory.
+An option is one such change. It frees the difference between the planned peaks without and with it.
+Options of tier 1 move all trainer state to host memory, those of tier 2 add devices, those of tier 0
+do neither. Lower tiers are tried first. An option that moves data to the host counts only if the
+data fit into the rank's free host memory.
 """
 
 import json
@@ -52,7 +53,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return new values by field, or {} if an option changes several fields at once."""
+        """Return the options' new values by field, or {} if one option changes several fields."""
         if not all(ONE_FIELD.fullmatch(option.field) for option in self.options):
             return {}
         return {option.field: option.value for option in self.options}
@@ -61,7 +62,10 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options not yet in use, cheapest first. `before` is the plan of `trainer`."""
+    """Yield the options that `trainer` does not use yet, those that cost the least time first.
+
+    `before`: memory plan of `trainer`, whose bytes give the cost of offload in seconds.
+    """
     yield from _head_options(trainer, load)
     yield from _fsdp_options(trainer, load)
     for kind, cost in _checkpointing(model, trainer):
@@ -79,9 +83,10 @@ def choose_options(
     counted: ParameterCounts,
     host_bytes: int = sys.maxsize,
 ) -> ChosenOptions:
-    """Return the cheapest option that frees `needed_bytes`, else the most effective combination.
+    """Return the cheapest option that frees `needed_bytes`, else a combination of options.
 
-    `host_bytes`: free host memory of a rank.
+    If no combination frees enough, return the one that frees the most (`is_enough` is False).
+    `device_bytes`: memory of a device. `host_bytes`: free host memory of a rank.
     """
     base = plan_memory(model, trainer, load, device_bytes, counted)
 
@@ -265,7 +270,7 @@ def format_value(value: Any) -> str:
 
 
 def jsonnet_of(fields: Mapping[str, Any]) -> str:
-    """Return fields as Jsonnet, such as `trainer+: { memory+: { activation_offload: true } }`."""
+    """Return values by field as Jsonnet: `trainer+: { memory+: { activation_offload: true } }`."""
     nested: dict[str, Any] = {}
     for field, value in fields.items():
         *parents, last = field.split(".")

@@ -1,7 +1,7 @@
 """Count the parameters of this project's networks from the manifest, without building them.
 
-`orrery.models.counts` counts a built network, as family `hugging_face` needs. A test asserts that
-both agree for all other families.
+Family `hugging_face` is not counted here: `orrery.models.counts` counts its built network. A test
+asserts that the two modules agree for all other families.
 """
 
 import math
@@ -20,8 +20,8 @@ class BlockWeight:
     """A weight of a transformer block.
 
     - `shape`: (rows, columns), (experts, rows, columns) of stacked experts, or (size,) of a vector.
-    - `num_matrices`: matrices stacked along the rows, such as 2 for gate and up.
-    - `has_fp8`: the layer computes in FP8 if `model.fp8` names its part.
+    - `num_matrices`: matrices stacked along the rows, such as 2 for an expert's gate and up.
+    - `has_fp8`: whether the product runs in FP8 if `model.fp8` names `part`. Otherwise never.
     """
 
     part: Part
@@ -36,7 +36,10 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameter counts of an FSDP unit. `adapted` counts frozen parameters with adapters."""
+    """Parameter counts of a whole FSDP unit, such as a block: weights gathered together.
+
+    `trained` and `frozen` include experts. `adapted`: frozen parameters of layers with adapters.
+    """
 
     trained: int = 0
     frozen: int = 0
@@ -49,7 +52,7 @@ class UnitParameters:
         return self.trained + self.frozen
 
     def gathered(self, ep: int) -> int:
-        """Return the parameters that one rank gathers: 1/ep of the experts, all others whole."""
+        """Return the parameters that one rank gathers: 1/ep of the experts, all other weights."""
         experts = self.trained_experts + self.frozen_experts
         return self.total - experts + experts // ep
 
@@ -59,9 +62,11 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Counts of FSDP units in forward order. `root` has all other weights (tied embeddings).
+    """Counts of FSDP units in forward order.
 
-    `largest_in_a_layer`: parameters of the largest trained weight, such as stacked experts.
+    `before`: embedding. `after`: last norm and LM head. With tied embeddings both are empty, and
+    `root` has their weights. Otherwise `root` is empty.
+    `largest_in_a_layer`: parameters of a block's largest trained weight, such as stacked experts.
     """
 
     before: UnitParameters
@@ -80,10 +85,11 @@ class ParameterCounts:
 
 
 def keys_per_query(model: Model, cp: int) -> float:
-    """Return the ratio of keys to queries in a rank's latent attention.
+    """Return the ratio of keys to queries in a rank's latent attention, 1 without cp.
 
-    With indexers a rank reads the keys of all cp ranks. Without, it expands the keys up to the end
-    of each of its two pieces of a document (zig-zag), together 2·cp + 1 pieces of keys.
+    A document is cut into 2·cp pieces, and a rank has the queries of pieces i and 2·cp − 1 − i
+    (zig-zag). With indexers it reads all 2·cp pieces of keys. Without, it expands the keys from the
+    start to the end of each of its pieces: i + 1 and 2·cp − i, together 2·cp + 1 pieces.
     """
     if cp == 1 or model.mla is None:
         return 1.0
@@ -154,7 +160,10 @@ def _feed_forward(hidden: int, width: int) -> Iterator[BlockWeight]:
 
 
 def count_parameters(model: Model, adapters: Lora | None) -> ParameterCounts:
-    """Return the counts. Indexers count as frozen. Raise OrreryError as `block_weights` does."""
+    """Return the counts of all units. Raise OrreryError for family `hugging_face`.
+
+    Indexers count as frozen. With `adapters`, only these count as trained.
+    """
     kinds: dict[tuple[bool, str], tuple[UnitParameters, int]] = {}
     layers: list[UnitParameters] = []
     largest = 0

@@ -12,8 +12,8 @@ from orrery.manifest.devices import DEVICES, device_of, find_device
 from orrery.manifest.json_file import read_as
 
 FOLDER = Path(__file__).parents[1] / "rates"
-MEASURED_ON = "h200"  # the device whose rates are scaled for unmeasured ones
-USABLE = 0.99  # share of a device's memory. Data sheets write GB for GiB.
+MEASURED_ON = "h200"  # its rates are scaled for devices without measured rates
+USABLE = 0.99  # share of a device's GiB open to a process. Data sheets write GB for GiB.
 PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one direction
 
 
@@ -21,11 +21,12 @@ PCIE_BYTES = 50e9  # bytes per second of pinned copies over PCIe 5, one directio
 class Rates:
     """Operations per second of kernels, and bytes per second of memory and links.
 
-    - `attention_flops`: the limit for long documents.
+    - `dense_flops`, `grouped_flops`: products of matrices and of routed experts, in bfloat16.
+    - `attention_flops`: the limit that attention approaches in long documents.
     - `attention_half_tokens`: the document length that reaches half of this limit.
-    - `link_bytes`: to another device in one direction.
+    - `link_bytes`: from a device to another one of its node, in one direction.
     - `collective_bytes`: of an all-gather or reduce-scatter while the device computes.
-    - `host_link_bytes`: of pinned copies in one direction.
+    - `host_link_bytes`: of copies between a device and pinned host memory, in one direction.
     """
 
     source: str

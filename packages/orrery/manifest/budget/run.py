@@ -1,9 +1,10 @@
 """Plan a run: memory of each role, time of a step, and the bytes between roles.
 
-- Memory is planned for rollouts of `inference.max_model_len_tokens`, time for rollouts of a quarter
-  of these tokens or of the mean that the caller gives.
-- Trainer and engines work at the same time, so the slower one sets the step. On shared devices they
-  take turns.
+- A role is the trainer or the engines. Memory is planned for rollouts of the greatest length
+  (`inference.max_model_len_tokens`). Times are planned for rollouts of the mean length that the
+  caller gives, by default a quarter of the greatest.
+- Trainer and engines work at the same time, so the slower one sets the time of a step. On shared
+  devices they take turns, so a step takes the sum of their times.
 - Staleness follows from Little's law. With N rollouts in flight and B in a batch, a rollout lasts
   N / B steps. Its tokens are N / 2B steps old on average, plus half a step until the batch is full.
 """
@@ -31,11 +32,11 @@ Bytes = dict[str, int]
 FRAGMENTATION = 0.065  # lost / allocated bytes, the median in benchmarks/trainer
 NETWORK_BYTES = 50e9  # default network bytes per second of a device: 400 Gb/s
 MEAN_SHARE = 0.25  # default mean tokens of a rollout / max_model_len_tokens
-COLUMN_BYTES = 17  # bytes of a trained token: id, mask, log-prob, version, advantage
+COLUMN_BYTES = 17  # bytes of a batch per token: id, mask, log-prob, version, advantage
 UPDATE_BYTES = 100e9  # bytes per second of an 'nccl' or 'nixl' weight update
 UPDATE_S = 0.05  # seconds to pause and resume the engines
-FILE_BYTES = 1e9  # bytes per second of a node's files
-KINDS = {  # the trainer's memory by kind, each a sum of categories of its `MemoryPlan`
+FILE_BYTES = 1e9  # bytes per second at which a node reads or writes files
+KINDS = {  # kinds of trainer memory: the categories of `MemoryPlan` that each one sums
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "reduction"),
     "optimizer": ("optimizer state",),
@@ -73,11 +74,11 @@ class RunBudget:
     engines: dict[str, float]
     step_s: float
     slower: str
-    longest_step_s: float  # if all rollouts have the greatest length
+    longest_step_s: float  # seconds of a step if all rollouts have the greatest length
     staleness: float
     update: dict[str, float]
     checkpoint: dict[str, float]
-    traffic_bytes: dict[str, float]  # in a step
+    traffic_bytes: dict[str, float]  # of one step, by direction
     layer_gather_bytes: dict[str, int]
     assumptions: tuple[str, ...]
     misfits: tuple[str, ...]
@@ -91,7 +92,8 @@ def plan_run(
 ) -> RunBudget:
     """Return the plan. Raise OrreryError for family `hugging_face`.
 
-    `tokens`: mean tokens of a rollout. `network`: bytes per second of a device between nodes.
+    `tokens`: mean tokens of a rollout, by default MEAN_SHARE of the greatest length.
+    `network`: bytes per second of a device between nodes, by default NETWORK_BYTES.
     """
     one = RunPlan(manifest, tokens, network)
     step_s, slower, staleness = one.pace()
@@ -117,7 +119,10 @@ def plan_run(
 
 
 def trainer_plan(manifest: Manifest, stage: str, counted: ParameterCounts) -> MemoryPlan:
-    """Return the memory plan of a trainer rank in `stage`, on the manifest's accelerator."""
+    """Return the memory plan of a trainer rank in `stage` ("sft" or "rl").
+
+    `counted`: the result of `count_parameters`.
+    """
     trainer, load = stage_workload(manifest, stage)
     capacity = usable_bytes(manifest.hardware.accelerator) or 0  # a CPU has no device memory
     return plan_memory(manifest.model, trainer, load, capacity, counted)
@@ -195,9 +200,10 @@ class RunPlan:
 
     @cached_property
     def engines(self) -> dict[str, float]:
-        """Return the engines' speed. A rank prefills its sequences, then decodes them.
+        """Return the engines' speed, with the unit in each key. "step_s" is the time of a batch.
 
-        If other engines prefill, the slower kind of engine sets the speed.
+        A data-parallel rank prefills its sequences, then decodes them. If separate engines prefill
+        (`prefill_replicas`), the slower of these and the decoding engines sets the speed.
         """
         inference, model = self.inference, self.model
         prefills = inference.prefill_replicas
@@ -225,7 +231,10 @@ class RunPlan:
         }
 
     def pace(self) -> tuple[float, str, float]:
-        """Return (seconds of a step, slower side, mean staleness of the tokens in steps)."""
+        """Return (seconds of a step, name of the slower role, mean staleness of tokens in steps).
+
+        A slower trainer adds the `max_batches_ahead` batches that wait for it to the staleness.
+        """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}
         slower = max(sides, key=sides.__getitem__)
@@ -241,7 +250,8 @@ class RunPlan:
     def update(self) -> dict[str, float]:
         """Return the bytes and seconds of a weight update from trainer ranks to engine devices.
 
-        With 'nccl' or 'nixl' the slower side counts: a rank's sends or a device's receives.
+        With 'nccl' or 'nixl' it lasts as long as a rank sends or a device receives, whichever is
+        longer. Otherwise engines read files: adapters are read once, whole weights also written.
         """
         kind, replicas = self.manifest.transport.weights, self.inference.num_replicas
         value_bytes = DTYPE_BYTES[self.inference.dtype]
@@ -261,9 +271,10 @@ class RunPlan:
         return {"bytes": replicas * whole, "seconds": seconds}
 
     def checkpoint(self) -> dict[str, float]:
-        """Return the bytes of a checkpoint, the seconds that training waits, and those of writing.
+        """Return a checkpoint's bytes, the bytes of a rank, and the seconds that training waits.
 
-        The ranks of one data-parallel replica save weights and optimizer state.
+        "writes_s": seconds of writing, beside training. The ranks of one of the `dp_replicate`
+        replicas save trained weights and optimizer state.
         """
         values = sum(unit.trained for unit in self.counted.units)
         values += num_states(self.trainer.optimizer, self.counted)
@@ -293,7 +304,10 @@ class RunPlan:
         return found
 
     def layer_gather(self) -> dict[str, int]:
-        """Return a rank's gathered bytes of the largest block, without and with expert parallel."""
+        """Return the bytes of the largest block as one rank gathers it, without and with ep.
+
+        Return {} for a single rank, which gathers nothing.
+        """
         if self.trainer.mesh.world_size == 1:
             return {}
         c, ep = DTYPE_BYTES[self.trainer.compute_dtype], self.trainer.mesh.ep

@@ -1,7 +1,7 @@
-"""Find the fastest layouts of a run that fit into device memory, with `RunPlan`'s times.
+"""Find the fastest layouts of a run that fit into device memory. `RunPlan` plans their times.
 
-- The search keeps the numbers of trainer and engine devices, the model, the optimizer, precisions
-  and the number of rollouts.
+- The search keeps the number of trainer devices, the number of engine devices, the model, the
+  optimizer, precisions and the number of rollouts.
 - For the trainer it varies the mesh, the micro-batch, checkpointing and `SAVINGS`. For engines it
   varies replicas and tensor, data and expert parallel. The cache fills the remaining memory.
 - It returns only layouts that pass all constraints of the manifest.
@@ -24,14 +24,14 @@ from orrery.manifest.schema import Manifest
 
 NUM_LAYOUTS = 3
 ROOM = 0.97  # share of usable device memory that a layout may fill
-SAVINGS: tuple[dict[str, Any], ...] = (  # each is added to those before it and saves more memory
+SAVINGS: tuple[dict[str, Any], ...] = (  # cumulative: each adds its fields to those above and saves memory
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "step"},
     {"fsdp.reshard_after_forward": False, "fsdp.reduce_gradients": "micro_batch"},
     {"fsdp.reshard_after_forward": True, "fsdp.reduce_gradients": "micro_batch"},
     {"memory.optimizer_offload": True},
     {"memory.activation_offload": True},
 )
-SIZES = (0.5, 1, 2)  # factors of the run's `max_tokens_per_micro_batch`
+SIZES = (0.5, 1, 2)  # micro-batches to try / the run's `max_tokens_per_micro_batch`
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 Changes = dict[str, Any]  # new values by field
@@ -39,7 +39,11 @@ Changes = dict[str, Any]  # new values by field
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout: seconds of a batch, bytes of a device, fields to change in the run."""
+    """A layout of the trainer or of the engines.
+
+    `seconds`: planned time to train or to generate a batch. `device_bytes`: planned memory of one
+    device. `changes`: fields in which `manifest` differs from the run.
+    """
 
     seconds: float
     device_bytes: int
@@ -48,7 +52,10 @@ class Proposal:
 
 
 def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest trainer layouts, at most one per mesh and kind of checkpointing."""
+    """Return the fastest trainer layouts that fit, at most one per mesh and kind of checkpointing.
+
+    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
+    """
     room = _room(run)
     if run.hardware.shared_devices:
         room -= sum(role.total_bytes for role in RunPlan(run, tokens).roles()[1:])
@@ -70,7 +77,10 @@ def trainer_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
 
 
 def engine_layouts(run: Manifest, tokens: float | None) -> list[Proposal]:
-    """Return the fastest engine layouts, each with the largest cache that fits."""
+    """Return the fastest engine layouts, each with the largest cache that fits.
+
+    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
+    """
     room = _room(run)
     if run.hardware.shared_devices:
         room -= RunPlan(run, tokens).roles()[0].total_bytes
@@ -158,7 +168,10 @@ def _shapes(run: Manifest) -> Iterator[Changes]:
 
 
 def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
-    """Return the run with engine layout `shape` and the largest cache in whole GiB, or None."""
+    """Return the run with engine layout `shape` and the largest cache in whole GiB.
+
+    Return None if no cache of 1 GiB fits into `room` bytes, or if a constraint forbids the layout.
+    """
     fields = {name.removeprefix("inference."): value for name, value in shape.items()}
     shaped = run.inference.model_copy(
         update={name: value for name, value in fields.items() if name != "router"}
@@ -172,7 +185,7 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
-    """Return the run with `changes`, or None if a constraint forbids them."""
+    """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
     data = run.model_dump(mode="json")
     for field, value in changes.items():
         *path, last = field.split(".")

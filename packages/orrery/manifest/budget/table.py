@@ -100,7 +100,10 @@ def _traffic(budget: RunBudget) -> Iterator[str]:
 
 
 def search(run: Manifest, tokens: float | None) -> Iterator[str]:
-    """Yield text: the fastest layouts of trainer and engines, each with the fields to set."""
+    """Yield lines: the fastest layouts of trainer and engines, each with the fields to set.
+
+    `tokens`: mean tokens of a rollout, or None for the default of `plan_run`.
+    """
     now = RunPlan(run, tokens)
     yield from _proposals("trainer", now.trainer_s["step"], trainer_layouts(run, tokens))
     yield ""

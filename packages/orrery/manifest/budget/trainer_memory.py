@@ -2,10 +2,11 @@
 
 The plan predicts the bytes that torch allocates. Torch's allocator reserves more. Symbols:
 
-n parameters of an FSDP unit as gathered on one rank · s ranks that shard the unit
+n parameters of an FSDP unit (such as a block) as gathered on one rank · s ranks that shard it
 T tokens of a micro-batch on one rank · V vocabulary · D hidden
 bytes of a value: p of stored weights, c in computation, r in gradient reductions
-h = query heads × head size · g = key heads × head size · F dense (or shared) intermediate
+h = query heads × head size · g = key heads × head size
+F intermediate of the dense feed-forward, or of all shared experts together
 E experts · K experts per token · I expert intermediate
 """
 
@@ -36,9 +37,9 @@ CATEGORIES = (
     "LM head",
 )
 BLOCKS_ON_DEVICE = 2  # blocks with activations on the device under activation offload
-# Bytes of local state in one optimizer bucket, or of local weights if the rule has no state.
+# Bytes of a rank's states in one optimizer bucket, or of its weights if an optimizer has no state.
 OFFLOADED_BYTES = 128 << 20  # enough for the full rate of PCIe
-WHOLE_BYTES = 256 << 20  # Muon's buckets: equal with and without offload, hence equal bits
+WHOLE_BYTES = 256 << 20  # Muon's buckets, with and without offload, so that both give equal bits
 NUM_SLOTS = 3  # buckets of offloaded state on the device at the same time
 BATCH_VALUES = 1 << 27  # values that Muon orthogonalizes at a time, to bound memory
 MUON_COPIES = 4  # temporary bfloat16 copies that Muon makes of a batch of matrices
@@ -53,7 +54,8 @@ Bytes = dict[str, int]
 class ActivationBytes:
     """A block's activation bytes per token.
 
-    `kept`: from its forward to its backward pass. `backward`: the most that the latter adds.
+    `kept`: held from the block's forward pass to its backward pass. `backward`: the most bytes that
+    the backward pass holds in addition.
     """
 
     kept: int
@@ -64,9 +66,9 @@ class ActivationBytes:
 class _Results:
     """Bytes per token of a block's forward results.
 
-    `named`: those that selective checkpointing can keep. `unread`: results of the same names that
-    no backward pass reads. `rest`: results without a name. `for_attention`: recomputed results that
-    only attention's backward pass reads.
+    `named`: results that selective checkpointing can keep, by the name in `keep`. `unread`: results
+    of the same names that no backward pass reads, not in `named`. `rest`: results without a name.
+    `for_attention`: the recomputed ones that only attention's backward pass reads.
     """
 
     named: dict[str, int]
@@ -79,7 +81,8 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
     """Return a block's activation bytes under the trainer's checkpointing.
 
     `none` keeps all results, `full` the input (c·D), `selective` the input and the results that
-    `keep` names. Unless compiled as one graph, a block also keeps `_Results.unread` of them.
+    `keep` names. Unless it is compiled as one graph, the block also keeps the `unread` results of
+    these names.
     """
     results = _results(model, trainer, layer)
     entry = DTYPE_BYTES[trainer.compute_dtype] * model.hidden_size
@@ -100,7 +103,7 @@ def activation_bytes(model: Model, trainer: Trainer, layer: int) -> ActivationBy
 
 
 def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
-    """Return the bytes per token of a block's results.
+    """Return the bytes per token of a block's results (for symbols see the module).
 
         attention     c·h output · 4 per query head for log-sum-exps
         projections   c·(h + 2g) queries, keys, values · c·D output · c·2F gate and up
@@ -160,14 +163,14 @@ def _results(model: Model, trainer: Trainer, layer: int) -> _Results:
 def _latent_results(model: Model, c: int, cp: int) -> tuple[int, int, int]:
     """Return latent attention's bytes per token: (output, inputs, gathered keys).
 
-    Inputs are `both` plus the larger of `dense` and `sparse`.
-    H heads · N, R, V, C as in `latent_attention.py` · K = N + R · q latent width of queries
-    k `keys_per_query`
+    "Inputs" is `both` plus the larger of `dense` and `sparse`.
+    H heads · N, R, V widths of a head: unrotated, rotated, value · K = N + R (not experts)
+    C latent width of keys · q latent width of queries · k ratio `keys_per_query`
     output    c·H·max(V, C) output · 4·H log-sum-exps
     both      2·c·(q + C + R) latents before and after their norms · c·H·K queries
     dense     c·(1 + 2k)·H·max(K, V) padded queries, keys, values (0 with cp and indexers)
     sparse    c·H·(C + R) latent queries · 4·top-k indices
-    gathered  k·c·(C + R) with cp, which replaces the normalised keys of `both`
+    gathered  k·c·(C + R) with cp, instead of the c·(C + R) normalised keys in `both`, else 0
     """
     mla, heads = model.latent, model.num_heads
     latent, keys = mla.kv_lora_rank + mla.rope_head_dim, keys_per_query(model, cp)
@@ -193,13 +196,13 @@ def _dense_width(model: Model, layer: int) -> int:
 def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
     """Return the temporary bytes per token of (attention's, feed-forward's) backward pass.
 
-    Symbols H, C, R and k are those of `_latent_results`.
+    Symbols H, C, R and k are those of `_latent_results`, all others those of the module.
     attention   c·(3h + 2g) gradients · 4·h float32 sums of query gradients
     latent      at least (2c + 4)·H·(C + R) · with cp 3·c·k·(C + R) gradients of keys, and without
                 indexers 2·c·g·(k − 1) expanded keys and values
-    dense       c·(3F + D)
-    mixture     also c·K·D gradients of rows (3 times with ep) · c·K·I between products (3 times
-                unless one graph) · c·K·D to recompute the down projection with adapters
+    dense       c·(3F + D) gradients of a dense feed-forward, or of shared experts
+    mixture     in addition c·K·D gradients of rows (3 times with ep) · c·K·I between products
+                (3 times unless one graph) · c·K·D to recompute the down projection with adapters
     """
     c = DTYPE_BYTES[trainer.compute_dtype]
     h, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -228,11 +231,11 @@ def _temporaries(model: Model, trainer: Trainer, layer: int) -> tuple[int, int]:
 
 
 def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
-    """Return the bytes of pairs in sparse attention's backward pass, for the tokens of a rank.
+    """Return the temporary bytes of (query, chosen key) pairs in sparse attention's backward pass.
 
-    A pair of a query and a chosen key takes c·(C + R) for its part of the key's gradient, 2·c·H
-    for probabilities and gradients of logits, and 4 for its place, as in `sparse_mla_triton.py`.
-    float32 has the plain backend, which holds no pairs.
+    `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. In `sparse_mla_triton.py`
+    a pair takes c·(C + R) for its part of the key's gradient, 2·c·H for probabilities and gradients
+    of logits, and 4 for the number of its row. In float32 the backend is plain: return 0.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:
@@ -246,9 +249,11 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """A cp group's work: tokens of a micro-batch and of the longest document, micro-batches a step.
+    """The work of a context-parallel (cp) group in a step of `micro_batches` micro-batches.
 
-    `merged_width`: bytes per value if adapters are merged into weights for direct updates, else 0.
+    `tokens`: of a micro-batch. `document_tokens`: of the longest document.
+    `merged_width`: bytes per value of the weights with merged adapters that updates over NCCL or
+    NIXL send. 0 for all other updates.
     """
 
     tokens: int
@@ -258,7 +263,10 @@ class Workload:
 
 
 def stage_workload(manifest: Manifest, stage: str) -> tuple[Trainer, Workload]:
-    """Return the trainer of `stage`, and its workload if all samples have the greatest length."""
+    """Return the trainer and workload of `stage` ("sft" or "rl").
+
+    All samples have the greatest length. The trainer of "sft" has the optimizer of that stage.
+    """
     trainer, samples = manifest.trainer, manifest.orchestrator.rollouts_per_batch
     tokens = trainer.memory.max_tokens_per_micro_batch
     longest = manifest.inference.max_model_len_tokens
@@ -299,7 +307,11 @@ def plan_memory(
     device_bytes: int,
     counted: ParameterCounts | None = None,
 ) -> MemoryPlan:
-    """Return one rank's memory plan. Raise OrreryError as `count_parameters` does."""
+    """Return one rank's memory plan. Raise OrreryError for family `hugging_face`.
+
+    `device_bytes`: a device's memory, which sets "auto" chunks. `counted`: the result of
+    `count_parameters`. None: count here.
+    """
     counted = counted or count_parameters(model, trainer.lora)
     step = _StepPlan(model, trainer, load, device_bytes, counted)
     return MemoryPlan(dict(step.moments()), step.host_bytes())
@@ -353,7 +365,9 @@ class _StepPlan:
         self.blocks = [activation_bytes(model, trainer, i) for i in range(model.num_layers)]
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield each moment's bytes. Weights, optimizer states and waiting gradients always count.
+        """Yield (moment, bytes by category). Weights, states and `waiting` gradients always count.
+
+        Without `reshard_after_forward`, all blocks before i stay gathered, not only i − 1.
 
         LM head           activations of all blocks · gathered head and last block · head's gradient
                           (c·n) · logits · T·D·(3c + 4) hidden states and their gradient
@@ -363,7 +377,7 @@ class _StepPlan:
         block i, reducing activations of blocks 0 to i − 1 · gathered block i − 1 · gradient of i
                           (c·n) and its reduction (r·n), or 3·r·n for both on a single rank
         embedding         V·D gradient (two if tied) · its reduction, or that of block 0 if larger
-        optimizer         all reduced gradients · Muon's temporaries
+        optimizer         reduced gradients of all units · Muon's temporaries
         """
         counted, layers = self.counted, self.counted.layers
         root, alone = counted.root, self.shards == 1
@@ -446,7 +460,10 @@ class _StepPlan:
         return total // self.shards
 
     def states(self) -> int:
-        """Return the bytes of optimizer states (p·n / s each), with offload of their slots."""
+        """Return the bytes of optimizer states on the device: p·n / s for each state.
+
+        With `optimizer_offload`, at most NUM_SLOTS buckets of states are on the device.
+        """
         if self.on_host:
             return 0
         num_bytes = self.p * num_states(self.trainer.optimizer, self.counted) // self.shards
@@ -458,7 +475,10 @@ class _StepPlan:
         return min(num_bytes, NUM_SLOTS * bucket)
 
     def host_bytes(self) -> int:
-        """Return a rank's host bytes. Activations count twice: buffers round up to powers of 2."""
+        """Return a rank's host bytes of offloaded activations, states and weights.
+
+        Activations count twice, because their buffers round up to powers of 2.
+        """
         total = 0
         if self.trainer.memory.activation_offload:
             total = 2 * self.tokens * sum(one.kept for one in self.blocks[:-1])
@@ -488,13 +508,14 @@ class _StepPlan:
     def waiting(self, done: tuple[UnitParameters, ...]) -> int:
         """Return the bytes of gradients that wait for the optimizer, in the last micro-batch.
 
-        Units in `done` have reduced gradients (p·n / s). All other units have gradients of
-        earlier micro-batches: whole (r·n) with `reduce_gradients: step`, else reduced.
+        `done`: units after their backward pass, with reduced gradients (p·n / s). All other units
+        have gradients of earlier micro-batches, if there are any: whole (r·n) with
+        `reduce_gradients: step`, else reduced.
         """
         total = 0
         for unit in self.counted.units:
             reduced = 0 if self.on_host else self.p * unit.trained // self.shards
-            # identity, because different blocks compare equal
+            # Compare by identity, because blocks of equal size compare equal.
             if any(unit is other for other in done):
                 total += reduced
             elif self.load.micro_batches > 1:
@@ -511,8 +532,8 @@ class _StepPlan:
     def logits(self) -> int:
         """Return the bytes of logits if all T tokens are scored, in tiles of the vocabulary.
 
-        The largest tile takes 6 bytes per logit. With `lm_head_keeps_logits` all logits take 4·T·V
-        bytes, and the largest tile 2 more per logit.
+        Without `lm_head_keeps_logits` only the largest tile counts, with 6 bytes per logit. With it
+        all logits take 4·T·V bytes, and those of the largest tile 2 more each.
         """
         vocab, memory = self.model.vocab_size, self.trainer.memory
         chunk = auto_chunk_tokens(self.device_bytes, vocab)

@@ -24,15 +24,15 @@ from orrery.manifest.schema.model import DTYPE_BYTES
 SHARDING_SHARE = 2 / 3  # share of the memory rate that FSDP's copies reach during collectives
 LAUNCH_S = 0.7e-3  # least host seconds per block and micro-batch, forward and backward
 IDLE_SHARE = 0.015  # share of a step without work on the device
-EAGER = 2.5  # ratio of elementwise bytes without and with the compiler
+EAGER = 2.5  # elementwise bytes without the compiler / with it
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that overlaps gathers if cp's exchanges wait for them
+QUEUED_SHARE = 0.5  # share of computation that overlaps gathers if cp > 1: exchanges queue behind
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of one device in the trainer's collectives.
+    """Bytes per second of one device in the trainer's collectives, by group of ranks.
 
     `experts` and `shards`: FSDP's gathers and reductions of experts and of all other weights.
     `all`, `cp` and `ep`: exchanges among all ranks, a cp group and an ep group.
@@ -46,10 +46,10 @@ class Links:
 
 
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
-    """Return the rates. `network`: bytes per second of a device between nodes.
+    """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    A ring over nodes uses the network cards of all its ranks on a node. The ranks that shard one
-    expert are `ep` apart, so a node has fewer of them.
+    Groups inside a node have the link's rate. A ring over nodes uses the network cards of all its
+    ranks on a node. The ranks that shard one expert are `ep` apart, so a node has fewer of them.
     """
 
     def of(ranks: int) -> float:
@@ -71,10 +71,12 @@ def step_s(
     rates: Rates,
     link: Links | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of a step, for each kind of work and in total.
+    """Return the seconds of a step by kind of work. "step" is their sum.
 
-    `lengths`: tokens of each document of a cp group, over all micro-batches. Raise OrreryError for
-    family `hugging_face`.
+    "communication" is the part that computation does not hide, "communication in all" includes the
+    hidden part and is not in the sum. `lengths`: tokens of each document of a cp group, over all
+    micro-batches. `link`: by default, that of ranks on one node. Raise OrreryError for family
+    `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
     mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
@@ -126,7 +128,10 @@ def _computation(
 
 
 def _dense_flops(model: Model, rates: Rates) -> float:
-    """Return the mean operations per second of dense products, some perhaps in FP8."""
+    """Return the mean operations per second of dense products: in FP8 if `model.fp8` names them.
+
+    All other products are in bfloat16.
+    """
     weights = [
         weight
         for layer in {0, model.num_layers - 1}
@@ -145,11 +150,15 @@ def _grouped_flops(model: Model, rates: Rates) -> float:
 
 
 def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
-    """Return the bytes that FSDP's copies read and write for one micro-batch.
+    """Return the bytes that a rank's FSDP copies read and write for one micro-batch.
 
-    They are 2·c·n·g out of gathers, (p + c)·s·g in casts, (c + r)·n into reductions and (r + p)·s
-    out of them. g gathers · n gathered values, s of them on this rank · bytes of a value: c
-    computed, r reduced, p stored
+        2·c·n·g      copy gathered weights out of the collective's buffer
+        (p + c)·s·g  cast stored weights before the gather
+        (c + r)·n    copy gradients of trained weights into the reduction's buffer
+        (r + p)·s    cast reduced gradients
+
+    g gathers (2 with `reshard_after_forward`, else 1) · n gathered values · s trained values that
+    the rank stores · bytes of a value: c in computation, r in reductions, p stored
     """
     mesh, units = trainer.mesh, counted.units
     c, p = DTYPE_BYTES[trainer.compute_dtype], DTYPE_BYTES[trainer.param_dtype]
@@ -164,9 +173,10 @@ def _sharding_bytes(trainer: Trainer, counted: ParameterCounts) -> float:
 def _offload_s(
     model: Model, trainer: Trainer, tokens: float, computing: float, rates: Rates
 ) -> float:
-    """Return the seconds of activation offload that computation does not hide.
+    """Return the seconds of activation offload in a step that computation does not hide.
 
-    Activations leave in the forward pass and come back in the backward pass, which is longer.
+    `tokens`: of the rank in a step. `computing`: the step's seconds of computation. Activations
+    are copied to the host in the forward pass and back in the backward pass, which is longer.
     """
     if not trainer.memory.activation_offload:
         return 0.0
@@ -186,10 +196,11 @@ def _communication(
     computing: float,
     link: Links,
 ) -> tuple[float, float]:
-    """Return the seconds of exchanges (in total, not overlapped), without Muon's.
+    """Return a step's seconds of communication (in total, not hidden by computation).
 
-    Gathers and reductions overlap with the computation of their pass. Exchanges of cp (queries,
-    keys, values and outputs, or latent keys) and of ep (rows to experts and back) do not.
+    `tokens`: of the rank. `computing`: seconds of computation. Gathers and reductions overlap with
+    the computation of their pass. Exchanges of cp (queries, keys, values and outputs, or latent
+    keys) and of ep (rows to experts and back) do not. Muon's exchanges are in `_optimizer_s`.
     """
     mesh, units = trainer.mesh, counted.units
     shards = mesh.dp_shard * mesh.cp
@@ -231,7 +242,7 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Keys are sent forward, then in recomputation unless they are kept. Gradients return once.
+    # Latent keys are sent in the forward pass and in recomputation, their gradients once.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
@@ -247,9 +258,10 @@ def _optimizer_s(
 ) -> tuple[float, float, float]:
     """Return the seconds of (kernels, copies of offloaded states, Muon's all-to-alls).
 
-    `trained`: number of float32 values on this device. Bytes moved per value, for the gradient's
-    norm and scale too: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay), Muon 48
-    (60 with Nesterov). A Newton-Schulz iteration of m×n takes 4·m²·n + 2·m³ operations (m ≤ n).
+    `trained`: number of float32 values on this device. Bytes moved per value, including those for
+    the gradient's norm and scale: AdamW 40, SGD 24 (32 with momentum), sign SGD 24 (32 with decay),
+    Muon 48 (60 with Nesterov). A Newton-Schulz iteration on an m×n matrix (m ≤ n) takes
+    4·m²·n + 2·m³ operations.
     """
     optimizer, shards = trainer.optimizer, trainer.mesh.dp_shard * trainer.mesh.cp
     products_s = exchanged_bytes = 0.0
@@ -276,7 +288,10 @@ def _optimizer_s(
 
 
 def _block_matrices(model: Model) -> tuple[int, int, float]:
-    """Return Muon's (values, values in matrices split over ranks, operations per iteration)."""
+    """Return (values that Muon updates, those in matrices split over ranks, operations).
+
+    The operations are those of one Newton-Schulz iteration over all matrices.
+    """
     values, split, operations = 0, 0, 0.0
     for layer in range(model.num_layers):
         for weight in block_weights(model, layer):
@@ -284,7 +299,7 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
                 continue
             m, n = sorted((weight.shape[-2] // weight.num_matrices, weight.shape[-1]))
             values += weight.size
-            # a stack of experts is split between whole matrices
+            # Ranks divide a stack of experts into whole matrices, so these are not split.
             split += weight.size if len(weight.shape) == 2 else 0
             operations += weight.size / (m * n) * (4 * m**2 * n + 2 * m**3)
     return values, split, operations
@@ -293,7 +308,8 @@ def _block_matrices(model: Model) -> tuple[int, int, float]:
 def _elementwise_bytes(model: Model, trainer: Trainer) -> float:
     """Return the bytes that elementwise operations move per token and layer, in bfloat16.
 
-    Each number moves once forward, twice backward, and once more if recomputed.
+    Each number moves once in the forward pass, twice in the backward pass, and once more under
+    activation checkpointing.
     """
     hidden = model.hidden_size
     numbers = 2 * 2 * hidden + 2 * 3 * hidden  # two norms, two residual sums
