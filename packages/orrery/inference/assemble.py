@@ -56,9 +56,10 @@ def weights_dir(run_dir: Path, manifest: Manifest) -> Path:
 
 
 def check_release(manifest: Manifest, weights: Path, known: Collection[str], release: str) -> None:
-    """Raise OrreryError unless the networks `known` to vLLM `release` include the model's.
+    """Raise OrreryError if vLLM lacks the architecture that `weights`/config.json names.
 
-    The family `hugging_face` is not checked.
+    - `known`: names of vLLM's architectures. `release`: vLLM's version, for the error.
+    - Models of the family `hugging_face` are not checked.
     """
     (name,) = json.loads((weights / "config.json").read_text())["architectures"]
     if manifest.model.family != "hugging_face" and name not in known:
@@ -148,7 +149,7 @@ _NOT_FP8 = {
     "feed_forward": r"re:.*\.(mlp|shared_experts?)\.(gate|up|down|gate_up)_proj$",
     "experts": r"re:.*\.mlp\.experts(\..*)?$",
 }
-# Layers of latent attention that trainer and engine keep in bfloat16.
+# vLLM's names of the layers of latent attention that `model.fp8` leaves in bfloat16.
 _NARROW = r"re:.*\.self_attn\.(fused_qkv_a_proj|q_a_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\..*)$"
 
 

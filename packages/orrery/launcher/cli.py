@@ -131,7 +131,7 @@ def plan(
     told: set[str] = set()
     for name in stages:
         lines = describe_stage(run.manifest, name, site, workspace)
-        if stage is None:  # print a note that all stages repeat only once
+        if stage is None:  # print a note once, even if several stages have it
             lines = [line for line in lines if line not in told and not line.startswith("  srun")]
             told |= {line for line in lines if line.startswith("  note: ")}
         print("\n".join(lines))

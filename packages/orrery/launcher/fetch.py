@@ -3,7 +3,8 @@
 - A model becomes `weights/<Name>` and the axis `jsonnet/models/<name>_pretrained.libsonnet`.
 - A dataset becomes `datasets/<name>` or `datasets/<name>-<config>`. Each file's name begins with
   its split, which `tasks/rows.py` reads.
-- `jsonnet/tasks/<name>_fetched.libsonnet` holds the dataset as a task's `source` and `held_out`.
+- `jsonnet/tasks/<name>_fetched.libsonnet` has the fields `source` and `held_out` of a task that
+  reads this dataset.
 """
 
 import json
@@ -45,9 +46,9 @@ LOST = (
 
 
 def fetch_model(word: str, workspace: Workspace, template: Path | None = None) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION] and write its axis. Return the lines to print.
+    """Fetch the model `word` (OWNER/NAME[@REVISION]). Return lines for the user.
 
-    `template` is a file that replaces the model's chat template.
+    `template`: a Jinja file that replaces the model's chat template, or None to keep it.
     """
     text = None if template is None else _template_text(template)
     source = hub.find("model", word, (*SETTINGS, WEIGHTS))
@@ -169,7 +170,10 @@ def _ask(module: str, *words: str) -> dict[str, Any]:
 
 
 def fetch_dataset(word: str, config: str | None, workspace: Workspace) -> list[str]:
-    """Fetch OWNER/NAME[@REVISION], or one of its configs. Return the lines to print."""
+    """Fetch the dataset `word` (OWNER/NAME[@REVISION]). Return lines for the user.
+
+    `config`: the part to fetch, such as `main` of openai/gsm8k. None: the only part.
+    """
     source = hub.find("dataset", word, (CARD,))
     path = f"datasets/{source.name}" + (f"-{config}" if config else "")
     target = workspace.root / path

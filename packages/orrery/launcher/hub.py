@@ -2,7 +2,7 @@
 
 - `huggingface_hub` downloads, reads its own variables (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`,
   `HF_HUB_OFFLINE`), keeps finished files in its cache and resumes broken downloads. It checks sizes
-  only. Its protocol Xet is untested here, so HTTP is used unless `HF_HUB_DISABLE_XET=0`.
+  only. Downloads use HTTP. `HF_HUB_DISABLE_XET=0` selects the hub's protocol Xet, untested here.
 - This module checks digests (sha256 of large files, git's sha1 of others).
 - `SHA256SUMS` in the finished folder has repository, commit and digests, for `sha256sum -c`.
 """

@@ -209,7 +209,10 @@ class Pipeline:
     site: Site
 
     def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise OrreryError for a target that is unknown, is stale, or does not fit into memory."""
+        """Raise OrreryError for an unknown or stale target, or one whose run exceeds memory.
+
+        A target is a run's name, the stem of a spec file, or the path of a stage's marker.
+        """
         for target in targets:
             if target in self.stale:
                 raise OrreryError(self.stale[target])

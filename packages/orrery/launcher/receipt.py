@@ -95,7 +95,7 @@ def record(
     - `code` and `software` are examined now if None.
     - `secrets`: further texts to replace, such as the token.
     - `engine_restarts` and `endings` ("exit code 0", "SIGKILL") by process.
-    - `job_script`: the site's additions to the Slurm job's script (`script_facts`).
+    - `job_script`: the result of `script_facts`, or None outside Slurm.
     """
     receipt: dict[str, Any] = {
         "schema": RECEIPT_SCHEMA,
@@ -180,9 +180,9 @@ def changes(
 
 
 def _edits(run_dir: Path, code: CodeState) -> tuple[str | None, list[str]]:
-    """Return the commit, and the stored diff of each file that is not new.
+    """Return the commit, and the diff of each file that it contains and the attempt changed.
 
-    A missing diff is replaced by its path, which equals no other diff.
+    Diffs of new files are left out. If the attempt's diff file is missing, the list has its path.
     """
     file = run_dir / (code.diff or "")
     text = file.read_text(errors="surrogateescape") if file.is_file() else ""

@@ -156,7 +156,10 @@ def job(word: str, stage_name: str, workspace: Workspace | None = None) -> Job:
 
 
 def _begin(run: Run) -> None:
-    """Create the run's folder and write its manifest. On OSError, remove the folder if new."""
+    """Create the run's folder and its manifest file, if they do not exist.
+
+    If this raises OSError, a folder that this call created is removed.
+    """
     is_new = not run.path.exists()
     try:
         begin(run.path)

@@ -61,7 +61,7 @@ class Slurm(Record):
     poll_s: PositiveInt = 10
     extra: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pre_run: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    template: str = ""  # path relative to the checkout, or empty
+    template: str = ""  # Jinja2 file of the job script, relative to the checkout; empty: none
 
     @model_validator(mode="after")
     def pre_run_holds_no_secrets(self) -> "Slurm":

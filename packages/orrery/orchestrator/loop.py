@@ -36,10 +36,10 @@ from orrery.wire.rollout_wire import Batch, RolloutSender
 
 TICK_S = 0.5
 POLL_S = 0.03
-GATHER_S = 0.01  # rollouts that end within this time are replaced together, as whole groups
+GATHER_S = 0.01  # wait before new rollouts start, so that whole groups start together
 FIRST_VERSION_S = 600.0  # longest start of the trainer, scaled
 NUM_SAMPLES = 4
-MANY_TRUNCATED = 0.5  # share of cut-off replies from which on to advise a longer limit
+MANY_TRUNCATED = 0.5  # advise a longer limit if at least this share of replies is cut off
 PREEMPTION_POLL_S = 1.0
 TAKE_S = 900.0  # longest start or checkpoint of the trainer, scaled
 

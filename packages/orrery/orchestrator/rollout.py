@@ -176,14 +176,17 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Opening:
-    """A problem and its prompt's token ids, shared by all rollouts of a group."""
+    """A problem and its prompt's token ids, for rollouts of a group that start together."""
 
     problem: Problem
     prompt: list[int]
 
 
 async def open_problem(task: Any, problem_index: int, renderer: Any) -> Opening:
-    """Return the problem and its prompt. Raise RolloutFailed if `task` or `renderer` fails."""
+    """Return problem `problem_index` of `task`, with its prompt as token ids.
+
+    Raise RolloutFailed if `task` or `renderer` fails.
+    """
     problem = await PROBLEMS(lambda: _guard("task", lambda: task.problem(problem_index)))
     prompt = _guard("task", lambda: renderer.prompt(list(problem.messages), problem.tools))
     return Opening(problem, prompt)
@@ -205,13 +208,13 @@ async def run_episode(
     routes: RouteShape | None = None,
     share: str | None = None,
 ) -> Rollout:
-    """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
+    """Sample and judge a rollout. Raise RolloutFailed if a part fails or the prompt is too long.
 
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
-    - `routes`: shape of the model's routed experts, to replay them.
-    - `share`: a key. Single-turn rollouts with the same key may share one engine request.
-    - Cancelling aborts the request in the engine.
+    - `routes`: shape of the routed experts that the engine returns for replay. None: none.
+    - `share`: key of single-turn rollouts that may share an engine request. None: not shared.
+    - Cancelling aborts the engine request, unless other rollouts still wait for it.
     """
     problem, messages = opening.problem, list(opening.problem.messages)
     tokens = _Tokens(opening.prompt)

@@ -1,7 +1,7 @@
 """Run requests as asyncio tasks, one per rollout, and cancel them.
 
-- Rollouts of a group that start together share the problem. If they train and have one turn, they
-  also share the engine request.
+- Rollouts of a group that start together share the problem and its prompt. Training rollouts of
+  one turn also share the engine request.
 - Every request ends in one call of `on_ended`, unless it is cancelled.
 - Any exception except `RolloutFailed` ends the run, because `check` raises it in the loop.
 """
@@ -103,12 +103,12 @@ class RolloutRunner:
             for request in members:
                 running = asyncio.create_task(self._run(request, opening), name=request.name)
                 self._running[request.name] = running
-                running.add_done_callback(self._ended)  # runs even if cancelled before it starts
+                running.add_done_callback(self._ended)  # called even if the task never starts
 
     def _opened(self, opening: "asyncio.Future[Opening]") -> None:
         self._openings.discard(opening)
         if not opening.cancelled():
-            opening.exception()  # marks it as retrieved, else asyncio logs it
+            opening.exception()  # read the exception, else asyncio logs it
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._leaving.discard(task)

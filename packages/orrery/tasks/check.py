@@ -5,7 +5,7 @@
 - Problems and tool replies fit the tokenizer's alphabet, the vocabulary and the context, unless a
   pretrained tokenizer is missing on this machine.
 - A task with a file checks all its rows (`check_rows`), with a time limit for each row. A note says
-  if answers exceed the token limit of a turn, or an evaluation asks for more problems than rows.
+  if answers exceed a turn's token limit, or an evaluation asks for more problems than it has rows.
 - Tasks of training and SFT differ from tasks of evaluation in kind, args or seed.
 """
 
@@ -31,7 +31,7 @@ from orrery.tasks.tokenizer import write_tokenizer
 NUM_PROBLEMS = 16
 MAX_CPU_S = 3.0
 BYTES_PER_S = 1_000_000  # a tenth of the speed of the slowest file format
-NUM_MEASURED = 256  # first answers of a task whose tokens are counted
+NUM_MEASURED = 256  # at most this many answers of a task are tokenized to find long ones
 NOTE = "  note: "
 
 
@@ -47,7 +47,7 @@ def task_uses(manifest: Manifest) -> Iterator[tuple[str, TaskUse]]:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Return one line per task, then notes. Raise OrreryError for the first invalid task."""
+    """Return a line for each task, then notes to print. Raise OrreryError for an invalid task."""
     renderer, sft = _renderer(manifest.model), manifest.stages.sft
     lines: list[str] = []
     notes: list[str] = []
@@ -113,7 +113,8 @@ def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
-    if demonstrate is None or _verdict(use) in ("json_schema", "python"):  # answers are not replies
+    # The answer for these two verdicts is not itself a reply, so its length says nothing.
+    if demonstrate is None or _verdict(use) in ("json_schema", "python"):
         return
     answers = [demonstrate(index)[-1].content for index in range(min(num_rows, NUM_MEASURED))]
     lengths = [len(one) + 1 for one in renderer.tokenizer.encode_batch(answers)]  # + 1: end of turn

@@ -39,7 +39,7 @@ COLUMN = re.compile(r"\{([A-Za-z_][^{}]*)\}")
 FIELD = re.compile(r"\{\{|\}\}|" + COLUMN.pattern)
 SHOWN = 3  # rows that an error message shows
 TRIED = 16  # rows on which a user's function is tried
-LONG_ANSWER = 4  # an answer of this many words may be a text that ends with the real answer
+LONG_ANSWER = 4  # words from which an answer may be a solution with the real answer at its end
 KEPT = 8192  # cached problems, more than the rollouts in flight
 
 
@@ -222,7 +222,7 @@ class Dataset(SingleTurn):
 
     async def judge(self, problem: Problem, messages: Sequence[Message]) -> Judgement:
         request = self._request(self._place(problem.index), problem.answer)
-        # A user's function may return another score for the same reply, so its scores are not kept.
+        # A user's function may score equal replies differently, so its scores are not cached.
         is_users = self.args.verdict.kind == "python"
         score = SCORERS.score if is_users else SCORERS.score_once
         return scored(await score("verdict", request, messages[-1].content))
@@ -323,7 +323,7 @@ class Dataset(SingleTurn):
         return None if right else f"the first is {answer[-60:]!r}; {remedy}"
 
     def _cut(self, answer: str) -> str | None:
-        """Return a remedy if `answer` seems to be a text with the real answer at its end."""
+        """Return advice to set `answer_pattern`, or None if it is set or `answer` is short."""
         if self.args.answer_pattern is not None or len(answer.split()) < LONG_ANSWER:
             return None
         mark = "#### " if "####" in answer else "answer is "

@@ -4,7 +4,7 @@
 - Some families of reasoning-gym order words by hash, so all processes need the same PYTHONHASHSEED.
   The launcher sets it for roles, and the pool for scorers.
 - Requests are served in order. The limit LIMIT_S begins when an answer's scoring begins.
-- `score_once` reuses the newest KEPT_SCORES scores: rollouts of a group often answer the same.
+- `score_once` caches the newest KEPT_SCORES scores: a group often has several equal answers.
 - A failed process raises OrreryError, never gives a score of 0, and is replaced.
 """
 
@@ -48,7 +48,10 @@ class ScorerPool:
         self._scores: dict[bytes, asyncio.Future[float | None]] = {}
 
     async def score_once(self, kind: str, request: Any, text: str) -> float | None:
-        """Return `score` of these arguments, cached. Nothing else may influence the score."""
+        """Return the result of `score`, cached by these arguments. None and errors are not cached.
+
+        Use it only for scorers that give equal arguments equal scores.
+        """
         content = json.dumps([kind, request, text]).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         scoring = self._scores.get(key)
@@ -57,7 +60,8 @@ class ScorerPool:
             scoring.add_done_callback(partial(self._forget_failure, key))
             if len(self._scores) > KEPT_SCORES:
                 del self._scores[next(iter(self._scores))]
-        return await asyncio.shield(scoring)  # a cancelled call must not cancel it for other calls
+        # If one call is cancelled, the scoring must continue for other calls.
+        return await asyncio.shield(scoring)
 
     def _forget_failure(self, key: bytes, scoring: "asyncio.Future[float | None]") -> None:
         if scoring.cancelled() or scoring.exception() or scoring.result() is None:

@@ -1,7 +1,7 @@
 """Send fewer messages from vLLM's engine core, and encode each answer once.
 
-- `write_answers`: /inference/v1/generate writes JSON without a model object per token, which would
-  delay requests that end together. Answers omit the top log-probs, which repeat the token's own.
+- `write_answers`: /inference/v1/generate writes JSON without a pydantic object per token. Such
+  objects delay requests that end together. Answers omit top log-probs, copies of the token's own.
 - `stream_samples`: a streamed answer has one line of JSON per sample, sent when the sample ends.
 - `hold_outputs`: the engine core reports a FINAL_ONLY request's first and last outputs at once, the
   others every CHUNK tokens. It sends held outputs before any other call (pause, weights, abort), so
@@ -75,7 +75,10 @@ def write_answers() -> None:
 
 
 def stream_samples() -> None:
-    """Apply this patch in the API server's process, before the server is made."""
+    """Stream each sample of a request as one line of JSON when it ends.
+
+    Apply this patch in the API server's process, before the server is made.
+    """
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -90,7 +93,7 @@ def stream_samples() -> None:
             async for piece in token_way(self, request, results, request_id, *rest):
                 yield piece
             return
-        # The engine gets these parameters later, when the first result is awaited.
+        # vLLM sends these parameters to the engine core only when the first result is awaited.
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         streamed.add(request_id)
         try:
@@ -128,7 +131,10 @@ def is_plain(request: Any) -> bool:
 
 
 def written(last: Any, request_id: str, outputs: list[Any], model: str | None = None) -> bytes:
-    """Return the JSON that vLLM's pydantic models would give for finished `outputs` of `last`."""
+    """Return the JSON answer that vLLM's pydantic models would give.
+
+    - `last`: the request's `RequestOutput`. `outputs`: its finished samples to write.
+    """
     encoder_ids = getattr(last, "encoder_prompt_token_ids", None) or ()
     num_prompt = len(last.prompt_token_ids) + len(encoder_ids)
     num_sampled = sum(len(output.token_ids) for output in outputs)

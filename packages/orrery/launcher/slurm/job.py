@@ -97,7 +97,11 @@ def sbatch_options(hardware: Hardware, plan: StagePlan, slurm: Slurm) -> str:
 def batch_job(
     run_dir: Path, stage: str, options: str, shell_command: str, site: Site, root: Path
 ) -> tuple[list[str], str | None]:
-    """Return the sbatch command, and its stdin: the script from the site's template, or None."""
+    """Return the sbatch command, and its stdin: the job script, or None.
+
+    - `options`: the result of `sbatch_options`. `shell_command` starts the stage in the job.
+    - A site with a template gets a job script. Else the command has `shell_command` in `--wrap`.
+    """
     path = shlex.quote(str(Path(sys.executable).parent))
     modules = site.containers.modules if site.containers else ()
     load = f"module load {shlex.join(modules)} && " if modules else ""
@@ -105,7 +109,7 @@ def batch_job(
     lines = () if site.slurm is None else site.slurm.pre_run
     if lines:
         inner = "\n".join(["set -e", *lines, inner])
-    shell = "-lc" if modules or lines else "-c"  # `module` is a function of login shells
+    shell = "-lc" if modules or lines else "-c"  # only login shells define `module`
     # USR1 is for the launcher, so the shell ignores it.
     command = f"trap '' USR1; exec bash {shell} {shlex.quote(inner)}"
     argv = [
@@ -120,10 +124,12 @@ def batch_job(
 
 
 def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> str:
-    """Return the job script. Raise OrreryError unless it contains the command.
+    """Return the job script that the Jinja2 template at `path` renders from `fields`.
 
-    The template's field `sbatch` is all options as `#SBATCH` lines. `components` lists each
-    component's options by name.
+    - `options`: the result of `sbatch_options`. The template gets them as two more fields:
+      `sbatch` (`#SBATCH` lines) and `components` (a dict of options for each component).
+
+    Raise OrreryError if rendering fails, or if the script lacks `#!` or the field `command`.
     """
     import jinja2
 
@@ -152,7 +158,10 @@ def _from_template(path: Path, options: str, fields: Mapping[str, object]) -> st
 
 
 def script_facts(slurm: Slurm | None, root: Path) -> dict[str, Any]:
-    """Return the site's `pre_run` lines and its template's name and sha256, for the receipt."""
+    """Return the receipt's `job_script`: `pre_run` lines, and the template's name and sha256.
+
+    A setting that the site lacks has no key.
+    """
     found: dict[str, Any] = {}
     if slurm is not None and slurm.pre_run:
         found["pre_run"] = list(slurm.pre_run)

@@ -85,7 +85,10 @@ def clean_environment(env: Mapping[str, str], inside: bool = False) -> dict[str,
 
 
 def call(*command: str, script: str | None = None) -> str:
-    """Run a Slurm command with `script` as stdin, and return its output."""
+    """Run a Slurm command with stdin `script`, and return its stdout.
+
+    Raise OrreryError if the command is missing, fails or takes longer than COMMAND_S.
+    """
     program = command[0]
     try:
         done = subprocess.run(

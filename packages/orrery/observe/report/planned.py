@@ -1,4 +1,4 @@
-"""Compare the RL stage that `orrery plan` computes with the measured one."""
+"""Compare planned speed and memory of the RL stage (`orrery plan`) with the run's measurements."""
 
 from collections.abc import Callable
 from statistics import mean, median
@@ -9,14 +9,16 @@ from orrery.observe.report.columns import Table
 from orrery.observe.report.data import RunData
 
 GIB = 2**30
-WARM = 2  # number of first steps that are left out, because they compile
-NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")  # outside torch's tensors
+WARM = 2  # number of first rows of each metric that are left out, because these steps compile
+# Parts of the planned memory that torch's peak of allocated bytes does not count.
+NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
 
 
 def comparison(run: RunData) -> list[tuple[str, str, str]]:
-    """Return rows of (figure, planned, measured), or [] if the run has no plan or no steps.
+    """Return rows of texts (name, planned figure, measured figure).
 
-    The plan assumes rollouts of the run's mean length. A measured figure is a median.
+    The plan is for rollouts of the run's mean length. A measured figure is a median over steps or
+    weight updates. Return [] if the run cannot be planned or has at most WARM steps.
     """
     tokens = _values(run.rl, "num_tokens")
     if not tokens:
@@ -42,7 +44,7 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
             * budget.tokens["sampled"]
-            / budget.step_s,  # engines wait for a slower trainer
+            / budget.step_s,  # of the whole step, as engines wait for a slower trainer
             _values(run.batches, "generated_tokens_per_s"),
             lambda value: f"{value:,.0f}",
         ),

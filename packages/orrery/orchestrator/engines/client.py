@@ -85,7 +85,7 @@ class EngineClient:
         await self._server.close()
 
     async def generate(self, token_ids: Sequence[int] | np.ndarray, **options: Any) -> Generation:
-        """Return one sampled continuation, see `generate_each`."""
+        """Sample one continuation and return it. `options` are those of `generate_each`."""
         samples: list[Generation] = []
         await self.generate_each(token_ids, 1, samples.append, **options)
         return samples[0]
@@ -114,12 +114,12 @@ class EngineClient:
         - `cache_salt`: only requests with the same salt share prefix-cache blocks.
         - `request_id`: unique among requests in flight.
         - `stop_token_ids`: the result includes a sampled stop token.
-        - `routes_from`: position of the first token whose routed experts are returned.
-        - `session`: conversation id. A router keeps its turns on one engine.
+        - `routes_from`: position of the first token whose routed experts are returned. None: none.
+        - `session`: conversation id. A router sends all its requests to one engine.
         - `kv_transfer`: vLLM's `kv_transfer_params`, see `disaggregated`.
 
-        Raise GenerationFailed or EngineGone, possibly after some samples were delivered.
-        Cancelling the coroutine aborts the request.
+        Raise EngineGone if the engine was lost, GenerationFailed after other failures. Samples
+        that ended before are delivered. Cancelling the coroutine aborts the request.
         """
         sampling = SAMPLING | {"max_tokens": max_tokens, "temperature": temperature}
         if stop_token_ids:

@@ -1,6 +1,6 @@
 """Send HTTP requests to one server and read its answers before a deadline.
 
-A request is retried only while this host cannot open a connection, before any byte is sent.
+A request is retried only if this host lacked the resources to open a connection.
 """
 
 import asyncio
@@ -18,12 +18,14 @@ from orrery.runtime.token import Purpose, authorization
 from orrery.wire.rendezvous import ENGINE_HEADER, KEEPALIVE_S, SESSION_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
-# This host lacks file descriptors, memory or ports. No byte was sent, so a retry is safe.
+# Errors if this host lacks file descriptors, memory or ports. A retry is safe: no byte was sent.
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 NO_ROOM_PAUSE_S, NO_ROOM_LONGEST_S = 0.1, 5.0
 
 
 class HttpServer:
+    """Client of one server, with a session for generation and one for control calls."""
+
     def __init__(self, url: str, name: str, token: str | None) -> None:
         """Take the server's URL without a path, its name for errors, and the run's token."""
         self.url, self.name, self._token = url, name, token
@@ -34,7 +36,10 @@ class HttpServer:
             await self._sessions.popitem()[1].close()
 
     def _session(self, keep_connection: bool) -> aiohttp.ClientSession:
-        """Return the HTTP session. Control calls reuse no connection, as it might be closing."""
+        """Return the session for generation (`keep_connection`), or the one for control calls.
+
+        Each control call opens a connection, because the server might be closing a kept one.
+        """
         if keep_connection not in self._sessions:
             kept = {"keepalive_timeout": KEEPALIVE_S} if keep_connection else {"force_close": True}
             purpose = Purpose.GENERATE if keep_connection else Purpose.ADMINISTER
@@ -56,14 +61,18 @@ class HttpServer:
         session: str | None = None,
         on_line: Callable[[bytes, int], None] | None = None,
     ) -> tuple[int, bytes, int]:
-        """Return status, body and engine index of the answer to one request.
+        """Send one request. Return the answer's status, its body and the index of its engine.
 
-        - `on_line`: called with each line of an answer with status 200 and the engine index, as it
-          arrives. The returned body is then empty.
+        - `body`: sent as JSON. None: no body.
+        - `on_timeout`: type of the error to raise after `timeout_s`.
         - `what`: the request's name in errors.
+        - `keep_connection`: selects a session, see `_session`.
+        - `session`: conversation id, by which a router chooses the engine.
+        - `on_line`: called as `on_line(line, engine)` for each line of an answer with status 200,
+          when it arrives. The returned body is then empty.
 
-        Raise EngineGone if no server answers, and `on_timeout` after `timeout_s`. If this host
-        had no free socket and `on_timeout` is EngineGone, raise OutOfConnections.
+        Raise EngineGone if no server answers. If `on_timeout` is EngineGone and this host lacked
+        the resources for a connection until `timeout_s`, raise OutOfConnections.
         """
         http = self._session(keep_connection)
         data = None if body is None else msgspec.json.encode(body)
@@ -115,7 +124,7 @@ class HttpServer:
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each non-empty line, however long, without its newline."""
+    """Yield each non-empty line of an answer without its newline. Lines may have any length."""
     pieces: list[bytes] = []
     async for data in content.iter_any():
         *ends, rest = data.split(b"\n")

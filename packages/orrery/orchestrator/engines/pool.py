@@ -249,15 +249,19 @@ class EnginePool:
     ) -> Generation:
         """Run `EngineClient.generate` on an engine that the router picks.
 
-        Calls with the same `share` may become one request (`SharedRequests`), so their other
-        arguments must be equal. Raise EngineGone if the engine was lost during the call.
+        `share`: a key. Calls with equal keys may become one engine request (`SharedRequests`), so
+        they may differ in `request_id` and `session` only. None: the call is a request alone.
+        Raise EngineGone if the engine was lost during the call.
         """
         if share is None or self.disaggregated is not None:
             return await self._asked(lambda front: front.generate(token_ids, **options))
         return await self._shared.generate(share, token_ids, **options)
 
     async def generate_each(self, *request: Any, **options: Any) -> None:
-        """Run `EngineClient.generate_each`. Never called on a pool with prefill engines."""
+        """Run `EngineClient.generate_each` on the router, or on the only engine.
+
+        Do not call it on a pool with prefill engines.
+        """
         await self._asked(
             lambda _: (self.router or self.engines[0]).generate_each(*request, **options)
         )

@@ -1,7 +1,8 @@
 """Send equal generation calls as one engine request for several samples.
 
 - One request takes less processor time than many.
-- Calls with the same `share` that begin in one pass of the event loop become one request.
+- `share` is a key. Calls with equal keys have equal prompts and sampling options. Those that begin
+  in one pass of the event loop become one request.
 - Each call returns as soon as its sample ends.
 - The sample of a cancelled call is discarded. The request is aborted once no call waits for it.
 """
@@ -21,6 +22,8 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclass
 class _Request:
+    """An engine request, and the calls that wait for its samples."""
+
     token_ids: Tokens
     options: dict[str, Any]
     calls: list[tuple[str, Sample]] = field(default_factory=list)  # request id, result
@@ -28,7 +31,10 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Return the request's id. If calls share it, none has this id, so aborting one is safe."""
+        """Return the id for the engine. It differs from the ids of calls that share the request.
+
+        Aborting the id of one such call therefore leaves the request running.
+        """
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
 
@@ -54,13 +60,14 @@ class SharedRequests:
         abort: Callable[[list[str]], Awaitable[None]],
         max_samples: int,
     ):
-        """Take the pool's `generate_each` and `abort`. A request has at most `max_samples`."""
+        """Take the pool's `generate_each` and `abort`. A request asks for at most `max_samples`."""
         self._generate_each, self._abort, self._max_samples = generate_each, abort, max_samples
         self._open: dict[str, _Request] = {}
 
     async def generate(
         self, share: str, token_ids: Tokens, *, request_id: str, **options: Any
     ) -> Generation:
+        """Return one sample. `request_id` is the call's own id, unique among calls in flight."""
         request, loop = self._open.get(share), asyncio.get_running_loop()
         if request is None or len(request.calls) == self._max_samples:
             request = self._open[share] = _Request(token_ids, options)
