@@ -36,9 +36,9 @@ class RowOrder(NamedTuple):
 def sort_by_expert(expert_TK: Tensor, num_experts: int, block: int = 1) -> RowOrder:
     """Sort slots by expert, stably. `expert_TK` holds integers in [0, num_experts].
 
-    Slots with the id `num_experts` have no expert and come last, beyond `ends_E[-1]`. Each expert's
-    rows begin at a multiple of `block`, and padding fills the gaps. T = 0 makes no rows, not even
-    padding.
+    Slots with the id `num_experts` have no expert. Their rows come last, at `ends_E[-1]` or later.
+    Each expert's rows begin at a multiple of `block`, and padding rows fill the gaps. T = 0 makes
+    no rows, not even padding.
     """
     # Narrow keys, because a radix sort passes once over each byte.
     key_dtype = torch.int16 if num_experts < 32768 else torch.int32
@@ -92,7 +92,7 @@ def swiglu_rows(gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = 
 
 
 def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return [T, D]: the sum of each token's K rows. Not differentiable."""
+    """Return [T, D]: the sum of each token's rows `y[place[t, k]]` over k. Not differentiable."""
     if (backend or _choose_backend(y_MD)) == "triton":
         return _sum_rows(y_MD.contiguous(), place_TK)
     return _aten_sum_rows(y_MD, place_TK)
@@ -101,7 +101,7 @@ def sum_rows(y_MD: Tensor, place_TK: Tensor, backend: Backend | None = None) -> 
 def swiglu_rows_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, score_M: Tensor, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate_up_M2I` and `score_M` in `swiglu_rows`."""
+    """Return the gradients of gate_up and score. `grad_MI` is that of `swiglu_rows`'s result."""
     tensors = (grad_MI, gate_up_M2I, score_M)
     if (backend or _choose_backend(gate_up_M2I)) == "triton":
         return _swiglu_rows_backward(*(x.contiguous() for x in tensors))

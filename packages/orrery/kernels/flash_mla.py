@@ -1,7 +1,8 @@
 """Load FlashMLA and run its sparse forward pass on Hopper GPUs.
 
 - The library is the file `_flashmla_C` of vLLM's wheel. vLLM itself is not imported.
-- `load` makes a test call. Its log-sum-exp shows whether this release uses base e or 2.
+- `load` makes a test call, because releases differ in the base of the log-sum-exp: e or 2.
+- The backward pass is Triton's (`sparse_mla.py`).
 """
 
 import importlib.util
@@ -17,8 +18,8 @@ from torch import Tensor
 log = logging.getLogger("orrery.kernels.flash_mla")
 
 HOPPER = (9, 0)
-WIDTH, VALUE_WIDTH = 576, 512
-HEADS, KEYS = 64, 128  # divisors of the numbers of heads and of chosen keys
+WIDTH, VALUE_WIDTH = 576, 512  # accepted widths of a key and of its value
+HEADS, KEYS = 64, 128  # the numbers of heads and of chosen keys must be multiples of these
 
 
 class FlashMLA(NamedTuple):
@@ -61,7 +62,10 @@ def supports(q_THD: Tensor, value_width: int, num_chosen: int) -> bool:
 def forward(
     q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, scale: float, length_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] and lse f32 [T, H]. `length_T` is from `sparse_mla_triton.lengths`."""
+    """Return out [T, H, V] and lse f32 [T, H], in base e, as `sparse_mla` does.
+
+    `length_T` is `sparse_mla_triton.lengths(indices_TK)`. Call only if `supports` is true.
+    """
     library = load()
     assert library is not None
     out_THV, lse_TH = _call(library.operation, q_THD, kv_SD, indices_TK, scale, length_T)
@@ -71,7 +75,10 @@ def forward(
 
 
 def lse_factor(lse: float, num_keys: int) -> float:
-    """Return the factor that converts `lse` of `num_keys` zeros to base e, or raise ValueError."""
+    """Return the factor that converts log-sum-exps to base e.
+
+    `lse` is the log-sum-exp of `num_keys` zeros. Raise ValueError if its base is neither e nor 2.
+    """
     for factor in (1.0, math.log(2.0)):
         if abs(lse * factor - math.log(num_keys)) < 1e-3:
             return factor

@@ -4,8 +4,9 @@ T queries · S keys · H indexer heads · D indexer width
 
     score_ts = Σ_h weights_th · relu(q_th · k_s), in float32, for first_t ≤ s ≤ last_t
 
-Source: https://arxiv.org/abs/2512.02556, equation 1. No [T, S] matrix stands in memory: the plain
-backend takes queries and keys in chunks, the Triton backend queries.
+Source: https://arxiv.org/abs/2512.02556, equation 1. The scores [T, S] are never all in memory: the
+plain backend computes those of a chunk of queries and a chunk of keys at a time, the Triton backend
+those of a chunk of queries and all keys.
 """
 
 from importlib.util import find_spec
@@ -33,9 +34,10 @@ def select_keys(
 ) -> Tensor:
     """Return the `top_k` best keys of each query: i32 [T, top_k], in any order.
 
-    Query t chooses among keys [first_t, last_t] (integers, inclusive). If these are fewer than
-    `top_k`, it gets all of them, then −1. The lowest index wins among equal scores. The result has
-    no gradient. `backend` defaults to the fastest. Raise ValueError if shapes do not match.
+    Query t chooses among keys first_t to last_t (integers, inclusive). If these are fewer than
+    `top_k`, its row holds all of them, then −1. Among equal scores the lowest key index wins. The
+    result has no gradient. `backend` defaults to the fastest one for these inputs. Raise ValueError
+    if shapes do not match.
     """
     num_queries, num_heads, width = q_THD.shape
     if k_SD.shape[1:] != (width,) or weights_TH.shape != (num_queries, num_heads):

@@ -6,9 +6,9 @@ T queries · S keys · H heads · D key width · J indexer heads · I indexer wi
     p_tk     = 1/H Σ_h softmax over k of scale · (q_th · kv_c)
     KL_t     = Σ_k p_tk (log p_tk − log softmax over k of score_tk)
 
-q_tj and k are the indexer's, q_th and kv attention's. −1 in `chosen` is no key. p has no gradient.
-Source: DeepSeek-V3.2's sparse stage, https://arxiv.org/abs/2512.02556, equation 4.
-Gathered keys [T, K, width] never stand in memory at once.
+q_tj and k belong to the indexer, q_th and kv to attention. −1 in `chosen` means no key. p has no
+gradient. Source: DeepSeek-V3.2's sparse stage, https://arxiv.org/abs/2512.02556, equation 4.
+Queries are taken in chunks, so that gathered keys [T, K, width] are never all in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -34,12 +34,18 @@ def chosen_scores(q_TJI: Tensor, k_SI: Tensor, weights_TJ: Tensor, chosen_TK: Te
 
 @torch.no_grad()
 def attention_of_chosen(q_THD: Tensor, kv_SD: Tensor, chosen_TK: Tensor, scale: float) -> Tensor:
-    """Return attention to the chosen keys, averaged over heads, f32 [T, K], 0 without keys."""
+    """Return p, attention averaged over heads: f32 [T, K], 0 where `chosen_TK` is −1.
+
+    q and kv are those of `sparse_mla`: absorbed queries and latent keys.
+    """
     return torch.ops.orrery.attention_of_chosen(q_THD, kv_SD, chosen_TK, scale)
 
 
 def index_kl(score_TK: Tensor, attention_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Return KL_t [T], 0 for queries without keys. Only `score_TK` gets a gradient."""
+    """Return KL_t, f32 [T], 0 for queries without keys. Only `score_TK` gets a gradient.
+
+    `score_TK` is from `chosen_scores`, `attention_TK` from `attention_of_chosen`.
+    """
     is_none_TK = chosen_TK < 0
     has_no_key_T1 = is_none_TK.all(dim=1, keepdim=True)
     score_TK = score_TK.masked_fill(is_none_TK & ~has_no_key_T1, -torch.inf)
@@ -60,7 +66,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _products(q_TJI: Tensor, k_SI: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q · k [T, J, K] and the gathered keys [T, K, I], in float32 or wider."""
+    """Return q · k [T, J, K] and the gathered keys [T, K, I]: float32, or float64 if q is."""
     dtype = _wide(q_TJI)
     k_TKI = k_SI[chosen_TK.clamp(min=0).long()].to(dtype)
     return torch.einsum("tji,tki->tjk", q_TJI.to(dtype), k_TKI), k_TKI
@@ -75,7 +81,10 @@ def _(q, k, weights, chosen):
 def _scores_backward(
     grad: Tensor, q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and weights, summed in float32 in a fixed order."""
+    """Return the gradients of q, k and weights, summed in float32 in a fixed order.
+
+    `grad` is the gradient of the scores [T, K].
+    """
     dtype = _wide(q)
     grad_q, grad_weights = torch.empty_like(q), torch.empty_like(weights)
     grad_k = torch.zeros_like(k, dtype=dtype)

@@ -2,12 +2,13 @@
 
 T queries · S keys · H indexer heads · D indexer width · C queries of a chunk · K chosen keys
 
-1. `_score` writes scores [C, S]. It skips a tile if no query of the tile may choose its keys.
-2. `_choose` reads a query's scores in key order, and buffers keys that exceed a threshold.
-   A bitwise search cuts a full buffer to its K best keys. The K-th score becomes the threshold.
+1. `_score` writes scores [C, S]. It skips a tile if none of its queries may choose any of its keys.
+2. `_choose` reads a query's scores in key order. It appends keys with scores above a threshold to
+   the query's buffer. A bitwise search cuts a full buffer to its K best keys, and the K-th best
+   score becomes the threshold.
 
-Equal inputs give equal bits: the buffer stays in key order, and of equal scores the first stay.
-A chunk needs 4·C·S bytes of scores, and 8 bytes for each entry of its C buffers.
+Equal inputs give equal bits: the buffer stays in key order, and among equal scores the lowest keys
+stay. A chunk needs 4·C·S bytes of scores, and 8 bytes for each entry of its C buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,18 +21,18 @@ from torch import Tensor
 
 
 class IndexTiles(NamedTuple):
-    """Sizes of tiles and chunks."""
+    """Sizes of tiles and chunks, and launch options. The first five fields belong to `_score`."""
 
     rows: int = 256  # rows of a score tile: queries × heads
-    keys: int = 64
-    span: int = 4096  # keys that a program of `_score` reads
+    keys: int = 64  # keys of a score tile
+    span: int = 4096  # most keys that a program of `_score` reads
     warps: int = 8
     stages: int = 2
     block: int = 4096  # scores that `_choose` reads at once
-    buffer: int = 8192  # entries of a query's buffer, or more to hold K + block
+    buffer: int = 8192  # least number of entries of a query's buffer, which must hold K + block
     choose_warps: int = 8
-    choose_registers: int | None = None  # most registers of a thread in `_choose`
-    chunk_elements: int = 2**26  # scores of a chunk: 256 MiB in float32
+    choose_registers: int | None = None  # limit of a thread in `_choose`; None: no limit
+    chunk_elements: int = 2**26  # most scores of a chunk, C·S: 256 MiB in float32
 
 
 TILES = IndexTiles()
@@ -62,7 +63,7 @@ def select_keys(
         ends = (first_T[rows].clamp(min=0).int(), last_T[rows].clamp(max=num_keys - 1).int())
         score_CS = score(q_THD[rows], k_SD, weights_TH[rows], *ends, tiles)
         choose(score_CS, *ends, indices_TK[rows], tiles)
-        del score_CS  # frees it before the next chunk allocates its scores
+        del score_CS  # free these scores before the next chunk allocates its own
     return indices_TK
 
 
@@ -90,7 +91,11 @@ def score(
 def choose(
     score_CS: Tensor, first_C: Tensor, last_C: Tensor, indices_CK: Tensor, tiles: IndexTiles
 ) -> None:
-    """Write each query's best keys to `indices_CK`, in rising order. Other entries stay."""
+    """Write each query's best K keys to `indices_CK`, in rising order.
+
+    Query c chooses among keys first_c to last_c. If these are fewer than K, the row's other entries
+    keep their content.
+    """
     (num_queries, num_keys), top_k = score_CS.shape, indices_CK.shape[1]
     size = max(tiles.buffer, triton.next_power_of_2(top_k + tiles.block))
     buffer = torch.empty(num_queries, 2, size, dtype=torch.int32, device=score_CS.device)
@@ -167,21 +172,27 @@ def _choose(
 
 @triton.jit
 def _rank(value):
-    """Map float32 scores to uint32 ranks in the same order. −0 equals 0. No number has rank 0."""
+    """Map float32 scores to uint32 ranks of the same order. −0 and 0 have one rank.
+
+    Every number has a rank above 0, the first threshold.
+    """
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
-    """Keep the K best of `count` entries, the first of equal ranks. Return the K-th best rank."""
+    """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
+
+    `ranks` and `places` hold the entries' ranks (`_rank`) and keys. Of equal ranks the first stay.
+    """
     tl.debug_barrier()
     at = tl.arange(0, SIZE)
     known = at < count
     rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x40000000, tl.uint32)
-    for _ in range(16):  # fix two bits a turn: one sum holds three candidates' counts
+    for _ in range(16):  # two bits an iteration; `counts` packs three counts of 20 bits
         low, middle, high = least + bit, least + 2 * bit, least + 3 * bit
         counts = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20)
         counts = tl.sum(counts + ((rank >= high).to(tl.int64) << 40), axis=0)

@@ -2,12 +2,12 @@
 
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width
 
-    p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, k with j = −1 left out
+    p_thk = softmax over k of scale · (q_th · kv_j), j = indices_tk, without k where j = −1
     out_th = Σ_k p_thk kv_j[:V]                lse_th = log Σ_k exp(scale · (q_th · kv_j))
 
 All heads share the keys, and the first V columns of a key are its value (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, section 2.1; DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-Gathered keys [T, K, D] never stand in memory at once.
+Queries are taken in chunks, so that gathered keys [T, K, D] are never all in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +21,7 @@ from orrery.kernels import flash_mla
 
 Backend = Literal["flash_mla", "triton", "plain"]
 
-CHUNK_ELEMENTS = 2**24  # of gathered keys: 64 MiB in float32
+CHUNK_ELEMENTS = 2**24  # most elements of a chunk's gathered keys: 64 MiB in float32
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -33,13 +33,14 @@ def sparse_mla(
     value_width: int,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, V] in q's dtype, and lse [T, H] in float32 (float64 for float64).
+    """Return out [T, H, V] in q's dtype, and lse [T, H] in float32, or in float64 if q is float64.
 
-    q and kv have one floating dtype. `indices` are i32 rows of kv, each at most once a query. −1
-    means no key. It may stand anywhere, and costs least at the end. A query without keys gets zeros
-    and lse −∞. q and kv get gradients through `out`, not through `lse`. Equal inputs give equal
-    bits. `backend` defaults to the fastest. Gradients of `flash_mla` are computed by Triton. Raise
-    ValueError if shapes or dtypes do not match.
+    V is `value_width`. q and kv have the same floating dtype. `indices` are i32 rows of kv, without
+    repetition in a query. The index −1 means no key. It may stand in any column, and is fastest in
+    the last columns. A query without keys gets zeros as out and −∞ as lse. q and kv get gradients
+    through out, not through lse. Equal inputs give equal bits. `backend` defaults to the fastest
+    for these inputs. Triton computes the gradients of `flash_mla`. Raise ValueError if shapes or
+    dtypes do not match.
     """
     width = kv_SD.shape[-1]
     if q_THD.dtype != kv_SD.dtype or q_THD.shape[-1] != width or value_width > width:
@@ -133,7 +134,10 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv. d(q · kv) = scale · p (grad · value − grad · out), summed in float32."""
+    """Return the gradients of q and kv, summed in float32. `grad` is the gradient of out.
+
+    d(q_th · kv_j) = scale · p_thk (grad_th · kv_j[:V] − grad_th · out_th)
+    """
     if backend != "plain":
         tensors = (x.contiguous() for x in (grad, q, kv, indices, out, lse))
         return _triton().backward(*tensors, scale)
@@ -156,7 +160,10 @@ def _backward(
 
 
 def _add_rows(total_SD: Tensor, row_M: Tensor, value_MD: Tensor) -> None:
-    """Add each value to its row in a fixed order: a GPU's `index_put_` sorts, without atomics."""
+    """Add `value_MD[m]` to row `row_M[m]` of `total_SD` for each m, in a fixed order.
+
+    On a GPU `index_put_` sorts rows and uses no atomics. `index_add_` would use atomics there.
+    """
     if total_SD.is_cuda:
         total_SD.index_put_((row_M,), value_MD, accumulate=True)
     else:

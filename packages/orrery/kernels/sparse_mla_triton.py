@@ -1,12 +1,13 @@
 """Triton kernels of sparse MLA: the forward pass, and a backward pass without atomics.
 
 T queries · H heads · S keys · K chosen keys a query · D key width · V value width · C queries of a
-chunk. FLOPs: forward 2·T·H·K·(D + V), backward 2·T·H·K·(3D + 2V). Backward, for each chunk:
+chunk. A pair is a query with one of its chosen keys. FLOPs: forward 2·T·H·K·(D + V), backward
+2·T·H·K·(3D + 2V). The backward pass does this for each chunk:
 
 1. `_logit_gradients` gathers keys and writes p and dlogit = d(q · key), [C, K, H] each.
 2. `_query_gradients` gathers the keys again: dq = dlogitᵀ · keys.
-3. `_pair_gradients` writes each pair's part of dkv as a row: dlogit · q, plus p · dout in the first
-   V columns. Rows are sorted by key, then by query.
+3. `_pair_gradients` writes a row [D] for each pair, its part of dkv: dlogit · q, plus p · dout in
+   the first V columns. Rows are sorted by key, then by query.
 4. `_sum_pairs` adds each key's rows in that order, in float32: equal inputs give equal bits.
 """
 
@@ -24,19 +25,22 @@ from orrery.manifest.budget.tiles import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
 SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper. Tiles of D = 576 need it.
-MAX_HEADS = 64  # heads of a tile in passes that gather keys
+MAX_HEADS = 64  # most heads of a tile in kernels that gather keys
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles. Backward passes have (keys or rows, columns, warps, stages)."""
+    """Sizes of tiles, one tuple a kernel. Backward kernels have (keys, columns, warps, stages).
+
+    `sums` (`_sum_pairs`) has rows of pairs in place of keys.
+    """
 
     forward: tuple[int, int, int] = (64, 8, 2)  # keys, warps, stages
     logits: tuple[int, int, int, int] = (128, 64, 4, 3)
     queries: tuple[int, int, int, int] = (64, 128, 4, 3)
     pairs: tuple[int, int, int, int] = (64, 64, 4, 3)
     sums: tuple[int, int, int, int] = (4, 1024, 4, 3)
-    chunk_rows: int = SPARSE_PAIRS
-    query_first: bool = True  # in `logits`: consecutive programs share a query
+    chunk_rows: int = SPARSE_PAIRS  # most pairs of a chunk, C·K
+    query_first: bool = True  # consecutive programs of `logits` share a query, else a block of k
 
 
 TILES = Tiles()
@@ -57,7 +61,7 @@ def _shared_bytes(device: int) -> int:
 
 
 def lengths(indices_TK: Tensor) -> Tensor:
-    """Return i32 [T]: the number of leading columns that hold all keys of the query."""
+    """Return i32 [T]: one more than the query's last column with a key, or 0 without keys."""
     place_K = torch.arange(1, indices_TK.shape[1] + 1, dtype=torch.int32, device=indices_TK.device)
     return torch.where(indices_TK >= 0, place_K, 0).amax(dim=1)
 
@@ -95,7 +99,10 @@ def backward(
     scale: float,
     tiles: Tiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv, each rounded once to its input's dtype."""
+    """Return dq and dkv in the dtype of q and kv. `grad_THV` is the gradient of out.
+
+    Each pair's part of dkv is rounded to that dtype. Their sum is in float32, and rounded again.
+    """
     grad_q_THD = torch.empty_like(q_THD)
     grad_kv_SD = torch.zeros_like(kv_SD, dtype=torch.float32)
     step = max(1, tiles.chunk_rows // max(1, indices_TK.shape[1]))
@@ -167,9 +174,9 @@ def _columns(wanted: int, *parts: int) -> int:
 
 
 def _order_of_keys(indices_CK: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return each (query, key) pair's row, i32 [C, K], and the first row of each key, i32 [S + 1].
+    """Return the row number of each pair, i32 [C, K], and each key's first row, i32 [S + 1].
 
-    Rows are sorted by key, then by query. Pairs with index −1 come last.
+    Rows are sorted by key, then by query. Pairs with index −1 come last. Entry S is theirs.
     """
     key_M = torch.where(indices_CK >= 0, indices_CK, num_keys).flatten()
     key_M, pair_M = key_M.sort(stable=True)

@@ -93,7 +93,10 @@ def model_of(
 
 
 def _num_mtp_layers(folder: Path, content: dict[str, Any]) -> int:
-    """Return the number of MTP layers in the weights. `config.json` may state more."""
+    """Return the number of MTP layers in the weights, of which `config.json` may state more.
+
+    Return `config.json`'s number if it is zero or the folder has no weights.
+    """
     stated = content.get("num_nextn_predict_layers") or 0
     if not stated or not any(folder.glob("*.safetensors")):
         return stated

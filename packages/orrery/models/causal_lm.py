@@ -58,7 +58,7 @@ class CausalLm(nn.Module):
     lm_head: Any
     names: Names | None = None  # set if they depend on more than the family
     num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
-    indexer_kl: Tensor | None = None  # f32 [], indexers' loss in the latest forward pass
+    indexer_kl: Tensor | None = None  # f32 [], `ChosenKeys.kl` after the last layer
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -153,7 +153,11 @@ class TransformerBlock(nn.Module):
         replayed_TK: Tensor | None = None,
         choice: ChosenKeys | None = None,
     ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
-        """Return the output [T, D], the number of differing routes, the next block's `choice`."""
+        """Return the output [T, D], the number of differing routes, and the next block's `choice`.
+
+        The number is from `Router`, and None in a block without experts. `choice` is None unless
+        an indexer has run in this block or before it.
+        """
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
             out_TD, choice = self.self_attn(inner_TD, angles, documents, choice)

@@ -212,8 +212,8 @@ def _decoder_config(config: Model) -> dict[str, Any]:
 class ModelFamily:
     """A family of our own networks, or any network of transformers.
 
-    - `ignored`: regular expressions of HF names. A checkpoint may hold such tensors, which are
-      not loaded or saved.
+    - `ignored`: regular expressions of HF names. A checkpoint may hold tensors with such names.
+      They are neither loaded nor saved.
     - `fsdp_units`: groups of modules. Each group gets one `fully_shard` call, in this order, and
       the root module's call comes last. `layers.*` means one group per layer. `trainer/parallel`
       disables `cast_forward_inputs`, because temperatures must stay float32.

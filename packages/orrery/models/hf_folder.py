@@ -35,9 +35,10 @@ FP8 = "F8_E4M3"  # safetensors' name
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a checkpoint. It holds the part `box` of one of our parameters.
+    """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
 
-    The tensor of a single expert lacks the first dimension of our stacked experts.
+    The tensor of a single expert lacks the first dimension of our stacked experts. MTP tensors
+    (`mtp.py`) belong to no parameter: their `parameter_name` is empty.
     """
 
     name: str
@@ -66,11 +67,12 @@ def open_tensors(
     is_expected: Callable[[str], bool] = lambda name: False,
     tied: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a dict from each tensor's HF name to its open file, for `read`.
+    """Yield a dict from the HF name of each tensor in the folder to its open file, for `read`.
 
-    The folder may also hold tensors for which `is_expected` is true, and an LM head if `tied`.
-    Raise OrreryError if a tensor is missing, unexpected, of a wrong shape, in FP8 without scales,
-    or in an unreadable file.
+    Besides `wanted` the folder may hold scales of FP8 tensors, tensors for whose HF name
+    `is_expected` is true, and if `tied` an LM head, which the dict omits. Raise OrreryError if a
+    tensor is missing, unexpected, of a wrong shape, in FP8 without scales, or in a file that
+    cannot be read.
     """
     with ExitStack() as stack:
         found = _open_files(stack, directory)

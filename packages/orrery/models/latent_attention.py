@@ -1,13 +1,13 @@
 """Multi-head latent attention (MLA), dense, or sparse over the keys that an indexer chooses.
 
-T queries · S keys, T without context parallelism · D hidden · H heads · C latent width
+T queries · S keys (S = T without context parallelism) · D hidden · H heads · C latent width
 N, R, V widths of a head: unrotated, rotated, value · K chosen keys, or the head width N + R
 W = C + R, width of a latent key · J indexer heads · I width of an indexer's keys
 
 - MLA: DeepSeek-V2, https://arxiv.org/abs/2405.04434. Sparse attention: DeepSeek-V3.2,
   https://arxiv.org/abs/2512.02556. Shared choices: GLM-5.1, https://arxiv.org/abs/2603.12201.
-- While no document is longer than the indexer's `top_k`, attention is dense. Even then, networks
-  with indexers keep keys of other ranks latent, because each rank would have to expand all keys.
+- While no document is longer than the indexer's `top_k`, a query attends to all keys up to its own.
+  With indexers and context parallelism these stay latent: no rank expands the keys of all ranks.
 - Indexers are frozen, or learn (`train_indexers`) the mean attention of the layers that share their
   choice. That loss has no gradient to other weights. The choice has no gradient.
 """
@@ -31,7 +31,7 @@ INDEXER_EPSILON = 1e-6  # a constant of DeepSeek-V3.2's and GLM-5's code
 
 
 def rotate_pairs(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
-    """Rotate pairs (0, 1), (2, 3), …. Return their first elements, then their second."""
+    """Rotate columns (0, 1), (2, 3), …. Return all even columns, then all odd columns."""
     return apply_rotary(torch.cat((x_THR[..., ::2], x_THR[..., 1::2]), dim=-1), *angles)
 
 
@@ -40,17 +40,21 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """Keys that an indexer chose. If it learns, also their scores, and the loss so far."""
+    """The latest indexer's choice, passed from layer to layer, with the indexers' loss.
+
+    `score_TK` and `kl` are None unless indexers learn.
+    """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
-    score_TK: Tensor | None = None
-    kl: Tensor | None = None  # float32 [], summed over the layers so far
+    score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
+    kl: Tensor | None = None  # float32 [], the loss, summed over the layers so far
 
 
 class KeyIndexer(nn.Module):
-    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · width).
+    """Choose keys by score_ts = Σ_j w_tj · relu(q_tj · k_s) / √(J · I).
 
-    Before this, GLM-5 rotates pairs of q and k, DeepSeek-V3.2 rotates halves.
+    q and k have rotary embeddings: of column pairs (`turns_pairs`) in GLM-5, of halves in
+    DeepSeek-V3.2.
     """
 
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
@@ -82,13 +86,15 @@ class KeyIndexer(nn.Module):
     ) -> ChosenKeys:
         """Choose K = min(`top_k`, `longest`) keys for each query.
 
+        `q_TC` is the output of `q_a_layernorm`. `k_SI` is the output of `keys`, gathered from all
+        ranks. `ranges` are the first and last key that each query may choose, i32 [T] each.
         `longest` is the length of the longest document in tokens.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
-        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # cuts only −1s
+        chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # rest is −1
         return ChosenKeys(chosen_TK, chosen_scores(*scored, chosen_TK) if self.learns else None)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
@@ -99,20 +105,27 @@ class KeyIndexer(nn.Module):
 class LocalKeys(nn.Module):
     """Give queries the keys of this device. Context parallelism replaces the module.
 
-    `send` starts an exchange that overlaps with computing queries. `receive` waits for the keys.
+    `send` starts to gather keys and `receive` waits for them. Queries are computed in between.
+    `is_gathered` is true if keys come from several ranks.
     """
 
     is_gathered = False
 
     def send(self, keys: Sequence[Tensor], documents: Documents, is_latent: bool) -> Any:
-        """Start to gather `keys` [T, ·]. `receive` takes the result and returns keys [S, ·]."""
+        """Start to gather `keys`, tensors [T, ·]. `receive` turns the result into tensors [S, ·].
+
+        `is_latent` says whether attention reads latent keys by index, or expanded keys densely.
+        """
         return keys
 
     def receive(self, sent: Any) -> Sequence[Tensor]:
         return sent
 
     def ranges(self, documents: Documents, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Return the first and last key of each query, i32 [T]: its document's start and itself."""
+        """Return indices of the first and last key that each query may see, i32 [T] each.
+
+        These are the first token of the query's document and the query's own token.
+        """
         last_T = torch.arange(num_queries, dtype=torch.int32, device=documents.cu_seqlens.device)
         document_T = torch.searchsorted(documents.cu_seqlens, last_T, right=True) - 1
         return documents.cu_seqlens[document_T], last_T
@@ -123,7 +136,7 @@ class LocalKeys(nn.Module):
 
 
 def every_key(first_T: Tensor, last_T: Tensor, longest: int) -> Tensor:
-    """Return i32 [T, longest]: each query's keys from `first_T` to `last_T`, then −1."""
+    """Return i32 [T, longest]: in row t the indices `first_T[t]` to `last_T[t]`, then −1."""
     key_TK = first_T[:, None] + torch.arange(longest, dtype=torch.int32, device=first_T.device)
     return key_TK.masked_fill(key_TK > last_T[:, None], -1)
 
@@ -144,7 +157,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(mla.kv_lora_rank, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(mla.kv_lora_rank, num_heads * up_width, bias=False)
         self.o_proj = nn.Linear(num_heads * mla.value_head_dim, hidden_size, bias=False)
-        # No FP8 elsewhere: q_a and kv_a are narrow, and kv_b may be absorbed.
+        # Other projections are never in FP8: q_a and kv_a are narrow, `_absorb` reads kv_b.
         is_fp8 = "attention" in (config.fp8 or ())
         self.q_b_fp8: Parts | None = [] if is_fp8 else None
         self.o_fp8: Parts | None = [] if is_fp8 else None
@@ -162,9 +175,11 @@ class LatentAttention(nn.Module):
         documents: Documents,
         choice: ChosenKeys | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
-        """Return the output [T, D] and the chosen keys (None if no indexer has run).
+        """Return the output [T, D] and the `choice` for the next layer.
 
-        `choice` is the previous layer's. Without an indexer, sparse attention reads its keys.
+        `choice` is what the previous layer returned, or None. A layer whose indexer runs replaces
+        it, other layers return it. Sparse attention reads the keys of the returned choice. An
+        indexer runs if attention is sparse or the indexer learns.
         """
         mla, indexer = self.mla, self.indexer
         is_sparse = mla.indexer is not None and documents.max_seqlen > mla.indexer.top_k
@@ -207,9 +222,10 @@ class LatentAttention(nn.Module):
     def _with_loss(
         self, choice: ChosenKeys, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor
     ) -> ChosenKeys:
-        """Add this layer's KL (`index_kl`) to `choice`: summed over queries, over `num_served`.
+        """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
 
-        The sum over layers that share a choice has the gradient of the KL to their mean attention.
+        Summed over the layers that share a choice, these losses have the gradient of one KL to the
+        mean attention of these layers.
         """
         with torch.no_grad():
             q_THW = self._absorb(q_THN, q_THR)
@@ -221,7 +237,10 @@ class LatentAttention(nn.Module):
     def _attend_densely(
         self, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor, documents: Documents
     ) -> Tensor:
-        """Expand keys and values, and pad the narrower of both with zeros to one width."""
+        """Return attention [T, H, V] to keys and values that `kv_b_proj` expands from latent keys.
+
+        Keys and queries or values, whichever are narrower, are padded with zeros to one width.
+        """
         mla = self.mla
         latent_SC, k_SR = kv_SW.split((mla.kv_lora_rank, mla.rope_head_dim), dim=-1)
         expanded = self.kv_b_proj(latent_SC).unflatten(-1, (q_THN.shape[1], -1))
@@ -231,7 +250,7 @@ class LatentAttention(nn.Module):
         k_SHK = torch.cat((k_SHN, k_SHR), dim=-1)
         key_width, value_width = q_THK.shape[-1], mla.value_head_dim
         width = max(key_width, value_width)
-        if (factor := self.scale * width**0.5) != 1.0:  # attention scales by the padded width
+        if (factor := self.scale * width**0.5) != 1.0:  # `varlen_attention` scales by width^-1/2
             q_THK = q_THK * factor
         q_THK, k_SHK = (F.pad(x, (0, width - key_width)) for x in (q_THK, k_SHK))
         v_SHK = F.pad(v_SHV, (0, width - value_width))
@@ -240,7 +259,10 @@ class LatentAttention(nn.Module):
         return out_THK[..., :value_width]
 
     def _absorb(self, q_THN: Tensor, q_THR: Tensor) -> Tensor:
-        """Return queries [T, H, W] for latent keys, multiplied by the key up-projection."""
+        """Return queries [T, H, W] for latent keys.
+
+        Their first C columns are q_THN times the key part of `kv_b_proj`, the others are q_THR.
+        """
         key_HNC, _ = self._up_projections()
         q_THC = torch.einsum("thn,hnc->thc", q_THN, key_HNC.to(q_THN.dtype))
         return torch.cat((q_THC, q_THR), dim=-1)
@@ -258,7 +280,10 @@ class LatentAttention(nn.Module):
 
 
 def num_served(types: Sequence[str], index: int) -> int:
-    """Return the number of layers that share layer `index`'s choice. Only "full" layers choose."""
+    """Return the number of layers that share the choice of layer `index`, itself included.
+
+    A layer of type "full" has an indexer. The "shared" layers after it read its choice.
+    """
     first = max(i for i in range(index + 1) if types[i] == "full")
     after = (i for i in range(first + 1, len(types)) if types[i] == "full")
     return next(after, len(types)) - first

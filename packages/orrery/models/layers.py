@@ -3,7 +3,8 @@
 T tokens · D hidden · H query heads · G key and value heads · K head size · R rotary part of a head.
 In mixtures: E experts · K experts a token · M = T·K routed rows · I expert intermediate.
 
-Experts are stacked, over rows sorted by expert. Scores multiply the activation (`swiglu_rows`).
+The weights of all experts are one stacked tensor, which multiplies rows sorted by expert. Scores
+multiply the activation (`swiglu_rows`).
 """
 
 import math
@@ -251,7 +252,7 @@ def _replay(replayed_TK: Tensor, own_TK: Tensor, num_experts: int) -> tuple[Tens
 class Experts(nn.Module):
     """Stacked expert weights. `gate_up_proj` [E, 2·I, D] has an expert's gate rows first.
 
-    In FP8 an expert's rows begin at multiples of 128 (`block` of `sort_by_expert`).
+    In FP8 each expert's rows of the input begin at a multiple of 128 (`row_block`).
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_fp8: Parts | None = [] if is_fp8 else None
         self.down_fp8: Parts | None = [] if is_fp8 else None
-        self.row_block = BLOCK if is_fp8 else 1  # each expert's rows begin at a multiple of this
+        self.row_block = BLOCK if is_fp8 else 1  # `block` for `sort_by_expert`
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         )
@@ -273,13 +274,15 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return [T, D]: each token's sum of score · output over its experts.
 
-        With `has_spare`, slots without an expert share one row of the last block, counted as zero.
+        `rows` is from `sort_by_expert` with block `row_block`. With `has_spare`, the last such
+        block belongs to no expert, and slots without an expert point to one of its rows. Outputs
+        and gradients of its rows are set to zero.
         """
         if self.gate_up_fp8 is not None and self.down_fp8 is not None:
             weights, parts = (self.gate_up_proj, self.down_proj), (self.gate_up_fp8, self.down_fp8)
             return fp8_experts(x_TD, score_TK, rows, weights, parts, has_spare)
         x_MD, score_M, ends_E = gather_rows(x_TD, rows), order_slots(score_TK, rows), rows.ends_E
-        if has_spare:  # kernels leave rows without an expert undefined
+        if has_spare:  # in kernels' results rows beyond `ends_E[-1]` are undefined
             is_real_M = torch.arange(x_MD.shape[0], device=x_MD.device) < ends_E[-1]
             x_MD = torch.where(is_real_M[:, None], x_MD, 0)
             score_M = torch.where(is_real_M, score_M, 0)

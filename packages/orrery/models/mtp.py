@@ -4,7 +4,8 @@ GLM and DeepSeek store `model.num_mtp_layers` MTP layers after the last decoder 
 like `model.layers.<num_layers>.eh_proj.weight`. Engines draft tokens with them (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.2). The trainer neither computes nor trains them.
 
-- Tensors keep their dtype and bytes. Only FP8 blocks are dequantized, to the network's dtype.
+- Copied tensors keep their dtype and bytes. Only FP8 blocks change: they are dequantized to the
+  network's dtype.
 - Engines read MTP layers from the stage's start weights. Weight updates do not contain them.
 """
 
@@ -38,7 +39,10 @@ def num_mtp_layers(names: Any, num_layers: int) -> int:
 
 
 def check_layers(model: Model, directory: Path, names: Any) -> None:
-    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`."""
+    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`.
+
+    `names` are the folder's tensors. Families without MTP support are not checked.
+    """
     if model.family not in MTP_FAMILIES:
         return
     if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
@@ -49,9 +53,10 @@ def check_layers(model: Model, directory: Path, names: Any) -> None:
 
 
 def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
-    """Return the MTP tensors of an open checkpoint, FP8 as `dtype`.
+    """Return descriptions of the MTP tensors in `files`, which are from `hf_folder.open_tensors`.
 
-    Raise OrreryError for dtypes that `DTYPES` lacks.
+    FP8 tensors get `dtype`, other tensors their own. Scales of FP8 tensors are left out. Raise
+    OrreryError for dtypes that `DTYPES` lacks.
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):

@@ -154,7 +154,7 @@ def load(
 ) -> None:
     """Fill the module from a Hugging Face folder, in the module's dtype.
 
-    Call `on_tensor` after every tensor. Raise OrreryError, before any change, as `open_tensors`
+    Call `on_tensor` after every tensor. Raise OrreryError, before any change, as `open_checkpoint`
     does.
     """
     with open_checkpoint(module, Path(directory)) as files:
@@ -172,7 +172,10 @@ def _fill(
 
 @contextmanager
 def open_checkpoint(module: CausalLm, directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield a folder's files as `open_tensors` does, after a check of its MTP layers."""
+    """Yield a folder's files as `hf_folder.open_tensors` does.
+
+    Raise OrreryError as `open_tensors` does, or if the number of MTP layers is not the model's.
+    """
     config = module.config
 
     def is_expected(name: str) -> bool:
@@ -193,7 +196,8 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    A model with MTP layers (`mtp.py`) needs `start`, the folder from which they are copied.
+    If the model has MTP layers (`mtp.py`), `start` is the folder from which they are copied.
+    Otherwise `start` is not read.
     Other files in `directory` stay. A collective on a sharded module: ranks write in parallel to a
     shared folder, and hold at most one file in host memory. Return once everything is on disk.
     """
@@ -303,8 +307,8 @@ def _checkpoint_state(module: CausalLm) -> dict[str, Tensor]:
 def named_hf_tensors(module: CausalLm) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, detached tensor) in the order of `hf_tensors`.
 
-    A collective on a sharded module. Otherwise tensors are views: copy them before the next
-    optimizer step.
+    A collective on a sharded module. On an unsharded module tensors are views of parameters: copy
+    them before the next optimizer step.
     """
     state, adapter_of = _checkpoint_state(module), dict(adapters(module))
     # Adjacent tensors share a parameter, so one gathered parameter is alive at a time.

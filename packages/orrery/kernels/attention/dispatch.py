@@ -1,7 +1,7 @@
 """Public attention functions, their custom operators, and the choice of a backend.
 
-- `BACKENDS` has the fastest first. A failed backend is not tried again in this process, and the
-  next runs. `prefer` moves some to the front.
+- `BACKENDS` has the fastest first. If one fails, the next runs, and this process does not try the
+  failed one again. `prefer` moves the backends of a choice to the front.
 - `torch.compile(fullgraph=True)` traces symbolic lengths, so a new packing does not recompile.
 - A checkpoint policy that saves `torch.ops.orrery.varlen_attention_forward.default` avoids
   recomputing attention.
@@ -84,8 +84,8 @@ def varlen_attention(
 
     Scores are scaled by head_dim^-1/2. q [T, H, D]. k, v [T, G, D] with H a multiple of G: query
     head h reads group h // (H / G). `cu_seqlens` is i32 [n + 1] from 0 to T, or a `Documents`.
-    `documents_k` gives k and v [S, G, D] separate offsets. A document's last query then sees all
-    its keys, and each earlier query one key less.
+    With `documents_k`, k and v are [S, G, D] and packed by these offsets instead. A document's last
+    query then sees all keys of its document, and each earlier query one key less than the next one.
     """
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = Documents(cu_seqlens, max_seqlen)

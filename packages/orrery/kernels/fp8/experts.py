@@ -3,9 +3,11 @@
     gate_up = x[token] · w_gate_upᵀ;  act = swiglu_rows(gate_up, score);  out = Σ_rows act · w_downᵀ
 
 - Rows are in expert order (`expert_rows.py`).
-- Bits equal those of `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows` and `combine_rows`.
-- On a GPU permuted tokens, activations and permuted output gradients are stored in FP8 only.
-- The forward pass saves `gate_up`, and FP8 columns of tokens and activations.
+- Results equal, bit for bit, those of `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`,
+  `fp8_grouped_matmul` and `combine_rows` in turn.
+- On a GPU x[token], act and the output gradient in expert order are stored in FP8 only.
+- For the backward pass the forward pass saves `gate_up`, and the FP8 columns (`quantize.py`) of
+  x[token] and act.
 """
 
 from typing import Any
@@ -29,8 +31,10 @@ def fp8_experts(
 ) -> Tensor:
     """Return [T, D]: each token's sum of score · output over its experts.
 
-    `weights`: gate-up [E, 2·I, D] and down [E, D, I]. `parts`: their `weight_parts`, or empty.
-    With `has_spare`, slots without an expert share one row of the last block, counted as zero.
+    `score_TK` weights the K experts of each token. `rows` is from `sort_by_expert` with block 128.
+    `weights` are gate-up [E, 2·I, D] and down [E, D, I]. `parts` are the `weight_parts` of each, or
+    two empty lists. With `has_spare`, the last 128 rows belong to no expert, and slots without an
+    expert point to one of them. Outputs and gradients of these rows are set to zero.
     """
     keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
     order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)

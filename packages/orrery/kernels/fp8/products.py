@@ -4,7 +4,8 @@
   both quantized by columns, so the forward pass keeps x's columns in FP8.
 - Backends: DeepGEMM on a Hopper GPU (the engine's products, bit for bit), or float32 products of
   dequantized operands, the slow reference.
-- Operators are opaque to torch.compile. They compute gradients and keep columns only if wanted.
+- Operators are opaque to torch.compile. They compute a gradient only if autograd needs it, and keep
+  x's columns only if the weight needs a gradient.
 - Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
 """
 
@@ -143,7 +144,10 @@ def _grouped(
     token_M: Tensor | None = None,
     score_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and x's FP8 columns if `keeps`. No autograd with `token_M` or `score_M`."""
+    """Return y [M, N], then values and scales of x's columns, which are empty unless `keeps`.
+
+    `token_M` and `score_M` are those of `quantize`. With them this operator has no autograd.
+    """
     weight, groups = (
         Quantized(*(parts or weight_parts(weight_ENK))[:2]),
         RowGroups(ends_E, counts_E),
@@ -180,7 +184,10 @@ def _grouped_gradients(
     wants_weight: bool,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [M, K] and dw f32 [E, N, K], empty if unwanted. `token_M`: dy is grad[token_M]."""
+    """Return dx [M, K] in grad's dtype and dw f32 [E, N, K]. Unwanted gradients are empty.
+
+    `columns` are x's. `weight` is as in `_linear_gradients`. dy is grad, or grad[token_M].
+    """
     groups = RowGroups(ends_E, counts_E)
     rows, grad_columns = quantize(grad_MN, groups, wants_x, wants_weight, token_M)
     grad_x, grad_weight = grad_MN.new_empty(0), grad_MN.new_empty(0, dtype=torch.float32)

@@ -1,8 +1,9 @@
 """Triton kernels of FP8 quantization: one program a tile of 128 × 128.
 
-Rows of activations are divided exactly, as in vLLM's CUDA kernel: a product with the reciprocal,
-corrected by its remainder (Markstein 1990, theorem 8.3). Weights are multiplied by approximate
-reciprocals, as in vLLM's `per_block_cast_to_fp8` compiled by Inductor.
+Rows of activations are divided by their scales with correct rounding, as in vLLM's CUDA kernel: a
+product with the scale's reciprocal, corrected by the remainder (Markstein 1990, theorem 8.3).
+Weights are multiplied by approximate reciprocals of their scales, as in vLLM's
+`per_block_cast_to_fp8` compiled by Inductor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,15 +16,18 @@ from torch import Tensor
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 NUM_WARPS = 8
-SIDE = 128  # number of a tile's rows, or columns, in registers at a time
-# Quantize rows and columns in one program, whose second read of x hits the cache.
+SIDE = 128  # how many rows (or columns) of a tile a program holds in registers at a time
+# True: one program quantizes a tile's rows and columns. False: each has its own launch.
 IS_FUSED = False
 
 
 def quantize(
     x: Tensor, groups, has_rows: bool, has_columns: bool, token_M=None, score_M=None
 ) -> tuple[Tensor, ...]:
-    """Return values and scales of rows, then of columns. Unwanted tensors are empty."""
+    """Return values and scales of rows, then of columns, as `quantize.quantize` does.
+
+    The tensors of unwanted rows or columns are empty.
+    """
     num_rows, width = x.shape
     if token_M is not None:
         num_rows = token_M.shape[0]
@@ -68,9 +72,9 @@ def quantize(
 
 
 def _tiles(groups, num_tiles: int) -> Tensor:
-    """Return i32 [tiles, 3]: real rows in the tile, its group's first row and number of rows.
+    """Return i32 [tiles, 3]: number of real rows in the tile, its group's first row and row count.
 
-    Tiles beyond the last group have −1 real rows.
+    The row count includes padding. Tiles after the last group have −1 as number of real rows.
     """
     first_T = torch.arange(num_tiles, device=groups.ends_E.device, dtype=torch.int32) * BLOCK
     group_T = torch.searchsorted(groups.ends_E, first_T, right=True)
@@ -176,8 +180,11 @@ def _tile(
     HAS_TOKENS: tl.constexpr,
     HAS_SCORES: tl.constexpr,
 ):
-    """Return these rows and columns of a tile's input. Padding is zero."""
-    # 64-bit numbers place the tile, 32-bit numbers its elements: they take fewer registers.
+    """Return `row` × `column` of a tile, read from x, x[token] or swiglu_rows(x, score).
+
+    Padding rows are zero.
+    """
+    # Offsets of tiles need 64 bits. Offsets inside a tile have 32 bits to save registers.
     is_real = row < num_real
     if HAS_TOKENS:
         token_row = tl.load(token + tile * 128 + row, mask=is_real, other=0).to(tl.int64)
@@ -188,7 +195,7 @@ def _tile(
         gate = tl.load(source, mask=is_real[:, None], other=0.0).to(tl.float32)
         up = tl.load(source + width, mask=is_real[:, None], other=0.0).to(tl.float32)
         weight = tl.load(score + tile * 128 + row, mask=is_real, other=0.0).to(tl.float32)
-        # Round first, as `swiglu_rows` does, for equal bits.
+        # Round the activation to x's dtype before quantization: `swiglu_rows` does so, too.
         return (gate * tl.sigmoid(gate) * up * weight[:, None]).to(x.dtype.element_ty)
     else:
         source = x + tile * 128 * width + block * 128 + (row[:, None] * width + column[None, :])
