@@ -6,12 +6,12 @@
   trains again, and the trainer's allocator is capped at what the engine leaves of that card.
 - Peaks are nvidia-smi's values, read twice a second: for the device and for each role's processes.
 - 1 GB is 10^9 bytes, so a real card of "24 GB" has more memory than this script assumes.
-- RUN is a checked-in manifest's name or a manifest's file. The hardware is that of `--spare`.
+- A RUN is a checked-in manifest's name or a manifest's file. Each gets the hardware of `--spare`.
 - If a run's weights are not on this machine, it gets random weights and the tokenizer of `--spare`.
   Its answers then have full length, as in the longest batch. Without its data, it gets the tasks
   of `--spare`.
 - `memory_<device>.json` has the share of runs that fit 80 GB, and for each run the smallest card
-  that it fits. Rows of runs that are not named are kept.
+  that it fits. Recorded rows of runs that are not on the command line are kept.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Compare the planned speed of an engine (`manifest/budget/engine.py`) with committed records.
 
 Print the relative error of the planned output tokens/s for each record of one engine on an H200.
-Write the errors to `planned.json`, whose `value` is the largest. The constants of `engine.py` are
-fitted to records of this folder.
+Write the errors to `planned.json`, whose `value` is the largest absolute error. The constants of
+`engine.py` are fitted to records in this folder.
 
     python benchmarks/inference/planned.py
 """
@@ -26,7 +26,7 @@ ALONE = {"tensor_parallel": 1, "data_parallel": 1, "expert_parallel": False}
 
 
 def measured() -> Iterator[tuple[str, str, Serving, int, float]]:
-    """Yield (record, run, load, tokens that the KV cache holds, measured output tokens/s)."""
+    """Yield (record, run, load, KV cache size in tokens, measured output tokens/s)."""
     for name in ("throughput", "adapter_cost_qwen3_4b", "routes_cost"):
         found = json.loads((HERE / f"{name}.json").read_text())
         about = found["details"]

@@ -1,10 +1,10 @@
-"""Check and time an indexer's choice of keys on one GPU: 32 heads of width 128, top-k 2,048.
+"""Check and time how sparse attention's indexer chooses 2,048 keys: 32 heads of width 128, one GPU.
 
-First the choice of 64 queries is compared with the float32 reference. Then 4,096 queries are timed
-in bfloat16, the last tokens of 8,192 to 131,072 keys: scores, the choice among them, and both.
-`torch.topk` is timed too, though it does not define which of equal scores it takes. Then the tile
-sizes vary. Bounds are the scores' FLOPs at 650 TFLOP/s, and one read of the scores at 4.2 TB/s.
-No row starts after `--seconds`. A failed row records its error.
+First the keys chosen for 64 queries are compared with the float32 reference. Then 4,096 queries are
+timed in bfloat16. They are the last tokens of a document of 8,192 to 131,072 keys. Rows time the
+scores, the choice from given scores, `torch.topk` on them, and scores plus choice. The last rows
+vary the tile sizes. Bounds are the scores' FLOPs at 650 TFLOP/s, and one read of the scores at
+4.2 TB/s. No row starts after `--seconds`. A failed row records its error.
 
     python benchmarks/kernels/sparse_index.py
 """
@@ -26,8 +26,8 @@ from record import record
 Data = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 QUERIES, TOP_K, HEADS, WIDTH = 4_096, 2_048, 32, 128
 KEYS = (8_192, 32_768, 131_072)
-GOAL = 350  # TFLOP/s of scores + choice: 1.15 × cuDNN's score time (457 TFLOP/s), 1.44 ms of top-k
-TOLERANCE = 1e-4  # of the largest score: another order of sums may swap keys of near scores
+GOAL = 350  # TFLOP/s of both: scores in 1.15 × cuDNN's time (457 TFLOP/s), choice in 1.44 ms
+TOLERANCE = 1e-4  # of the largest score: rounding may swap keys whose scores are almost equal
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "choice": (
         {"choose_warps": 16},
@@ -51,7 +51,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def example(queries: int, keys: int, heads: int, width: int, device: str) -> Data:
-    """Return q, k, weights, first and last. Queries are the last tokens of the keys' document."""
+    """Return q [queries, heads, width], k [keys, width], weights [queries, heads], first and last.
+
+    Query i may read keys `first[i]` to `last[i]`, i32. Queries are the last tokens of one document.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -63,7 +66,10 @@ def example(queries: int, keys: int, heads: int, width: int, device: str) -> Dat
 
 
 def checked(data: Data, top_k: int, backend: Any) -> dict[str, Any]:
-    """Return a row: the largest error of the sorted chosen scores, and whether it `passes`."""
+    """Return a row: the largest error of the chosen keys' sorted scores, over the largest score.
+
+    `passes` is True if that error is small, no query has a key twice, and two runs are equal.
+    """
     found, again = (select_keys(*data, top_k, backend) for _ in range(2))
     wanted = reference_select_keys(*data, top_k)
     index_S = torch.arange(data[1].shape[0], device=found.device)

@@ -1,10 +1,11 @@
 """Check and time sparse latent attention on one GPU: 64 heads, key width 576, value width 512.
 
-First both passes of each backend are compared with the float32 reference on few queries. Two runs
-must have equal bits. Then 4,096 queries with top-k 2,048 are timed, the last tokens of 8,192 to
-131,072 keys. Their indices are random, or (`local`) half recent and half shared by all queries.
-Then the tile sizes vary. The bound is the larger time of FLOPs at 650 TFLOP/s and of moving each
-tensor once at 4.2 TB/s. No row starts after `--seconds`. A failed row records its error.
+First the forward and backward passes of each backend are compared with the float32 reference on few
+queries. Two runs must have equal bits. Then 4,096 queries that read 2,048 keys each are timed. They
+are the last tokens of a document of 8,192 to 131,072 keys. The keys read are random, or (`local`)
+half recent and half the same for all queries. The last rows vary the tile sizes. The bound is the
+larger of two times: FLOPs at 650 TFLOP/s, and moving each tensor once at 4.2 TB/s. No row starts
+after `--seconds`. A failed row records its error.
 
     python benchmarks/kernels/sparse_mla.py
 """
@@ -34,7 +35,7 @@ from orrery.kernels.sparse_mla import HAS_TRITON, Backend, reference_sparse_mla,
 from record import record
 
 GOAL = 210  # TFLOP/s of the backward pass with random indices of 131,072 keys
-TOLERANCE = 1.5e-2  # probabilities, logit gradients, key gradients round to bfloat16 (2⁻⁹ each)
+TOLERANCE = 1.5e-2  # relative. Probabilities, logit and key gradients round to bfloat16 (2⁻⁹ each)
 SCALE = 256**-0.5
 
 
@@ -56,7 +57,10 @@ class Shape(NamedTuple):
         return 2.0 * self.queries * self.heads * self.top_k * per_key
 
     def bound_ms(self, flops: float, num_passes: int) -> float:
-        """Return the least time. `num_passes` 1 moves q, out and kv, 2 also their gradients."""
+        """Return the least time of `flops` FLOPs and of memory traffic, whichever is longer.
+
+        `num_passes` 1 (forward) moves q, kv, out and indices once, 2 (backward) also gradients.
+        """
         rows = self.queries * self.heads * (self.width + self.value_width) + self.keys * self.width
         num_bytes = 2 * num_passes * rows + 4 * self.queries * self.top_k
         return 1e3 * max(flops / GEMM_FLOPS, num_bytes / BYTES)
@@ -69,7 +73,7 @@ CHECKED = (
     Shape(64, 8_192, 2_048),
 )
 TIMED = (Shape(4_096, 8_192, 2_048), Shape(4_096, 32_768, 2_048), Shape(4_096, 131_072, 2_048))
-RANK = Shape(32_768, 131_072, 2_048)  # the share of one of four context-parallel ranks
+RANK = Shape(32_768, 131_072, 2_048)  # one of four context-parallel ranks
 SMOKE = Shape(8, 40, 16, 16, 48, 32)
 
 FORWARD_TILES = ((64, 16, 2), (32, 8, 2), (32, 8, 3))
@@ -84,7 +88,10 @@ BACKWARD_TILES: dict[str, tuple[Any, ...]] = {
 
 
 def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
-    """Return q, kv, output gradient and indices. Queries are the document's last tokens."""
+    """Return q [queries, heads, width], kv [keys, width], the output's gradient and key indices.
+
+    Queries are the last tokens of one document. `kind` is that of `chosen`.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -101,7 +108,11 @@ def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
 
 
 def chosen(queries: int, keys: int, top_k: int, kind: str, generator: torch.Generator) -> Tensor:
-    """Return key indices, i32 [queries, top_k]. Only `kind` "distinct" never repeats a key."""
+    """Return key indices, i32 [queries, top_k].
+
+    `kind` "distinct" never repeats a key, and fills with −1. "random" may repeat keys. "local" has
+    the most recent keys in one half, and keys that all queries share in the other.
+    """
     device = generator.device
     last = torch.arange(keys - queries, keys, device=device)[:, None]
     if kind == "distinct":
@@ -186,7 +197,7 @@ def backward_time(
 
 
 def parts(shape: Shape, data: list[Tensor], backend: Backend) -> dict[str, Any]:
-    """Return the device time of a backward pass in ms, and of its 12 longest kernels."""
+    """Return a row: ms of device time of one backward pass, and of its 12 longest kernels."""
     call = backward_call(shape, data, backend)
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -198,7 +209,10 @@ def parts(shape: Shape, data: list[Tensor], backend: Backend) -> dict[str, Any]:
 
 
 def tuned(shape: Shape, data: dict[str, list[Tensor]], until_s: float) -> list[dict[str, Any]]:
-    """Time forward tiles, backward tiles one part at a time, then the fastest of all parts."""
+    """Return rows that time tile sizes, for each kind of indices in `data`.
+
+    A backward row changes one field of `TILES`. The last rows take the fastest of each field.
+    """
     from orrery.kernels.sparse_mla_triton import TILES
 
     rows, best = [], TILES

@@ -1,6 +1,6 @@
 """Check a kernel against float32, time it with CUDA events, and compare with the hardware's bound.
 
-The bounds are of one H200, as measured with large bfloat16 products and copies.
+The bounds are rates of one H200, measured with large bfloat16 products and copies.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from torch import Tensor
 from record import record
 
 STARTED = time.monotonic()
-GEMM_FLOPS = 650e12  # a second, large bfloat16 products
-BYTES = 4.2e12  # a second, device memory
+GEMM_FLOPS = 650e12  # FLOP/s of large bfloat16 products
+BYTES = 4.2e12  # bytes/s of device memory
 
 
 def smoke_and_device(name: str, doc: str | None) -> tuple[bool, str]:
@@ -42,7 +42,7 @@ def record_share(path: Path, value: float, goal: float, **fields: Any) -> None:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Return the median device time after two warm-up calls; wall-clock time without a GPU."""
+    """Return the median device time in ms. Without a GPU, return one call's wall-clock time."""
     for _ in range(2):
         call()
     if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def copy_out(path: Path) -> None:
 
 
 def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
-    """Return `--smoke`, `--seconds` and the device. Exit if a real run finds no GPU."""
+    """Parse and return `--smoke`, `--seconds`, and the device. Exit if a real run finds no GPU."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +107,10 @@ def seconds() -> float:
 def guarded(
     variant: str, until_s: float, measure: Callable[..., dict[str, Any]], *given: Any
 ) -> dict[str, Any]:
-    """Return a row with what `measure(*given)` returns or raises. After `until_s`, skip it."""
+    """Return a row named `variant` with the fields that `measure(*given)` returns, or its error.
+
+    Later than `until_s` seconds after the start, do not measure, and say `left_out` in the row.
+    """
     row: dict[str, Any] = {"variant": variant, "unit": "TFLOP/s", "value": None, "goal": None}
     if seconds() > until_s:
         row["left_out"] = "out of time"

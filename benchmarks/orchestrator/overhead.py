@@ -106,7 +106,10 @@ class InstantTrainer:
 
 @contextmanager
 def stage(spec: Manifest, commands: Mapping[str, Sequence[str]]) -> Iterator[RoleContext]:
-    """Start the roles of `commands` on random weights. Yield the orchestrator's RoleContext."""
+    """Start roles on random weights, and stop them at the end. Yield the orchestrator's context.
+
+    `commands` maps each role to its command line.
+    """
     import torch
 
     from orrery.models import build, weights

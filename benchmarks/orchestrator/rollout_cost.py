@@ -2,12 +2,12 @@
 
     python benchmarks/orchestrator/rollout_cost.py        # on a CPU, about 2 minutes
 
-- `shared`: one engine request samples all rollouts of a group that start together. `single`: each
-  rollout is a request.
+- A group is the rollouts of one problem. `shared`: one engine request samples all rollouts of a
+  group that start together. `single`: each rollout is its own request.
 - Both variants use one engine, the orchestrator's own loop and a trainer that takes each batch at
   once. The network is tiny, so requests take most of the time. Rounds of the variants alternate.
-- The figure is the CPU time of API server and orchestrator. Other programs change it little, but
-  lower the rollouts/s.
+- The figure is the CPU time of API server and orchestrator per rollout. Other programs on the
+  machine change this time little, but lower the rollouts/s.
 """
 
 import argparse
@@ -46,7 +46,10 @@ def spent_s(server: psutil.Process) -> dict[str, float]:
 
 
 def variants(spec: Manifest) -> dict[str, Manifest]:
-    """Return each variant's manifest. `max_num_sequences` limits the samples of a request."""
+    """Return the orchestrator's manifest for each variant.
+
+    The orchestrator puts at most `max_num_sequences` samples in a request. The engine runs `spec`.
+    """
     inference = spec.inference.model_copy(update={"max_num_sequences": 1})
     return {SINGLE: spec.model_copy(update={"inference": inference}), SHARED: spec}
 
@@ -54,7 +57,7 @@ def variants(spec: Manifest) -> dict[str, Manifest]:
 async def costs(ctx: RoleContext, spec: Manifest, seconds: float) -> dict[str, float]:
     """Return the CPU microseconds of a rollout by process, and the rollouts/s."""
     ctx.manifest = spec
-    # A pool that has loaded this version would wait for the next one, so make a new pool.
+    # A pool that has loaded this weight version would wait for the next, so make a new pool.
     async with await assemble.engine_pool(ctx) as pool:
         endpoint = ctx.run_dir / "stages/rl/endpoints/inference.0.json"
         server = psutil.Process(json.loads(endpoint.read_text())["pid"])

@@ -4,9 +4,10 @@ GLM-5's sizes: 64 heads, latent keys of 576 and indexer keys of 128 values, top-
 four ranks has 32,768 of a document's 131,072 tokens in zig-zag order, and all keys. The ranks run
 one after the other in this process, and copies replace collectives, so no network is measured.
 
-- Check: four ranks have the outputs, choices and gradients of one. Two runs have equal bits.
-- Timed: the layer's two passes and their parts, beside bounds. The choice of keys is timed on each
-  rank: its imbalance is the slowest over the mean, minus 1.
+- Check: outputs, chosen keys and gradients of four ranks equal those of one rank with all tokens.
+  Two runs have equal bits.
+- Timed: forward and backward pass of the layer, and their parts, each with its lower bound. The
+  choice of keys is timed on each rank. Its imbalance is the slowest rank's time over the mean, − 1.
 
     python benchmarks/trainer/context_rank.py
 """
@@ -49,7 +50,7 @@ NUM_RANKS = 4
 TOKENS = 131_072
 CHECKED_LENGTHS = [2560, 1024, 256, 256]  # multiples of 8, so that no rank pads
 CHECKED_TOP_K = 512
-# float64: only the order of sums differs. bfloat16: the ranks get the keys that one rank chose.
+# float64: only the order of sums differs. bfloat16: four ranks get the keys that one rank chose.
 TOLERANCES = {torch.float64: 1e-10, torch.bfloat16: 2e-2}
 SLOW_S = 4
 GOAL = 0.02  # largest imbalance of the choice of keys
@@ -58,7 +59,8 @@ GOAL = 0.02  # largest imbalance of the choice of keys
 class Turns:
     """Replace torch.distributed for ranks that run one after the other.
 
-    A collective uses each rank's latest tensor. A rank without one sends the current rank's.
+    A collective uses the tensor of each rank's latest call. For a rank that has made no call, it
+    uses the current rank's tensor.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,10 @@ class Share:
 def outcome(
     layer: LatentAttention, shares: list[Share], turns: Turns, grad_TD: Tensor
 ) -> list[Tensor]:
-    """Return outputs, gradients of x and of the weights, and chosen keys, in token order."""
+    """Run both passes of each rank in `shares`. `grad_TD` is the gradient of the output.
+
+    Return [outputs, gradient of x, *gradients of weights, chosen keys], each in token order.
+    """
     outputs, chosen = torch.empty_like(grad_TD), []
     layer.zero_grad()
     for share in shares:
@@ -158,7 +163,7 @@ def outcome(
 
 
 def check(turns: Turns, dtype: torch.dtype, smoke: bool, device: str) -> dict[str, Any]:
-    """Return a row with the largest error of four ranks against one. Exit if a check fails."""
+    """Return a row: four ranks' largest relative error against one rank. Exit if a check fails."""
     lengths = [80, 32, 8] if smoke else CHECKED_LENGTHS
     model = network(smoke, None if smoke else CHECKED_TOP_K)
     layer = make_layer(model, dtype, device)
@@ -232,7 +237,7 @@ def time_share(turns: Turns, smoke: bool, device: str) -> list[dict[str, Any]]:
 
 
 def once(call: Callable[[], Any]) -> float:
-    """Return the milliseconds of the second call, or of a first one longer than `SLOW_S`."""
+    """Return the ms of a second call. If the first takes over `SLOW_S` seconds, return its ms."""
     for _ in range(2):
         start = time.perf_counter()
         call()
@@ -251,7 +256,7 @@ def key_widths(model: Model) -> list[int]:
 
 
 def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any]]:
-    """Time the choice of keys on each rank, and the other parts of rank 1."""
+    """Return rows: times of the choice of keys on each rank, and of the other parts on rank 1."""
     indexer, widths = model.latent.indexer, key_widths(model)
     assert indexer is not None
     gathered = torch.cat([turns.sent[rank] for rank in range(NUM_RANKS)])
@@ -280,7 +285,7 @@ def parts(model: Model, shares: list[Share], turns: Turns) -> list[dict[str, Any
 def rest(
     model: Model, order: KeyOrder, kv_SW: Tensor, chosen: Tensor, gathered: Tensor
 ) -> list[dict[str, Any]]:
-    """Time reordering the gathered keys, attention, and returning the keys' gradients."""
+    """Return rows: times of a rank's reordering of keys, attention, and sum of key gradients."""
     mla, heads, device = model.latent, model.num_heads, kv_SW.device
     q = torch.randn(len(chosen), heads, kv_SW.shape[1], device=device).to(kv_SW.dtype)
     q.requires_grad_()

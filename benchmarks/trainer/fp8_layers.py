@@ -131,7 +131,10 @@ def measure_bytes() -> list[dict[str, Any]]:
 
 
 def fused_bytes(x: Tensor) -> tuple[int, int]:
-    """Return how many bytes of values and of scales differ between one fused pass and two."""
+    """Return how many bytes of values and of scales differ between two ways to quantize x.
+
+    One kernel quantizes rows and columns in one pass, or one kernel each in two passes.
+    """
     from orrery.kernels.fp8 import quantize_triton
 
     quantize_triton.IS_FUSED, before = True, quantize_triton.IS_FUSED
@@ -339,7 +342,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
 
 
 def quantization_variants() -> Iterator[str]:
-    """Set each variant of the quantization kernel and yield its name. Restore the default."""
+    """Set each variant of the quantization kernel and yield its name. At the end, reset it."""
     from orrery.kernels.fp8 import quantize_triton as kernels
 
     before = kernels.IS_FUSED, kernels.NUM_WARPS, kernels.SIDE
@@ -351,7 +354,10 @@ def quantization_variants() -> Iterator[str]:
 
 
 def quantization_speed(name: str, x: Tensor) -> dict[str, Any]:
-    """Return TB/s by variant. A number counts 2 bytes read and 1 byte written per layout."""
+    """Return a row: TB/s by variant. A value of x counts 2 bytes read, and 1 written per layout.
+
+    The layouts are rows and columns.
+    """
     rates = {
         f"both, {variant}": 4e-9 * x.numel() / milliseconds(lambda: quantize(x))
         for variant in quantization_variants()
@@ -425,7 +431,10 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
 def experts_by_operators(
     x: Tensor, score: Tensor, rows: RowOrder, weights: list[Tensor], parts: list[list[Tensor]]
 ) -> Tensor:
-    """Compute `fp8_experts` with separate operators, in bfloat16 if `parts` is empty."""
+    """Return [T, D] as `fp8_experts`, by separate operators. If `parts` is empty, in bfloat16.
+
+    `weights` are [gate_up, down], and `parts` their FP8 forms.
+    """
     groups = RowGroups(rows.ends_E, rows.counts_E)
 
     def product(x: Tensor, index: int) -> Tensor:

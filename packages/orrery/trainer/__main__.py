@@ -22,7 +22,7 @@ def main() -> None:
             raise OrreryError(
                 f"--stage: the trainer has no stage {ctx.stage!r}; choose from {', '.join(STAGES)}"
             )
-        gc.disable()  # imports make many lasting objects, which collections would scan
+        gc.disable()  # garbage collections during imports would scan lasting objects
         import_module("orrery.trainer.assemble" if ctx.stage != "init" else "orrery.models.weights")
         gc.freeze()
         gc.enable()

@@ -43,9 +43,9 @@ PREFIX = "weight/network."  # precedes parameter names in checkpoints
 
 
 def export_policy(policy: Policy, world: World, model: Model, start: Path, folder: Path) -> None:
-    """Write the policy to `folder`, with the tokenizer and MTP layers of the folder `start`.
+    """Write the policy to the new `folder` in Hugging Face's format, synced to disk. A collective.
 
-    A collective. The files are synced to disk.
+    Its tokenizer and untrained multi-token prediction (MTP) layers come from the folder `start`.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     if world.is_first:

@@ -2,14 +2,14 @@
 
     L = Σ_c  (Σ_{t ∈ c} w_c[t] · ℓ_c[t]) / N_c    c in rl, cross_entropy, reference_kl
 
-Token t is a member of component c if it is trained and w_c[t] ≠ 0. N_c is the number of members on
-all ranks, at least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv
+Token t is a member of component c if it is trained and its weight w_c[t] ≠ 0. N_c counts members
+on all ranks, at least 1. `rl` is DPPO with the binary total-variation mask (Qi et al. 2026, arXiv
 2602.04879) and Kimi K2.5's squared log-ratio penalty (arXiv 2602.02276). A token has probability π
 in the trainer, μ in the engine, ratio r = π/μ and advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
-If `trainer.indexer` is "train", the learner adds Σ KL / max_c N_c of sparse attention's indexers.
+If sparse attention's indexers train, the learner adds Σ KL(attention ‖ indexer) / max_c N_c.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,10 @@ class StepSums:
         routes_differ: torch.Tensor | None,
         indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add a micro-batch's samples, tokens, routes and indexers' KL to the last six sums."""
+        """Add one micro-batch's numbers to the last six sums of `NAMES`. None adds nothing.
+
+        `routes_…` count tokens' choices of experts (`MicroBatch`). `indexer_kl`: f32 [].
+        """
         counts = (
             num_samples,
             num_tokens,
@@ -105,9 +108,10 @@ def loss(
     totals: dict[str, int],
     spec: DppoLoss,
 ) -> tuple[torch.Tensor, StepSums]:
-    """Return this micro-batch's share of L (scalar f32, with gradient) and its sums.
+    """Return this micro-batch's share of L (scalar f32, with gradient) and its `StepSums`.
 
-    `logprob`, `entropy`: f32 [M]. `totals[c]` is N_c. `StepSums.count` adds the last six sums.
+    `logprob`, `entropy`: f32 [M scored tokens]. `totals[c]` is N_c. The last six sums are zero, for
+    `StepSums.count` to add.
     """
     constant = logprob.detach()
     in_rl, in_kl = targets.rl_weight != 0, targets.reference_kl_weight != 0

@@ -39,10 +39,10 @@ EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class GateUp:
-    """Layout of a weight that joins the gate and the up projection along `dim`.
+    """Layout of a weight [M, N] or [B, M, N] that joins an MLP's gate and up projections.
 
-    `dim` −2 joins rows, −1 columns. The gate's come first, or alternate with the up projection's
-    if `is_interleaved`.
+    `dim` −2 joins their rows, −1 their columns. If `is_interleaved`, gate and up rows (columns)
+    alternate. Otherwise all of the gate come first.
     """
 
     dim: int = -2
@@ -53,7 +53,7 @@ class GateUp:
         return self.dim if self.is_interleaved else self.dim - 1
 
     def split(self, x_BMN: Tensor) -> Tensor:
-        """Return [2·B, ·, ·]: the gate and the up projection of each of the B matrices."""
+        """Return [2·B, M/2, N] or [2·B, M, N/2]: gate and up of matrix 0, then of matrix 1, …"""
         sizes = (-1, 2) if self.is_interleaved else (2, -1)
         return x_BMN.unflatten(self.dim, sizes).movedim(self._pair_dim, 1).flatten(0, 1)
 
@@ -106,10 +106,10 @@ def is_block_matrix(name: str, weight: Tensor) -> bool:
 
 
 def gate_up(policy: nn.Module, name: str) -> GateUp:
-    """Return the layout of the weight `name`, inferred from the shape of its `down_proj`.
+    """Return the layout of the weight `name`, inferred from the shape of the layer's `down_proj`.
 
-    E experts · D hidden · I inner width. Orrery stores [E, 2·I, D], some models of transformers
-    [E, D, 2·I], gpt_oss interleaved.
+    E experts · D hidden · I inner width. Orrery's layout is [E, 2·I, D]. Some models of the
+    transformers library have [E, D, 2·I], and gpt_oss interleaves its columns.
     """
     owner = policy.get_submodule(name.rpartition(".")[0])
     shape, down = policy.get_parameter(name).shape, getattr(owner, "down_proj", None)
@@ -123,7 +123,10 @@ def gate_up(policy: nn.Module, name: str) -> GateUp:
 
 
 def groups(spec: Muon, policy: nn.Module, weights: dict[str, nn.Parameter]) -> list[ParamGroup]:
-    """Return the groups of some or all weights of `policy`: Muon's matrices, then the rest."""
+    """Return a group of block matrices for Muon, then groups of all other `weights` for AdamW.
+
+    `weights` are some or all parameters of `policy`, by name.
+    """
     matrices = {name: weight for name, weight in weights.items() if is_block_matrix(name, weight)}
     fused = {one: gate_up(policy, name) for name, one in matrices.items() if FUSED.search(name)}
     rest = {name: weight for name, weight in weights.items() if name not in matrices}
@@ -143,7 +146,7 @@ class MatrixShard:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Return the rows and columns of a matrix, or of its gate projection alone if `fused`."""
+        """Return (rows, columns) of one matrix of `source`. If `fused`, of its gate projection."""
         *_, rows, columns = self.source.shape
         if self.fused is None:
             return rows, columns
@@ -216,7 +219,10 @@ def _stack(one: MatrixShard) -> Tensor:
 def _orthogonalize_whole(
     stacks: list[Tensor], fused: list[GateUp | None], num_steps: int
 ) -> list[Tensor]:
-    """Orthogonalize unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch."""
+    """Return orthogonalized unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
+
+    If `fused[i]` is not None, stack i's gate and up projections are separate matrices.
+    """
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
     ]

@@ -1,6 +1,6 @@
 """Apply parallelism to model code that is written for one device, in this order.
 
-1. Context parallel replaces the core of attention, or the module that supplies latent keys.
+1. Context parallel replaces `Attention.core`, or `keys` in latent attention.
 2. Expert parallel replaces the token exchange and shards the experts.
 3. Activation checkpointing and compilation wrap each block (`blocks.py`).
 4. Activation offload wraps the checkpointed blocks, because it moves the activations they save.

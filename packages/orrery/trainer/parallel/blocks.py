@@ -128,9 +128,10 @@ def checkpoint_options(trainer: Trainer, model: Model) -> dict[str, Any]:
 
 
 def _called_by_graphs(trainer: Trainer, model: Model) -> frozenset[Any]:
-    """Return the operations that compiled graphs call: attention if cp = 1, experts if ep = 1.
+    """Return the operators that compiled graphs call, none without `trainer.compile`.
 
-    Graphs call latent attention with any cp, because its keys are gathered outside the graph.
+    Those are attention if `mesh.cp` = 1, and experts if `mesh.ep` = 1. Latent attention is
+    among them with any cp, because only the gathering of its keys stays outside graphs.
     """
     if not trainer.compile:
         return frozenset()

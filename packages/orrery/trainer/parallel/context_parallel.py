@@ -1,11 +1,11 @@
 """Context parallel: the cp ranks of a group share each micro-batch's tokens.
 
-`apply` replaces a module in each attention layer, and `shard` selects rank r's tokens. A scored
-token belongs to the rank that predicts it. `trainer.mesh.cp_style` selects both:
+`apply` replaces a module in each attention layer, and `shard` selects rank r's tokens. The rank
+that predicts a scored token has its loss. `trainer.mesh.cp_style` selects module and tokens:
 
-    ulysses   a contiguous share. An all-to-all gives rank r all tokens of 1/cp of the heads
-    ring      pieces r and 2·cp − 1 − r of each document's 2·cp. Keys and values go round the ranks
-    dsa       the pieces of ring. Each rank gathers all ranks' latent keys (latent attention only)
+    ulysses   one contiguous part. An all-to-all gives each rank all tokens for 1/cp of the heads
+    ring      pieces r and 2·cp − 1 − r of each document's 2·cp. Ranks pass keys and values around
+    dsa       pieces as in ring. Each rank gathers all ranks' latent keys (latent attention only)
 
 Ranks get equal numbers of tokens. Padding repeats a real token and is never scored. It stands at a
 document's end or in a document without real tokens, so no real token attends to it.
@@ -56,7 +56,10 @@ def apply(policy: Policy, world: World, trainer: Trainer) -> None:
 
 
 def watch(policy: Policy, observe: Callable[[Tensor], object]) -> None:
-    """Call `observe` with a result of each exchange. Its gradient comes from this rank alone."""
+    """Call `observe` in forward passes with each replaced module's output (or gathered keys).
+
+    The backward pass computes that tensor's gradient before it exchanges gradients between ranks.
+    """
     for module in policy.modules():
         if isinstance(module, UlyssesCore | RingCore | GatheredKeys):
             module.watch = observe
@@ -110,7 +113,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the tokens of `zigzag`, but `cu_seqlens` of the whole padded documents."""
+    """Return the tokens of `zigzag`, with offsets (`cu_seqlens`) of all ranks' padded documents."""
     shard = zigzag(lengths, num_ranks, rank)
     return shard._replace(cu_seqlens=shard.cu_seqlens * num_ranks)
 
@@ -164,7 +167,7 @@ class UlyssesCore(nn.Module):
     size. `documents` cover all T tokens. Ranks that share a key head have copies of it.
     """
 
-    eager = ("forward",)  # not compiled (blocks.py)
+    eager = ("forward",)  # blocks.py does not compile these methods
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

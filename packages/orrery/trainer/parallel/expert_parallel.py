@@ -114,7 +114,7 @@ class TorchExchange(nn.Module):
     recomputation reuse them. Stable sorts make results deterministic.
     """
 
-    eager = ("forward",)  # not compiled (blocks.py)
+    eager = ("forward",)  # blocks.py does not compile these methods
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class DeepEpExchange(nn.Module):
     gradient. Raise OrreryError if deep_ep is not installed.
     """
 
-    eager = ("forward",)  # not compiled (blocks.py)
+    eager = ("forward",)  # blocks.py does not compile these methods
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         super().__init__()
@@ -205,7 +205,11 @@ class DeepEpExchange(nn.Module):
 
 
 def _rows(expert_NK: Tensor, num_local: int, rows_of_expert: list[int], block: int) -> RowOrder:
-    """Sort rows by expert. Slots of other ranks' experts (−1) share one spare row at the end."""
+    """Return the order of received slots by local expert, padded to multiples of `block` rows.
+
+    `expert_NK` has −1 for experts of other ranks. These slots all share one spare row at the end.
+    `rows_of_expert[e]` is the number of slots of local expert e.
+    """
     rows = sort_by_expert(torch.where(expert_NK < 0, num_local, expert_NK), num_local, block)
     last = sum((count + block - 1) // block * block for count in rows_of_expert)
     place_TK = rows.place_TK.clamp(max=last)

@@ -1,11 +1,11 @@
 """Context parallel for latent attention: each rank gathers the latent keys of all R ranks.
 
-- One all-gather a layer carries latent, rotated and indexer keys while queries are computed.
-- One all-to-all returns the keys' gradients. They are summed in rank order in float32, so equal
-  inputs give equal bits.
-- Tokens lie in zig-zag order, so all ranks score equally many keys. Chosen keys and the
-  offsets in `Documents` are indices in the padded stream: all padded documents, one by one.
-- Recomputation does not gather a frozen indexer's keys, because its choice is saved.
+- One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
+- One all-to-all returns gradients to the keys' ranks. Each rank sums them in rank order in float32,
+  so equal inputs give equal bits.
+- Tokens lie in zig-zag order (`zigzag`), so the indexers of all ranks score equally many keys.
+- The padded stream is all padded documents, one after another. Chosen keys are indices in it.
+- Recomputation does not gather a frozen indexer's keys: the forward pass saves which it chose.
 
 t queries of this rank · S = R·t keys of all ranks · K keys read by this rank: S if they stay
 latent, (R + ½)·t if dense attention expands them
@@ -26,19 +26,20 @@ from orrery.trainer.parallel import blocks
 
 
 class KeyOrder(NamedTuple):
-    """The keys that this rank's queries read. Gathered row r·t + i is token i of rank r.
+    """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Latent keys are read once (one entry in `parts`), expanded keys as two prefixes of each document
-    (two entries): for its early and its late piece of queries. No entry repeats a row, so adding
-    gradients needs no atomics.
+    Row r·t + i is token i of rank r. Of each document, a rank has an early and a late piece of
+    queries (`zigzag`). With latent keys, both read one copy of all keys: `parts` has one entry.
+    With expanded keys, each piece reads its own copy of the document's prefix: two entries. No
+    entry repeats a row, so adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], the gathered row of each key
     parts: list[tuple[Tensor, Tensor | None]]  # (rows, their indices in `row` or None for all)
     first: Tensor  # i32 [t], each query's first key, as an index of the padded stream
     last: Tensor  # i32 [t], each query's last key, which is its own
-    queries: Documents
-    keys: Documents
+    queries: Documents  # each document's early and late piece as two sequences
+    keys: Documents  # the prefixes that they read, or whole documents if keys stay latent
 
     @classmethod
     def of(cls, documents: Documents, t: int, size: int, rank: int, is_latent: bool) -> "KeyOrder":
@@ -52,9 +53,9 @@ class KeyOrder(NamedTuple):
         if is_latent:
             parts: list[tuple[Tensor, Tensor | None]] = [(row_S, None)]
             return cls(row_S, parts, first.int(), place_Rt[rank].int(), queries, documents)
-        early, late = rank + 1, 2 * size - rank  # how many pieces of keys each reads
+        early, late = rank + 1, 2 * size - rank  # pieces of keys that each query piece reads
         keys = _side(piece, (early, late), longest)
-        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of every document
+        row = row_S.new_empty((early + late) * (t // 2))  # t / 2: one piece of each document
         parts = []
         for turn, count in enumerate((early, late)):
             at = keys.cu_seqlens[turn:-1:2]
@@ -65,7 +66,10 @@ class KeyOrder(NamedTuple):
 
 
 def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
-    """Return i64 [R, t], the index in the padded stream of each rank's tokens (see `zigzag`)."""
+    """Return i64 [R, t], each rank's tokens as indices in the padded stream (see `zigzag`).
+
+    `start`, `length`: i64 [documents], in the padded stream. `size` is R.
+    """
     here = length // size
     start_t, before_t, piece_t = (
         x.repeat_interleave(here, output_size=t) for x in (start, start // size, here // 2)
@@ -80,8 +84,8 @@ def _places(start: Tensor, length: Tensor, t: int, size: int) -> Tensor:
 def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
     """Return `Documents` with two sequences for each document, for its early and its late queries.
 
-    `piece` is i64 [documents], the length of one piece of each document in tokens. The sequences
-    have `counts[0]` and `counts[1]` pieces. `longest` is the greatest length of a piece.
+    `piece` is i64 [documents], the length of one piece of each document in tokens. The early
+    sequence has `counts[0]` pieces, the late one `counts[1]`. `longest` is the largest `piece`.
     """
     lengths = torch.stack([count * piece for count in counts], dim=1).flatten()
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
@@ -91,10 +95,11 @@ def _side(piece: Tensor, counts: tuple[int, int], longest: int) -> Documents:
 def _prefixes(
     row_S: Tensor, start: Tensor, length: Tensor, at: Tensor, total: int
 ) -> tuple[Tensor, Tensor]:
-    """Return gathered rows and `KeyOrder.row` indices of documents' first `length` keys.
+    """Return the rows of each document's first `length` keys, and where `KeyOrder.row` has them.
 
-    Both are i64 [total], the sum of `length`. A document begins at `start` in the padded stream and
-    at `at` in `KeyOrder.row`. `row_S` maps the stream to rows.
+    Both are i64 [total], and `total` is the sum of `length`. `start`, `length`, `at`: [documents].
+    A document begins at `start` in the padded stream, its prefix at `at` in `KeyOrder.row`.
+    `row_S` maps indices in the padded stream to rows of the all-gather's result.
     """
     before = length.cumsum(0) - length
     offset = torch.arange(total, device=start.device)
@@ -103,19 +108,19 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# Each `Documents` object has one order. All layers of a forward pass share the object.
+# The order for each `Documents`. All layers of a forward pass share one `Documents`, so one order.
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
 class GatheredKeys(LocalKeys):
-    """Give queries the keys of all ranks of `group`.
+    """Give this rank's queries the keys of all ranks in `group`.
 
     If `keeps`, the forward pass saves the gathered keys for recomputation. Otherwise
     recomputation gathers them again.
     """
 
     is_gathered = True
-    eager = ("send", "receive", "ranges", "sides")  # not compiled (blocks.py)
+    eager = ("send", "receive", "ranges", "sides")  # blocks.py does not compile these
 
     def __init__(self, group: dist.ProcessGroup, keeps: bool) -> None:
         super().__init__()
@@ -148,9 +153,10 @@ class GatheredKeys(LocalKeys):
 
 
 class _Transfer:
-    """Gather one layer's keys, and return their gradients to the ranks of the keys.
+    """Gather one layer's keys from all ranks, and send each key's gradient to its rank.
 
-    `known`: in a recomputation the keys kept by the forward pass, else None.
+    `known` is None in a forward pass. In a recomputation it is the keys that the forward pass
+    kept, or () if it kept none.
     """
 
     def __init__(
@@ -219,8 +225,8 @@ class _Transfer:
 class _Send(torch.autograd.Function):
     """Begin the all-gather of the keys.
 
-    Return the ticket, a scalar zero that `_Receive` takes. Hence autograd links the two functions.
-    In the backward pass `_Receive` begins the all-to-all of gradients, and `_Send` waits for it.
+    Return a scalar zero, the ticket. `_Receive` takes it as input, so autograd runs `_Receive`'s
+    backward pass before `_Send`'s. The first begins the all-to-all of gradients, the second waits.
     """
 
     @staticmethod
@@ -236,6 +242,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
+    """Wait for the all-gather. Return the keys [K, ·] that this rank's queries read."""
+
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer = transfer

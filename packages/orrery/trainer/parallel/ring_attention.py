@@ -45,9 +45,9 @@ class Halves(NamedTuple):
 
 
 class RingCore(nn.Module):
-    """Attention over `group`. A rank has two pieces (halves) of each document, equally long."""
+    """Attention over `group`. Each rank has two equally long pieces of each document (`Halves`)."""
 
-    eager = ("forward",)  # not compiled (blocks.py)
+    eager = ("forward",)  # blocks.py does not compile these methods
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
