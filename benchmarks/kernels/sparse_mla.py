@@ -110,8 +110,8 @@ def example(shape: Shape, kind: str, device: str) -> list[Tensor]:
 def chosen(queries: int, keys: int, top_k: int, kind: str, generator: torch.Generator) -> Tensor:
     """Return key indices, i32 [queries, top_k].
 
-    `kind` "distinct" never repeats a key, and fills with −1. "random" may repeat keys. "local" has
-    the most recent keys in one half, and keys that all queries share in the other.
+    `kind` "distinct" never repeats a key, and −1 fills the rest. "random" may repeat keys. "local"
+    has the query's most recent keys, and as many that all queries share.
     """
     device = generator.device
     last = torch.arange(keys - queries, keys, device=device)[:, None]

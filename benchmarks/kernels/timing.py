@@ -42,7 +42,10 @@ def record_share(path: Path, value: float, goal: float, **fields: Any) -> None:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Return the median device time in ms. Without a GPU, return one call's wall-clock time."""
+    """Return the median device time of `repeats` calls, after two warm-up calls.
+
+    Without a GPU, return the wall-clock time of one call.
+    """
     for _ in range(2):
         call()
     if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ in the trainer, μ in the engine, ratio r = π/μ and advantage A:
     keep = not ((A > 0 and π − μ > mask_high) or (A ≤ 0 and π − μ < −mask_low))
     ℓ_rl = −keep · A · r + penalty · (log π − log μ)²      r: unclamped, with gradient
 `reference_kl` is `rl` with A = log π_ref − log π, detached. `cross_entropy` is −log π.
-If sparse attention's indexers train, the learner adds Σ KL(attention ‖ indexer) / max_c N_c.
+If `trainer.indexer` is "train", the learner adds Σ KL(attention ‖ indexer) / max_c N_c to L.
 """
 
 from dataclasses import dataclass

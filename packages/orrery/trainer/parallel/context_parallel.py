@@ -113,7 +113,7 @@ def zigzag(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
 
 
 def zigzag_of_whole(lengths: list[int], num_ranks: int, rank: int) -> TokenShard:
-    """Return the tokens of `zigzag`, with offsets (`cu_seqlens`) of all ranks' padded documents."""
+    """Return the tokens of `zigzag`, but `cu_seqlens` counts the tokens of all ranks."""
     shard = zigzag(lengths, num_ranks, rank)
     return shard._replace(cu_seqlens=shard.cu_seqlens * num_ranks)
 

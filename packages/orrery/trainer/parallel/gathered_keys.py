@@ -3,8 +3,9 @@
 - One all-gather per layer carries latent, rotated and indexer keys while queries are computed.
 - One all-to-all returns gradients to the keys' ranks. Each rank sums them in rank order in float32,
   so equal inputs give equal bits.
-- Tokens lie in zig-zag order (`zigzag`), so the indexers of all ranks score equally many keys.
-- The padded stream is all padded documents, one after another. Chosen keys are indices in it.
+- Tokens lie in zig-zag order (`context_parallel.zigzag`), so all ranks score equally many keys.
+- The padded stream is all padded documents, one after another. Chosen keys are indices in it, and
+  so are the offsets in the `Documents` that layers get.
 - Recomputation does not gather a frozen indexer's keys: the forward pass saves which it chose.
 
 t queries of this rank · S = R·t keys of all ranks · K keys read by this rank: S if they stay
@@ -108,7 +109,7 @@ def _prefixes(
     return row_S[start + offset], at + offset
 
 
-# The order for each `Documents`. All layers of a forward pass share one `Documents`, so one order.
+# All layers of a forward pass share one `Documents` object, hence one order.
 _orders: WeakKeyDictionary[Documents, KeyOrder] = WeakKeyDictionary()
 
 
