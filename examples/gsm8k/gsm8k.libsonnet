@@ -1,4 +1,4 @@
-// GSM8K with GRPO and no SFT. `orrery fetch` writes the files of model and data to import.
+// GSM8K with GRPO and no SFT. `orrery fetch` writes the imported files of model and data.
 // First: orrery fetch dataset openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee --config main
 local data = import 'tasks/gsm8k_main_fetched.libsonnet';
 (import 'lib/run.libsonnet') +

@@ -30,7 +30,7 @@ local data = {
           max_turns: 1,
         },
       ],
-      // Limits for short answers: tokens of prompt and reply together (this one), and of a reply (`max_tokens_per_turn`).
+      // Short answers need few tokens: `context_tokens` limits prompt and reply together, `max_tokens_per_turn` a reply.
       context_tokens:: 256,
       orchestrator+: {
         sampling+: { max_tokens_per_turn: 16 },

@@ -1,4 +1,4 @@
-// GLM-4.5-Air with a context of 32768 tokens: all weights on eight nodes, or adapters on two.
+// GLM-4.5-Air with a context of 32768 tokens: training of all weights on eight nodes, or of adapters on two.
 // The digests here are zeros. `orrery fetch model zai-org/GLM-4.5-Air` writes a model axis with the real ones.
 local run =
   (import 'lib/run.libsonnet') +
@@ -30,7 +30,7 @@ local run =
   };
 
 (import 'lib/named.libsonnet')({
-  // four nodes train, four serve with two engines per node
+  // four nodes train all weights, four serve with two engines per node
   glm4_5_air_8: run {
     layout+:: { trainer_ranks: 32, engines: 8, prefill_engines: 0, devices_per_engine: 4 },
     trainer+: { memory+: { optimizer_offload: true } },

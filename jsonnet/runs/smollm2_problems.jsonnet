@@ -12,7 +12,7 @@ local run =
     stages+: { sft+: { optimizer+: { lr: 1e-4 }, data+: { num_problems: 1793 } } },
   };
 local gpu = run + (import 'hardware/one_h100.libsonnet') + {
-  // One micro-batch holds all 256 short rollouts. Two would take twice the time, because kernel launches dominate.
+  // One micro-batch holds all 256 short rollouts. Two would take twice its time, because kernel launches dominate.
   trainer+: {
     memory+: { max_tokens_per_micro_batch: 16384, lm_head_chunk_tokens: 4096 },
     fsdp+: { reshard_after_forward: false },

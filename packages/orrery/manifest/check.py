@@ -36,7 +36,7 @@ def nearest(name: str, among: list[str]) -> str | None:
 
 
 def some_of(name: str, among: list[str]) -> str:
-    """Return a phrase: how many names there are, and the three closest to `name`."""
+    """Return a phrase with the number of names in `among` and the three closest to `name`."""
     like = difflib.get_close_matches(name, among, n=3, cutoff=0.0)
     return f"there are {len(among)}, such as {', '.join(like)} (`orrery check` lists them)"
 
@@ -86,7 +86,10 @@ def _short(value: Any) -> str:
 
 
 def misspelt(path: str, given: list[str]) -> str | None:
-    """Return a sentence if a name in `given` is close to the missing field `path`, else None."""
+    """Return a sentence if a name in `given` looks like a misspelling of a field, else None.
+
+    `path`: the dotted path of a missing field. `given`: the names that the run has in its place.
+    """
     *parents, name = path.split(".")
     siblings = _walk((*parents, name))[1]
     unknown = [each for each in given if each not in siblings]

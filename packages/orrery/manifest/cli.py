@@ -45,8 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` begins a correct manifest's report with it
-NOTE = "  note: "  # begins each note of this report
+FIRST_LINE = "tasks.train[0]: "  # `orrery.tasks.check` prints it first for a correct manifest
+NOTE = "  note: "  # `orrery.tasks.check` begins each note with it
 NAMES = "Names of runs. Without one: all runs."
 RUN = "A run's name, its folder, or the path of a manifest"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help=NAMES)]
@@ -108,12 +108,12 @@ def _chosen(names: list[str] | None) -> list[Rendered]:
 
 
 def check_tasks(manifests: list[tuple[str, Manifest]]) -> list[str]:
-    """Return the notes of `orrery.tasks.check` on the tasks of (name, manifest) pairs.
+    """Return the notes that `orrery.tasks.check` prints about the tasks of (name, manifest) pairs.
 
     Raise OrreryError for the first manifest with a task that does not build or fit.
 
     If `orrery.tasks` is not installed, no task is checked. If the pretrained tokenizer is missing,
-    prompts are not measured. The init stage checks again.
+    prompts are not measured. The init stage repeats this check.
     """
     if not manifests or find_spec("orrery.tasks") is None:
         return []

@@ -3,8 +3,8 @@
 - Rates are from data sheets: dense operations a second, bytes a second of memory, and bytes a
   second to a peer in one direction. Measured rates are in `rates/`.
 - A device without a row in `DEVICES` gets a name from its driver's data. `l40g_sm89_44gb` is an
-  L40G of compute capability 8.9 with 44 GiB. Its rates are estimated as the lowest of all rows with
-  its compute capability, or else with the nearest older one.
+  L40G of compute capability 8.9 with 44 GiB. Each rate is estimated as the lowest of all rows with
+  the same compute capability, or, if there are none, with the next lower one.
 """
 
 import re
@@ -18,9 +18,10 @@ GB, T = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One type of device. `names`: the driver's names for it. `fp8_flops` is 0 without FP8.
+    """One type of device. `names`: the driver's names for it. `capability`: (major, minor).
 
-    `memory_bytes` is what the driver offers, on GDDR6 without the part for error correction.
+    `memory_bytes` is what the driver offers. GDDR6 devices use a part of theirs for error
+    correction, which the driver does not offer. `fp8_flops` is 0 on devices without FP8.
     `is_estimated`: `DEVICES` has no such device, and the rates are estimates.
     """
 
@@ -120,7 +121,10 @@ def accelerator_of(name: str) -> str | None:
 
 
 def told_accelerator(name: str, capability: tuple[int, int], memory_bytes: int) -> str:
-    """Return a name for a device without a row in `DEVICES`, from its driver's data."""
+    """Return a name such as "l40g_sm89_44gb" for a device without a row in `DEVICES`.
+
+    `name`, compute capability (major, minor) and bytes are what the device's driver reports.
+    """
     major, minor = capability
     return f"{_short(name)}_sm{major}{minor}_{memory_bytes >> 30}gb"
 
@@ -132,7 +136,10 @@ def _short(name: str) -> str:
 
 @cache
 def find_device(accelerator: str) -> Device | None:
-    """Return the device of a key in `DEVICES` or of a name by `told_accelerator`, else None."""
+    """Return the device of a key in `DEVICES`, or of a name that `told_accelerator` returns.
+
+    Return None for all other texts, and for devices older than all rows.
+    """
     if accelerator in DEVICES:
         return DEVICES[accelerator]
     if (told := TOLD.fullmatch(accelerator)) is None:
@@ -155,7 +162,7 @@ def find_device(accelerator: str) -> Device | None:
 
 
 def device_of(accelerator: str) -> Device:
-    """Return the device. Raise OrreryError if `find_device` returns None."""
+    """Return the device of `accelerator`. Raise OrreryError if `find_device` returns None."""
     if (device := find_device(accelerator)) is None:
         raise OrreryError(
             f"hardware.accelerator {accelerator!r} is no GPU. Type `orrery hardware`, which prints "

@@ -1,7 +1,8 @@
 """Fit runs to the GPUs of this machine.
 
-`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine without `nvidia-smi` and
-`/dev/nvidia0` has no GPUs. An adapted run is a new file in `jsonnet/runs` that imports the run.
+`nvidia-smi` lists the GPUs, so a login node needs no torch. A machine with neither `nvidia-smi` nor
+`/dev/nvidia0` has no GPUs. An adapted run is a new file in `jsonnet/runs`. It imports the original
+run and changes fields of it.
 """
 
 import os
@@ -42,8 +43,8 @@ DEVICE_FILE = Path("/dev/nvidia0")
 WITHIN_S = 60
 WRITTEN = "Written by `orrery "  # in the first line of files that a command may replace
 DTYPES = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
-MAX_FITS = 3  # most rounds of changes that make a run fit into memory
-CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache's share of a device. True: the trainer shares it
+MAX_FITS = 3  # largest number of rounds of changes that make a run fit into device memory
+CACHE_SHARE = {True: 0.25, False: 0.5}  # KV cache / device memory. True: trainer on same GPU
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Machine:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Return the axis's `layout`. Half of the GPUs train, the rest serve. One GPU does both."""
+        """Return the hardware axis's `layout`. Half of the GPUs train, the rest serve.
+
+        A single GPU does both.
+        """
         ranks = max(1, self.num_devices // 2)
         return {
             "trainer_ranks": ranks,
@@ -98,7 +102,10 @@ def this_machine() -> Machine:
 
 
 def _told(found: Sequence[Gpu]) -> str:
-    """Return a name for GPUs without a row in `DEVICES`. Raise OrreryError without bfloat16."""
+    """Return a name for GPUs without a row in `DEVICES`, by `told_accelerator`.
+
+    Raise OrreryError if they lack bfloat16, or if memory or compute capability is not reported.
+    """
     name, capability = found[0].name, found[0].capability
     memory = [one.memory_bytes for one in found if one.memory_bytes is not None]
     if capability is None or not memory:
@@ -252,9 +259,10 @@ def _object(fields: Mapping[str, object]) -> str:
 
 
 class Adapted(NamedTuple):
-    """A run and the text of its run file. The text is None if the run fitted already.
+    """A run after `adapt`, and the text of its run file.
 
-    `fitting`: field values that were changed so that the run fits into device memory.
+    The text is None if the original run suits the machine, and `run` is that run.
+    `fitting`: new values, by field, that make the run fit into device memory.
     """
 
     run: Rendered
@@ -263,7 +271,10 @@ class Adapted(NamedTuple):
 
 
 def adapt(workspace: Workspace, name: str, machine: Machine) -> Adapted:
-    """Return run `name`, adapted to `machine`. Write no file."""
+    """Return run `name`, adapted to `machine`. Write no file.
+
+    The adapted run is called `<name>_on_<accelerator>`.
+    """
     run = render_run(workspace, name)
     changes = _changes(run.manifest, machine)
     found = (
@@ -313,7 +324,7 @@ def write_run(workspace: Workspace, run: Rendered, text: str) -> None:
 
 
 def _changes(manifest: Manifest, machine: Machine) -> list[str]:
-    """Return lines of Jsonnet with the fields that must change for `machine`, or []."""
+    """Return lines of Jsonnet that change a run for `machine`, or [] if none must change."""
     hardware = manifest.hardware
     if "cpu" in (machine.accelerator, hardware.accelerator):
         if machine.accelerator == hardware.accelerator:

@@ -79,7 +79,10 @@ def plan(manifest: Manifest) -> list[StagePlan]:
 
 
 def on_devices(stage: StagePlan, shared: bool) -> StagePlan:
-    """Assign each node's devices in order. With `shared` every role starts at device 0."""
+    """Assign each node's devices to its processes, in order.
+
+    With `shared`, the processes of each role start at device 0. Otherwise no processes share one.
+    """
     used: dict[object, int] = {}
     placed = []
     for process in stage.processes:
@@ -158,11 +161,11 @@ def _servers(manifest: Manifest) -> tuple[ProcessPlan, ...]:
     return (*engines, ProcessPlan("router", 0, "orrery.inference.router", 0, "with_stage"))
 
 
-# Support: unsupported manifests can be rendered and planned, but no stage of them starts
+# Support: unsupported manifests can be rendered and planned, but their runs do not start
 
 
 def check_supported(manifest: Manifest, stage: StagePlan | None = None) -> None:
-    """Raise OrreryError if the run cannot start, or if the given `stage` cannot."""
+    """Raise OrreryError if the run cannot start. With `stage`, also if this stage cannot."""
     if stage is not None:
         _check_sparse_attention(manifest, stage)
     check_built(manifest)
@@ -232,7 +235,10 @@ def refusal(manifest: Manifest) -> str | None:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return remarks that the run cannot start, repeats work, may not compile or cannot learn."""
+    """Return a remark for each reason why the run cannot start, repeats work or cannot learn.
+
+    A remark also says if the run might not compile.
+    """
     told = refusal(manifest)
     said = [] if told is None else [f"  note: {told}"]
     if told is not None:

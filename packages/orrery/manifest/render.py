@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_NESTING = 500
 PRETRAINED = "_pretrained.libsonnet"  # suffix of the axes that `orrery fetch model` writes
 FETCHED = "_fetched.libsonnet"  # suffix of the files that `orrery fetch dataset` writes
-# A failed import returns this code: the Jsonnet binding adds stray bytes to an exception's text.
+# Jsonnet code for a failed import. The binding would add stray bytes to a raised exception's text.
 _FAILS = b"error 'import'"
 _MISSING = re.compile(r"(?P<field>[\w.]+): say it in the run file")  # error of lib/run.libsonnet
 _FRAME = re.compile(r"^\t*(?P<file>[^\t\n]+?):\(?(?P<line>\d+):\d+", re.MULTILINE)
@@ -37,7 +37,10 @@ class Rendered:
 
 
 class Evaluator:
-    """Evaluate Jsonnet. `instead` replaces imported files. `closure` lists the files read."""
+    """Evaluate Jsonnet. `closure` lists the files that were imported.
+
+    `instead`: contents by path, which replace those of imported files.
+    """
 
     def __init__(self, workspace: Workspace, instead: Mapping[Path, bytes] | None = None) -> None:
         self.workspace = workspace
@@ -141,7 +144,10 @@ def _names(workspace: Workspace, path: Path) -> list[str]:
 def _of_all_files(
     workspace: Workspace, of_file: Callable[[Path], Mapping[str, T]], paths: Sequence[Path]
 ) -> dict[str, T]:
-    """Return the runs of all files by name. Raise OrreryError for a repeated name."""
+    """Return the values of all runs by name. Raise OrreryError for a repeated name.
+
+    `of_file` returns the values of one file's runs by name, such as `Rendered`.
+    """
     found: dict[str, T] = {}
     files: dict[str, Path] = {}
     for path in paths:
@@ -192,7 +198,10 @@ def render(workspace: Workspace, name: str) -> Rendered:
 
 
 def _value(workspace: Workspace, path: Path, name: str) -> Any:
-    """Return the run as plain data. The error for a missing field names its likely misspelling."""
+    """Return the run as plain data.
+
+    Raise OrreryError for a missing field. It names the misspelt field if the run has one.
+    """
     run = _run_of(workspace, path, name)
     try:
         return Evaluator(workspace)(run)
@@ -233,7 +242,10 @@ def render_all(workspace: Workspace, run_files: Sequence[Path] | None = None) ->
 
 @contextmanager
 def _each_run(workspace: Workspace, paths: Sequence[Path]) -> Iterator[None]:
-    """If a required field is missing, evaluate each run alone, to name it."""
+    """If the body fails for a missing field, evaluate each run alone, so that the error names it.
+
+    All other errors pass unchanged.
+    """
     try:
         yield
     except OrreryError as error:

@@ -1,8 +1,7 @@
 """Count floating-point operations (FLOPs) of training, with and without recomputation.
 
-L layers · H query heads · K head size · D hidden · V vocabulary · C latent width · R rotary part
-
-- `model_flops` counts 6 FLOPs per token and weight of an active matrix product, and for attention
+L layers · H query heads · K head size · C latent width of keys · R rotary width of keys
+- `model_flops` counts 6 FLOPs per token and weight that multiplies it, and for attention
   12 · L · H · K · n² / 2 per document of n tokens (PaLM, arXiv 2204.02311, appendix B).
 - Sparse attention has 6 · L · H · (2C + R) per pair of a query and a chosen key, and the forward
   pass of indexers. It runs only if a document is longer than the indexer's `top_k`.

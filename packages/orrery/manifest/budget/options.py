@@ -1,9 +1,9 @@
 """Choose changes of the manifest that lower a trainer's peak of device memory.
 
-An option is one such change. It frees the difference between the planned peaks without and with it.
-Options of tier 1 move all trainer state to host memory, those of tier 2 add devices, those of tier 0
-do neither. Lower tiers are tried first. An option that moves data to the host counts only if the
-data fit into the rank's free host memory.
+An option is one such change. It frees the difference between the planned peaks without and with
+it. Options of tier 1 move all trainer state to host memory, those of tier 2 add devices, those of
+tier 0 do neither. Lower tiers are tried first. An option that moves data to the host counts only if
+these data fit into the rank's free host memory.
 """
 
 import json

@@ -233,7 +233,8 @@ class RunPlan:
     def pace(self) -> tuple[float, str, float]:
         """Return (seconds of a step, name of the slower role, mean staleness of tokens in steps).
 
-        A slower trainer adds the `max_batches_ahead` batches that wait for it to the staleness.
+        If the trainer is slower, `max_batches_ahead` batches wait for it and add as many steps of
+        staleness. The staleness is at most `max_off_policy_steps`.
         """
         orchestrator = self.manifest.orchestrator
         sides = {"the trainer": self.trainer_s["step"], "the engines": self.engines["step_s"]}

@@ -48,8 +48,9 @@ class Links:
 def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float) -> Links:
     """Return the rates of collectives. `network`: bytes per second of a device between nodes.
 
-    Groups inside a node have the link's rate. A ring over nodes uses the network cards of all its
-    ranks on a node. The ranks that shard one expert are `ep` apart, so a node has fewer of them.
+    A group inside one node has the rate of its links. A ring over nodes uses the network cards of
+    all its ranks on a node. The ranks that shard one expert are `ep` apart, so a node has fewer of
+    them than of all ranks.
     """
 
     def of(ranks: int) -> float:
@@ -242,7 +243,7 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     if (mla := model.mla) is None:
         width = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return 3 * width * model.num_layers / trainer.mesh.cp
-    # Latent keys are sent in the forward pass and in recomputation, their gradients once.
+    # Latent keys are sent forward and, unless kept, in recomputation. Their gradients go back once.
     memory = trainer.memory
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3

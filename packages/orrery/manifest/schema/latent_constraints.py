@@ -8,8 +8,8 @@ from orrery.manifest.schema.model import EXPERT_GROUPS, MLA, Model
 if TYPE_CHECKING:
     from orrery.manifest.schema.manifest import Manifest
 
-INDEXER_BLOCK_TOKENS = 64  # `kv_block_tokens` is a multiple of it, for indexers
-CHOSEN_KEYS_BLOCK = 128  # `top_k` is a multiple of it, for FlashMLA
+INDEXER_BLOCK_TOKENS = 64  # vLLM's indexers read such blocks, so it divides `kv_block_tokens`
+CHOSEN_KEYS_BLOCK = 128  # FlashMLA reads such blocks of chosen keys, so it divides `top_k`
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:

@@ -76,7 +76,7 @@ class PretrainedTokenizer(Record):
     `sha256` is the output of `sha256sum FILES | sha256sum` over the existing `chat_template.jinja`,
     `generation_config.json`, `special_tokens_map.json`, `tokenizer.json` and
     `tokenizer_config.json` in this order. `chat_template_kwargs` are variables of the chat
-    template, such as `enable_thinking`. Manifests omit it if it is empty.
+    template, such as `enable_thinking`. Manifests omit an empty `chat_template_kwargs`.
     """
 
     kind: Literal["pretrained"]
@@ -192,7 +192,7 @@ class Model(Record):
       DeepSeek-V3's network without groups of experts.
     - `hugging_face` is any causal language model of transformers. `hf_config` is its `config.json`.
     - `num_mtp_layers`: layers for multi-token prediction, which checkpoints store after the last
-      layer. The run copies them from `init` into its results. Engines can draft tokens with them.
+      layer. Exports copy them from `init`, untrained. Engines can draft tokens with them.
     - `fp8` names the layers that trainer and engines compute in block-scaled FP8. Shared experts
       are feed-forwards. Routers, LM head, embedding and norms are never in FP8.
     """
