@@ -221,7 +221,7 @@ def _orthogonalize_whole(
 ) -> list[Tensor]:
     """Return orthogonalized unsharded stacks [B, M, N] of one dtype. Equal shapes form one batch.
 
-    `fused[i]` is the layout if stack i joins gate and up projections. These count as separate.
+    Gate and up projections that stack i joins (layout `fused[i]`) are orthogonalized separately.
     """
     matrices = [
         stack if how is None else how.split(stack) for stack, how in zip(stacks, fused, strict=True)
