@@ -68,7 +68,7 @@ class _Results:
 
     `named`: results that selective checkpointing can keep, by the name in `keep`. `unread`: results
     of the same names that no backward pass reads, not in `named`. `rest`: results without a name.
-    `for_attention`: the recomputed ones that only attention's backward pass reads.
+    `for_attention`: recomputed results that only attention's backward pass reads.
     """
 
     named: dict[str, int]
@@ -235,7 +235,7 @@ def sparse_backward_bytes(model: Model, trainer: Trainer, tokens: int) -> int:
 
     `tokens`: queries of a rank. SPARSE_PAIRS limits the pairs at a time. In `sparse_mla_triton.py`
     a pair takes c·(C + R) for its part of the key's gradient, 2·c·H for probabilities and gradients
-    of logits, and 4 for the number of its row. In float32 the backend is plain: return 0.
+    of logits, and 4 for its row number. Return 0 in float32, whose plain backend holds no pairs.
     """
     mla, c = model.mla, DTYPE_BYTES[trainer.compute_dtype]
     if mla is None or mla.indexer is None or c > 2:

@@ -27,7 +27,7 @@ IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with it
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that overlaps gathers if cp > 1: exchanges queue behind
+QUEUED_SHARE = 0.5  # share of computation that hides gathers if cp > 1, as exchanges wait for gathers
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def links(trainer: Trainer, rates: Rates, devices_per_node: int, network: float)
 
     A group inside one node has the rate of its links. A ring over nodes uses the network cards of
     all its ranks on a node. The ranks that shard one expert are `ep` apart, so a node has fewer of
-    them than of all ranks.
+    them than of other ranks.
     """
 
     def of(ranks: int) -> float:
