@@ -208,8 +208,9 @@ async def run_episode(
     routes: RouteShape | None = None,
     share: str | None = None,
 ) -> Rollout:
-    """Sample and judge a rollout. Raise RolloutFailed if a part fails or the prompt is too long.
+    """Sample and judge a rollout. Raise RolloutFailed if task, renderer or engine fails.
 
+    - `opening`: problem and prompt. A prompt that fills the context also raises RolloutFailed.
     - `name`: unique among rollouts in flight.
     - `seed`: turn t samples with `seed + t`.
     - `routes`: shape of the routed experts that the engine returns for replay. None: none.

@@ -112,6 +112,7 @@ def _checked_rows(
 def _long_answers(
     path: str, use: TaskUse, renderer: Renderer, turn: int, num_rows: int
 ) -> Iterator[str]:
+    """Yield a note if answers of a training task have more than `turn` tokens."""
     demonstrate = getattr(_task(use.model_dump_json()), "demonstration", None)
     # The answer for these two verdicts is not itself a reply, so its length says nothing.
     if demonstrate is None or _verdict(use) in ("json_schema", "python"):
@@ -132,6 +133,7 @@ def _verdict(use: TaskUse) -> str | None:
 
 
 def _repeated_problems(manifest: Manifest, num_rows: int) -> Iterator[str]:
+    """Yield a note for each evaluation that asks for more problems than its `num_rows` rows."""
     if len(manifest.tasks.evaluation) > 1:
         return
     evaluation = manifest.orchestrator.evaluation

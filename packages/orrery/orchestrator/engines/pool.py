@@ -267,6 +267,7 @@ class EnginePool:
         )
 
     async def _asked(self, ask: Callable[[EngineClient | DisaggregatedEngines], Awaitable[T]]) -> T:
+        """Return `ask(client)` for the client of router or engine, once an engine serves."""
         recovery = self.recovery
         if recovery is None:
             return await ask(self._front())

@@ -16,7 +16,7 @@ import numpy as np
 
 from orrery.orchestrator.engines.messages import Generation
 
-Sample = asyncio.Future[Generation]
+Sample = asyncio.Future[Generation]  # the result of one call
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -33,7 +33,7 @@ class _Request:
     def name(self) -> str:
         """Return the id for the engine. It differs from the ids of calls that share the request.
 
-        Aborting the id of one such call therefore leaves the request running.
+        Aborting such a call's id then leaves the request running. A request of one call has its id.
         """
         first = self.calls[0][0]
         return first if len(self.calls) == 1 else f"{first}+{len(self.calls) - 1}"
@@ -54,6 +54,8 @@ class _Request:
 
 
 class SharedRequests:
+    """Collect calls of `generate` by their key `share`, and send each collection as one request."""
+
     def __init__(
         self,
         generate_each: Callable[..., Awaitable[None]],
