@@ -27,7 +27,7 @@ IDLE_SHARE = 0.015  # share of a step without work on the device
 EAGER = 2.5  # elementwise bytes without the compiler / with it
 FORWARD_SHARE = 0.3  # share of a micro-batch's computation in its forward pass
 BOTH_WAYS = 0.75  # share of the host link's rate per direction while copies go both ways
-QUEUED_SHARE = 0.5  # share of computation that hides gathers if cp > 1, as exchanges wait for gathers
+QUEUED_SHARE = 0.5  # share of computation that hides gathers if cp > 1: exchanges wait for them
 
 
 @dataclass(frozen=True)
