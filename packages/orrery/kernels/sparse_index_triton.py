@@ -184,7 +184,7 @@ def _rank(value):
 def _keep_best(ranks, places, count, K: tl.constexpr, SIZE: tl.constexpr):
     """Cut a query's buffer from `count` entries to the K best. Return the K-th best rank.
 
-    `ranks` and `places` hold the entries' ranks (`_rank`) and keys. Of equal ranks the first stay.
+    `ranks` and `places` hold the entries' ranks (`_rank`) and keys. The first of equal ranks stay.
     """
     tl.debug_barrier()
     at = tl.arange(0, SIZE)

@@ -1,8 +1,8 @@
 """Choose changes of the manifest that lower a trainer's peak of device memory.
 
 An option is one such change. It frees the difference between the planned peaks without and with
-it. Options of tier 1 move all trainer state to host memory, those of tier 2 add devices, those of
-tier 0 do neither. Lower tiers are tried first. An option that moves data to the host counts only if
+it. Options of tier 1 move all trainer state to host memory, tier 2 adds devices, and tier 0 does
+neither. Lower tiers are tried first. An option that moves data to the host counts only if
 these data fit into the rank's free host memory.
 """
 
@@ -62,7 +62,7 @@ class ChosenOptions:
 def memory_options(
     model: Model, trainer: Trainer, load: Workload, before: MemoryPlan
 ) -> Iterator[MemoryOption]:
-    """Yield the options that `trainer` does not use yet, those that cost the least time first.
+    """Yield the options that `trainer` does not use yet, by the time that they cost.
 
     `before`: memory plan of `trainer`, whose bytes give the cost of offload in seconds.
     """

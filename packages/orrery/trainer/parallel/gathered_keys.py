@@ -29,9 +29,9 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Row r·t + i is token i of rank r. Of each document, a rank has an early and a late piece of
-    queries (`zigzag`). With latent keys, both read one copy of all keys: `parts` has one entry.
-    With expanded keys, each piece reads its own copy of the document's prefix: two entries. No
+    Row r·t + i is token i of rank r. A rank has an early and a late piece of the
+    queries of each document (`zigzag`). With latent keys, both read one copy of all keys: `parts`
+    has one entry. With expanded keys, each piece reads its own copy of the document's prefix: two entries. No
     entry repeats a row, so adding gradients needs no atomics.
     """
 
