@@ -29,10 +29,10 @@ from orrery.trainer.parallel import blocks
 class KeyOrder(NamedTuple):
     """Order of the keys that this rank's queries read, as rows of the all-gather's result.
 
-    Row r·t + i is token i of rank r. A rank has an early and a late piece of the
-    queries of each document (`zigzag`). With latent keys, both read one copy of all keys: `parts`
-    has one entry. With expanded keys, each piece reads its own copy of the document's prefix: two entries. No
-    entry repeats a row, so adding gradients needs no atomics.
+    Row r·t + i is token i of rank r. A rank has an early and a late piece of the queries of each
+    document (`zigzag`). With latent keys, both pieces read one copy of all keys: `parts` has one
+    entry. With expanded keys, each piece reads its own copy of the document's prefix: two entries.
+    No entry repeats a row, so adding gradients needs no atomics.
     """
 
     row: Tensor  # i64 [K], the gathered row of each key
