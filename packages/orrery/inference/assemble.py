@@ -200,7 +200,7 @@ def blank_adapter(run_dir: Path, manifest: Manifest, stage: str, index: int) -> 
         for factor, shape in shapes.items()
     }
     save_file(factors, aside / "adapter_model.safetensors")
-    sync_tree(aside)  # a later start does not check the folder
+    sync_tree(aside)  # later starts trust an existing folder
     try:
         aside.rename(folder)
     except OSError:

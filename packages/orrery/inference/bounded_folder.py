@@ -53,7 +53,7 @@ class BoundedFolder:
                     self._sizes.move_to_end(path)
 
     def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
-        """Count these files. Return the files to remove for them."""
+        """Add new files to the total. Return the evicted files, for the caller to remove."""
         size, removed = on_disk_bytes(num_bytes), []
         with self._lock:
             for path in paths:
@@ -104,7 +104,7 @@ class RoutesOnDisk:
         self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
 
     def write(self, objects: Iterable[Any]) -> None:
-        """Write objects with a `key` and a `payload`. On a disk error their routes are lost."""
+        """Write objects with a `key` and a `payload` (routes). Drop each that the disk refuses."""
         for each in objects:
             path = _path(self._folder, each.key)
             aside = path.with_suffix(f".{os.getpid()}")

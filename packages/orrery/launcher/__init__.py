@@ -1,1 +1,1 @@
-"""Start, watch and end the processes of a run, and the `orrery` command (see `supervisor.py`)."""
+"""Run the `orrery` command. `supervisor.py` starts, watches and ends a stage's processes."""

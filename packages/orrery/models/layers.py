@@ -33,7 +33,7 @@ from orrery.manifest.schema import Llama3RopeScaling, Lora, Model, MoE, RopeScal
 
 
 def project(x_TD: Tensor, fp8: Parts | None, *linears: nn.Linear) -> list[Tensor]:
-    """Return each layer's output. In FP8, `fp8` is a list of quantized weights, perhaps empty."""
+    """Return each layer's output. A list `fp8` selects FP8. If empty, quantize weights here."""
     if fp8 is None:
         return [linear(x_TD) for linear in linears]
     outputs = fp8_linear(x_TD, [linear.weight for linear in linears], fp8)

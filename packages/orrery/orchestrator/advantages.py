@@ -58,7 +58,7 @@ def advantages(rewards: np.ndarray, algorithm: Algorithm) -> np.ndarray:
 
 @dataclass
 class Group:
-    """The finished rollouts of a group. `num_zeros` failed members count with reward 0."""
+    """A group's finished rollouts, and how many failed members count as reward 0."""
 
     request: GroupRequest
     survivors: list[Rollout] = field(default_factory=list)

@@ -134,7 +134,7 @@ def loss(
         members = [getattr(targets, f"{name}_weight") != 0 for name in COMPONENTS]
         scored = members[0] | members[1] | members[2]
         log_ratio = constant - engine  # 0 for tokens outside rl
-        # The mean estimates KL(engine || trainer). Large ratios of masked tokens need float64.
+        # kl's mean estimates KL(engine || trainer). A masked token's ratio may overflow float32.
         kl = log_ratio.double().exp() - 1 - log_ratio
         same = targets.same_weights & in_rl
         sums = [

@@ -28,7 +28,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Rows(NamedTuple):
-    """A slice's place in the buffer, its size, and its rows in the tensor, in elements."""
+    """A slice, in elements: its start and size in the buffer, its rows in the tensor."""
 
     begin: int
     num_elements: int

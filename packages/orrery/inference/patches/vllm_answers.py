@@ -32,7 +32,7 @@ LAST = (
 
 
 def write_answers() -> None:
-    """Apply in the API server's process, before the server is made."""
+    """Patch /generate's JSON answers. Call in the API server before the server is made."""
     from fastapi.responses import JSONResponse
     from pydantic import PrivateAttr
     from vllm.entrypoints.scale_out.token_in_token_out import api_router, serving

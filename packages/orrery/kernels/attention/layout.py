@@ -26,11 +26,11 @@ class Documents:
 
 
 class Layout(NamedTuple):
-    """The keys that each query meets, and the scale of scores.
+    """The keys that each query attends to, and the scale of scores.
 
     Document i has queries `cu_seqlens_q[i]:cu_seqlens_q[i + 1]`. Keys and values have
-    `cu_seqlens_k` likewise. `max_q` and `max_k` bound the lengths. `causal` aligns the ends: among
-    l queries and m keys, query a sees keys up to a + m − l.
+    `cu_seqlens_k` likewise. `max_q` and `max_k` bound the lengths. `causal` aligns the ends: of l
+    queries and m keys, query a attends to keys 0 to a + m − l.
     """
 
     cu_seqlens_q: Tensor

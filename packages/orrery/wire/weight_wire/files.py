@@ -1,9 +1,8 @@
 """Send weights as safetensors files: the trainer writes them, every engine maps them.
 
-- The folder, entered by its owner alone, is in shared memory, or in the run's folder for a stage on
-  several nodes.
-- `version_<n>/00000.safetensors …`: the tensors, written in shards of bounded size.
-  `publish_folder` links existing files instead.
+- The folder has mode 0700. It is in shared memory, or on several nodes in the run's folder.
+- `version_<n>/00000.safetensors …`: the tensors, in shards of bounded size. `publish_folder` links
+  existing files instead of writing shards.
 - `version_<n>.json`: the marker, written after all files are on disk. Readers look only for it.
 - The publisher keeps the newest `keep` versions and removes a marker before its files. A mapped
   file stays readable.

@@ -97,7 +97,7 @@ class WeightSender:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Connect to the wire in the existing `folder`. Rank 0 first opens it at `host`."""
+        """Connect to the store named in the existing `folder`. Rank 0 first opens it at `host`."""
         self.folder, self.rank, self.num_ranks, self.device = folder, rank, num_ranks, device
         self._server = None
         if rank == 0:
