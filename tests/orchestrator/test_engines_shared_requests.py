@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.messages import Generation, GenerationFailed
 from orrery.orchestrator.engines.shared_requests import SharedRequests
 
@@ -35,7 +36,8 @@ def generation(sample):
 def drive(scenario, max_samples=8):
     async def main():
         engine = Engine()
-        shared = SharedRequests(engine.generate_each, engine.abort, max_samples)
+        abort = lambda names: engine.abort(names)  # noqa: E731
+        shared = SharedRequests(engine.generate_each, abort, max_samples)
 
         def call(name, share="group-3"):
             return asyncio.create_task(
@@ -99,6 +101,26 @@ def test_a_request_is_aborted_with_its_last_call_and_not_before():
         calls[2].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         assert engine.aborted == ["a+2"] and engine.ended["a+2"].cancelled()
+
+    drive(scenario)
+
+
+def test_a_cancelled_call_ends_as_cancelled_when_an_engine_is_gone_and_leaves_its_own_id_alone():
+    async def scenario(engine, call):
+        async def abort(request_ids):
+            engine.aborted += request_ids
+            raise OrreryError("the engine is gone")
+
+        engine.abort = abort
+        calls = [call(name) for name in "ab"]
+        alone = call("c", share="group-4")
+        await passes()
+        for each in (*calls, alone):
+            each.cancel()
+        await asyncio.gather(*calls, alone, return_exceptions=True)
+        await passes()
+        assert all(each.cancelled() for each in (*calls, alone))
+        assert engine.aborted == ["a+1"] and engine.ended["c"].cancelled()
 
     drive(scenario)
 

@@ -9,11 +9,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.messages import Generation
 
 Sample = asyncio.Future[Generation]  # the result of one call
@@ -79,9 +81,13 @@ class SharedRequests:
         try:
             return await sample
         except asyncio.CancelledError:
-            if request.sending is not None and not request.is_wanted:
-                request.sending.cancel()
-                await asyncio.shield(self._abort([request.name]))
+            sending = request.sending
+            if sending is not None and not request.is_wanted:
+                request.sending = None  # calls may be cancelled together
+                sending.cancel()
+                if len(request.calls) > 1:  # a lone call's id is aborted by its caller
+                    with suppress(OrreryError):  # an engine may be gone
+                        await asyncio.shield(self._abort([request.name]))
             raise
 
     def _close(self, share: str, request: _Request) -> None:
