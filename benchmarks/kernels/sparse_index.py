@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from timing import BYTES, GEMM_FLOPS, copy_out, guarded, limited_run, milliseconds, seconds
+from timing import BYTES, GEMM_FLOPS, guarded, limited_run, milliseconds, record_row, seconds
 
 from orrery.kernels import sparse_index
 from orrery.kernels.sparse_index import HAS_TRITON, reference_select_keys, select_keys
-from record import record
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 QUERIES, TOP_K, HEADS, WIDTH = 4_096, 2_048, 32, 128
@@ -139,21 +138,14 @@ def main() -> None:
             call = lambda *given, variant=variant: timed(*given, **variant)  # noqa: E731
             name = f"{what}, {KEYS[-1]} keys, {variant}"
             rows.append(guarded(name, until_s, call, data, what))
-    if chosen["value"] is None:
-        sys.exit(f"the choice did not run: {chosen}")
-    chosen["goal"] = GOAL
-    path = Path(__file__).with_suffix(".json")
-    record(
-        path,
+    record_row(
+        Path(__file__).with_suffix(".json"),
+        chosen,
+        GOAL,
         figure="indexer: 2,048 of 131,072 keys for 4,096 queries, scores and choice",
-        value=chosen["value"],
-        unit="TFLOP/s",
-        goal=GOAL,
-        better="higher",
         details={"check": check, "seconds": seconds()},
         rows=rows,
     )
-    copy_out(path)
     if not check.get("passes"):
         sys.exit(f"sparse_index: wrong: {check}")
 

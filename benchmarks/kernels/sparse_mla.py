@@ -22,17 +22,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import (
     BYTES,
     GEMM_FLOPS,
-    copy_out,
     guarded,
     limited_run,
     milliseconds,
+    record_row,
     relative_error,
     seconds,
 )
 
 from orrery.kernels import flash_mla
 from orrery.kernels.sparse_mla import HAS_TRITON, Backend, reference_sparse_mla, sparse_mla
-from record import record
 
 GOAL = 210  # TFLOP/s of the backward pass with random indices of 131,072 keys
 TOLERANCE = 1.5e-2  # relative. Probabilities, logit and key gradients round to bfloat16 (2⁻⁹ each)
@@ -287,21 +286,14 @@ def main() -> None:
     last = TIMED[-1]
     name = f"backward, {backends[-1]}, random, {last.keys} keys"
     chosen_row = next(row for row in rows if row["variant"] == name)
-    if chosen_row["value"] is None:
-        sys.exit(f"the backward pass did not run: {chosen_row}")
-    chosen_row["goal"] = GOAL
-    path = Path(__file__).with_suffix(".json")
-    record(
-        path,
+    record_row(
+        Path(__file__).with_suffix(".json"),
+        chosen_row,
+        GOAL,
         figure="sparse MLA backward, 4,096 queries, random 2,048 of 131,072 keys, 64 heads",
-        value=chosen_row["value"],
-        unit="TFLOP/s",
-        goal=GOAL,
-        better="higher",
         details={"checks": checks, "seconds": seconds()},
         rows=rows,
     )
-    copy_out(path)
     if failed:
         sys.exit(f"wrong: {failed}")
 

@@ -25,19 +25,50 @@ BYTES = 4.2e12  # bytes/s of device memory
 
 def smoke_and_device(name: str, doc: str | None) -> tuple[bool, str]:
     """Parse `--smoke`, and return it with the device. Exit if a real run finds no GPU."""
+    options, device = _parsed(name, _smoke_parser(doc))
+    return options.smoke, device
+
+
+def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
+    """Parse and return `--smoke`, `--seconds`, and the device. Exit if a real run finds no GPU."""
+    parser = _smoke_parser(doc)
+    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time")
+    options, device = _parsed(name, parser)
+    return options.smoke, options.seconds, device
+
+
+def _smoke_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of `--smoke`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    smoke, has_gpu = parser.parse_args().smoke, torch.cuda.is_available()
-    if not smoke and not has_gpu:
+    return parser
+
+
+def _parsed(name: str, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, str]:
+    options, has_gpu = parser.parse_args(), torch.cuda.is_available()
+    if not options.smoke and not has_gpu:
         sys.exit(f"{name}: there is no GPU here; run it on a host with one, or with --smoke")
-    return smoke, "cuda" if has_gpu else "cpu"
+    return options, "cuda" if has_gpu else "cpu"
 
 
 def record_share(path: Path, value: float, goal: float, **fields: Any) -> None:
     """Record a share of the bound, and copy the record out."""
     record(path, value=value, unit="of the bound", goal=goal, better="higher", **fields)
+    copy_out(path)
+
+
+def record_row(path: Path, row: dict[str, Any], goal: float, **fields: Any) -> None:
+    """Record a row that `guarded` returned, give it the goal, and copy the record out.
+
+    Exit if the row has no value.
+    """
+    if row["value"] is None:
+        sys.exit(f"this row did not run: {row}")
+    row["goal"] = goal
+    facts = {"value": row["value"], "unit": row["unit"], "goal": goal, "better": "higher"}
+    record(path, **facts, **fields)
     copy_out(path)
 
 
@@ -87,19 +118,6 @@ def copy_out(path: Path) -> None:
     """Copy a result to the folder $OUT, if it is set."""
     if os.environ.get("OUT"):
         shutil.copy(path, os.environ["OUT"])
-
-
-def limited_run(name: str, doc: str | None) -> tuple[bool, float, str]:
-    """Parse and return `--smoke`, `--seconds`, and the device. Exit if a real run finds no GPU."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing recorded")
-    parser.add_argument("--seconds", type=float, default=200, help="start no row after this time")
-    options, has_gpu = parser.parse_args(), torch.cuda.is_available()
-    if not options.smoke and not has_gpu:
-        sys.exit(f"{name}: there is no GPU here; run it on a host with one, or with --smoke")
-    return options.smoke, options.seconds, "cuda" if has_gpu else "cpu"
 
 
 def seconds() -> float:

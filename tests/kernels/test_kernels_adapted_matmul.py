@@ -3,21 +3,13 @@
 The Triton kernels run on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
 """
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from triton_marks import DEVICE, NEEDS_TRITON
 
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, reference_grouped_matmul
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 COUNTS = pytest.mark.parametrize("counts", [[3, 5, 2], [0, 4, 0, 6], [0, 0], [7]])
-TRITON = pytest.mark.skipif(
-    find_spec("triton") is None or not (HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"),
-    reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
-)
 
 
 def example(counts, dtype=torch.float64, device="cpu", k=16, n=24, rank=4, rest=0):
@@ -155,7 +147,7 @@ def test_what_does_not_go_together_is_refused():
         adapted_grouped_matmul(x, weight, a.float(), b, ends)
 
 
-@TRITON
+@NEEDS_TRITON
 @pytest.mark.parametrize("rank", [4, 16, 20, 64])
 @pytest.mark.parametrize("counts", [[3, 200, 0, 131], [0, 0], [128, 129]])
 @pytest.mark.parametrize("transposed", [False, True], ids=["as stored", "transposed"])
@@ -201,7 +193,7 @@ def close(actual, expected):
     )
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="the fused backend needs a GPU")
+@pytest.mark.skipif(DEVICE != "cuda", reason="the fused backend needs a GPU")
 @pytest.mark.parametrize("counts", [[3, 200, 0, 131], [128, 129], [7]])
 def test_the_fused_backend_on_a_gpu_agrees_within_bfloat16(counts):
     sizes = {"k": 64, "n": 160, "rank": 16, "rest": 5}
@@ -210,7 +202,7 @@ def test_the_fused_backend_on_a_gpu_agrees_within_bfloat16(counts):
         assert (a.cpu().double() - e).abs().max() <= 3e-2 * e.abs().max()
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="the fused backend needs a GPU")
+@pytest.mark.skipif(DEVICE != "cuda", reason="the fused backend needs a GPU")
 def test_the_fused_backend_never_waits_for_the_device():
     x, weight, a, b, ends = example([3, 5, 2], torch.bfloat16, "cuda", rank=16)
     weight.requires_grad_(False)

@@ -3,11 +3,9 @@
 The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
 """
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from triton_marks import DEVICE, TRITON
 
 from orrery.kernels.expert_rows import (
     combine_rows,
@@ -21,15 +19,6 @@ from orrery.kernels.expert_rows import (
     swiglu_rows,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        find_spec("triton") is None
-        or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
-        reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
-    ),
-)
 BACKENDS = pytest.mark.parametrize("backend", ["aten", TRITON])
 
 

@@ -4,11 +4,10 @@ The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 in Triton's interpr
 """
 
 import math
-import os
-from importlib.util import find_spec
 
 import pytest
 import torch
+from triton_marks import DEVICE, TRITON
 
 from orrery.kernels import flash_mla, sparse_index
 from orrery.kernels import sparse_mla as mla_module
@@ -16,15 +15,6 @@ from orrery.kernels.sparse_index import reference_select_keys, select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import reference_sparse_mla, sparse_mla
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        find_spec("triton") is None
-        or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
-        reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
-    ),
-)
 BACKENDS = pytest.mark.parametrize("backend", ["plain", TRITON])
 
 NUM_HEADS, WIDTH, VALUE_WIDTH = 16, 48, 32

@@ -3,11 +3,9 @@
 The Triton backend runs on a GPU, or with TRITON_INTERPRET=1 on a CPU in its interpreter.
 """
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from triton_marks import DEVICE, NEEDS_TRITON
 
 from orrery.kernels import token_logprob as lm_head
 from orrery.kernels.token_logprob import (
@@ -18,12 +16,7 @@ from orrery.kernels.token_logprob import (
 )
 from orrery.manifest.budget import tiles
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None or (DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1 with triton installed",
-)
 
 
 def example(num_tokens=37, hidden=16, vocab=50, dtype=torch.float64, seed=0):
@@ -228,7 +221,7 @@ def test_a_softmax_may_be_absorbed_in_any_parts(edges):
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1), rtol=1e-12, atol=1e-12)
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize(
     ("vocab", "edges"), [(7, ()), (4096, ()), (9000, ()), (9000, (3000,)), (9000, (1, 4098))]
 )
@@ -247,7 +240,7 @@ def test_the_one_pass_softmax_of_triton_equals_float64(vocab, edges):
         torch.testing.assert_close(a[1].double(), e[1], rtol=0, atol=1e-3)
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize(
     ("vocab", "first_column", "width"), [(7, 0, 7), (9000, 100, 4096), (9000, 3000, 6000)]
 )
@@ -269,7 +262,7 @@ def test_the_one_pass_gradient_of_triton_equals_the_plain_backend_in_any_block(
         assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
-@needs_triton
+@NEEDS_TRITON
 def test_a_logit_that_is_no_number_comes_out_as_none():
     from orrery.kernels import token_logprob_triton as triton
 
@@ -281,7 +274,7 @@ def test_a_logit_that_is_no_number_comes_out_as_none():
                 assert values.isnan().tolist() == [False, True, False]
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
 def test_the_whole_op_with_triton_equals_the_reference(chunk_tokens):
     expected = outcome(reference_token_logprob, *example())
@@ -342,7 +335,7 @@ def test_device_memory_holds_one_chunk_and_its_gradient_at_a_time():
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * chunk * 8192 * 6
 
 
-@pytest.mark.parametrize("backend", ["plain", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("backend", ["plain", pytest.param("triton", marks=NEEDS_TRITON)])
 @pytest.mark.parametrize("chunk_tokens", [3, 100])
 def test_logits_that_are_kept_give_the_bits_of_those_that_are_made_again(chunk_tokens, backend):
     hidden, weight = torch.randn(10, 8, device=DEVICE), torch.randn(12, 8, device=DEVICE)
