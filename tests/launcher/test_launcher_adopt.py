@@ -14,6 +14,7 @@ from orrery.launcher.adopt import adopt
 from orrery.launcher.receipt import record
 from orrery.launcher.runs import Run, all_runs, find
 from orrery.launcher.status import RoleStatus, Status, hold_lock, newest_checkpoint
+from orrery.manifest.check import with_values
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import find_workspace, pretty_json, run_dir
 from orrery.manifest.schema import Manifest
@@ -23,15 +24,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def changed(manifest: Manifest, **fields) -> Manifest:
-    """The manifest with other values, by their paths with `__` for dots."""
-    content = manifest.model_dump(mode="json")
-    for path, value in fields.items():
-        *folders, last = path.split("__")
-        place = content
-        for folder in folders:
-            place = place[folder]
-        place[last] = value
-    return Manifest.model_validate(content)
+    """Return the manifest with other values, by their paths with `__` for dots."""
+    return with_values(manifest, {path.replace("__", "."): each for path, each in fields.items()})
 
 
 def write(path: Path, text: str = "x") -> Path:

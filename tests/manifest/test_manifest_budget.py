@@ -15,25 +15,19 @@ from orrery.manifest.budget.search import engine_layouts, trainer_layouts
 from orrery.manifest.budget.tiles import SPARSE_PAIRS
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
+from orrery.manifest.check import with_values
 from orrery.manifest.devices import DEVICES
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import check_supported
-from orrery.manifest.schema import Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "manifests").glob("*.json"))
 
 
 def run(name, **sections):
-    data = json.loads((ROOT / "manifests" / f"{name}.json").read_text())
-    for path, value in sections.items():
-        *parents, last = path.split("__")
-        place = data
-        for parent in parents:
-            place = place[parent]
-        place[last] = value
-    return Manifest.model_validate(data)
+    values = {path.replace("__", "."): value for path, value in sections.items()}
+    return with_values(load(ROOT / "manifests" / f"{name}.json"), values)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ An error names the field's path, its value, the rule, and the nearest name for a
 
 import difflib
 import json
+from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -83,6 +84,18 @@ def sentence(error: ValidationError) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def with_values(manifest: Manifest, values: Mapping[str, Any]) -> Manifest:
+    """Return the manifest with other values, by dotted path. Raise ValidationError as pydantic."""
+    data = manifest.model_dump(mode="json")
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        place = data
+        for parent in parents:
+            place = place[parent]
+        place[name] = value
+    return Manifest.model_validate(data)
 
 
 def misspelt(path: str, given: list[str]) -> str | None:

@@ -16,6 +16,7 @@ from orrery.manifest.budget.options import ChosenOptions, advice, choose_options
 from orrery.manifest.budget.parameters import count_parameters
 from orrery.manifest.budget.rates import usable_bytes
 from orrery.manifest.budget.trainer_memory import plan_memory, stage_workload
+from orrery.manifest.check import with_values
 from orrery.manifest.schema import Manifest
 
 LARGEST_ERROR = 0.08  # largest error of planned peaks in benchmarks/trainer/planned.json
@@ -137,9 +138,8 @@ def _engine_changes(run: Manifest, missing: int) -> Iterator[tuple[str, dict[str
 
 def _changed(run: Manifest, changes: dict[str, Any]) -> Manifest | None:
     """Return the run with `changes` in `inference`, or None if a constraint forbids them."""
-    data = run.model_dump(mode="json")
     try:
-        return Manifest.model_validate(data | {"inference": data["inference"] | changes})
+        return with_values(run, {f"inference.{name}": value for name, value in changes.items()})
     except ValidationError:
         return None
 

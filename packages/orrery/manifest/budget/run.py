@@ -195,7 +195,7 @@ class RunPlan:
         per_node = self.manifest.hardware.devices_per_node
         link = trainer_time.links(self.trainer, self.rates, per_node, self.network)
         return trainer_time.step_s(
-            self.model, self.trainer, micro_batches, lengths, self.rates, link
+            self.model, self.trainer, micro_batches, lengths, self.rates, link, self.counted
         )
 
     @cached_property

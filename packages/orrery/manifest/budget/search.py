@@ -18,6 +18,7 @@ from orrery.manifest.budget.engine import memory
 from orrery.manifest.budget.options import KEPT
 from orrery.manifest.budget.rates import usable_bytes
 from orrery.manifest.budget.run import RunPlan
+from orrery.manifest.check import with_values
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.plan import check_built
 from orrery.manifest.schema import Manifest
@@ -186,15 +187,8 @@ def _with_cache(run: Manifest, shape: Changes, room: int) -> Manifest | None:
 
 def _changed(run: Manifest, changes: Changes) -> Manifest | None:
     """Return the run with `changes`, or None if a constraint or `check_built` forbids them."""
-    data = run.model_dump(mode="json")
-    for field, value in changes.items():
-        *path, last = field.split(".")
-        place = data
-        for name in path:
-            place = place[name]
-        place[last] = value
     try:
-        changed = Manifest.model_validate(data)
+        changed = with_values(run, changes)
         check_built(changed)
     except (ValidationError, OrreryError):
         return None

@@ -67,24 +67,29 @@ def _trainer_step(budget: RunBudget) -> Iterator[str]:
 
 def _speed(budget: RunBudget) -> Iterator[str]:
     engines, update, checkpoint = budget.engines, budget.update, budget.checkpoint
-    yield f"speed: {_s(budget.step_s)} a step, set by {budget.slower}"
+    yield f"speed: {in_seconds(budget.step_s)} a step, set by {budget.slower}"
     trainer_s = budget.trainer_s["step"]
-    yield _line("trainer", f"{_s(trainer_s)} a batch, {budget.trainer_tokens_per_s:,.0f} tokens/s")
+    yield _line(
+        "trainer",
+        f"{in_seconds(trainer_s)} a batch, {budget.trainer_tokens_per_s:,.0f} tokens/s",
+    )
     sampled = engines["sampled_tokens_per_s"]
-    yield _line("engines", f"{_s(engines['step_s'])} a batch, {sampled:,.0f} sampled tokens/s")
+    yield _line(
+        "engines", f"{in_seconds(engines['step_s'])} a batch, {sampled:,.0f} sampled tokens/s"
+    )
     yield _line(
         "one engine rank",
         f"{engines['sequences_a_rank']:,.0f} sequences, decodes "
         f"{engines['decode_tokens_per_s_of_a_rank']:,.0f} and prefills "
         f"{engines['prefill_tokens_per_s_of_a_rank']:,.0f} tokens/s",
     )
-    yield _line("longest rollouts only", f"{_s(budget.longest_step_s)} a step")
+    yield _line("longest rollouts only", f"{in_seconds(budget.longest_step_s)} a step")
     yield _line("mean staleness", f"about {budget.staleness:.1f} steps")
-    yield _line("weight update", f"{_s(update['seconds'])}")
+    yield _line("weight update", f"{in_seconds(update['seconds'])}")
     yield _line(
         "checkpoint",
-        f"{_gb(checkpoint['bytes'])}, training waits {_s(checkpoint['waits_s'])}, "
-        f"on disk {_s(checkpoint['writes_s'])} later",
+        f"{_gb(checkpoint['bytes'])}, training waits {in_seconds(checkpoint['waits_s'])}, "
+        f"on disk {in_seconds(checkpoint['writes_s'])} later",
     )
 
 
@@ -111,9 +116,9 @@ def search(run: Manifest, tokens: float | None) -> Iterator[str]:
 
 
 def _proposals(role: str, now_s: float, layouts: list[Proposal]) -> Iterator[str]:
-    yield f"{role}: {_s(now_s)} a batch as it is; the fastest layouts that fit:"
+    yield f"{role}: {in_seconds(now_s)} a batch as it is; the fastest layouts that fit:"
     for number, one in enumerate(layouts, 1):
-        yield f"  {number}. {_s(one.seconds)}, {one.device_bytes / GIB:,.1f} GiB a device"
+        yield f"  {number}. {in_seconds(one.seconds)}, {one.device_bytes / GIB:,.1f} GiB a device"
         for field, value in one.changes.items():
             yield f"       {field}: {format_value(value)}"
         if not one.changes:
@@ -131,7 +136,7 @@ def _row(name: str, row: list[int | None]) -> str:
     return f"  {name:26}" + "".join(f"{cell:>18}" for cell in cells)
 
 
-def _s(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     return f"{seconds:.2g} s"

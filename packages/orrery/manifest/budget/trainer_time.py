@@ -71,6 +71,7 @@ def step_s(
     lengths: Sequence[int],
     rates: Rates,
     link: Links | None = None,
+    counted: ParameterCounts | None = None,
 ) -> dict[str, float]:
     """Return the seconds of a step by kind of work. "step" is their sum.
 
@@ -80,7 +81,7 @@ def step_s(
     `hugging_face`.
     """
     link = link or Links(*2 * (rates.collective_bytes,), *3 * (rates.link_bytes,))
-    mesh, counted = trainer.mesh, count_parameters(model, trainer.lora)
+    mesh, counted = trainer.mesh, counted or count_parameters(model, trainer.lora)
     tokens = sum(lengths) / mesh.cp
     seconds = _computation(model, trainer, lengths, rates)
     sharding = 0.0

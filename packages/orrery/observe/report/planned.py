@@ -4,11 +4,11 @@ from collections.abc import Callable
 from statistics import mean, median
 
 from orrery.manifest.budget.run import plan_run
+from orrery.manifest.budget.table import GIB, in_seconds
 from orrery.manifest.errors import OrreryError
 from orrery.observe.report.columns import Table
 from orrery.observe.report.data import RunData
 
-GIB = 2**30
 WARM = 2  # number of first rows of each metric that are left out, because these steps compile
 # Parts of the planned memory that torch's peak of allocated bytes does not count.
 NOT_ALLOCATED = ("fragmentation", "context", "communication buffers")
@@ -38,8 +38,8 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
         return [(what, form(planned), form(median(measured)))] if measured else []
 
     return [
-        *row("step", budget.step_s, _values(run.rl, "step_time_s"), _seconds),
-        *row("step of the trainer alone", budget.trainer_s["step"], computing, _seconds),
+        *row("step", budget.step_s, _values(run.rl, "step_time_s"), in_seconds),
+        *row("step of the trainer alone", budget.trainer_s["step"], computing, in_seconds),
         *row(
             "sampled tokens a second",
             run.manifest.orchestrator.rollouts_per_batch
@@ -54,7 +54,12 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
             _values(run.batches, "staleness_mean"),
             lambda value: f"{value:.1f}",
         ),
-        *row("weight update", budget.update["seconds"], _values(run.updates, "pause_s"), _seconds),
+        *row(
+            "weight update",
+            budget.update["seconds"],
+            _values(run.updates, "pause_s"),
+            in_seconds,
+        ),
         *row(
             "trainer's peak of allocated memory",
             allocated,
@@ -66,7 +71,3 @@ def comparison(run: RunData) -> list[tuple[str, str, str]]:
 
 def _values(table: Table, key: str) -> list[float]:
     return [value for value in table.column(key)[WARM:] if value is not None]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.2g} s"
