@@ -74,7 +74,7 @@ def _products(q_TJI: Tensor, k_SI: Tensor, chosen_TK: Tensor) -> tuple[Tensor, T
 
 @_scores.register_fake
 def _(q, k, weights, chosen):
-    return q.new_empty(chosen.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(chosen.shape, dtype=_wide(q))
 
 
 @torch.library.custom_op("orrery::chosen_scores_backward", mutates_args=())
@@ -133,4 +133,4 @@ def _attention(q: Tensor, kv: Tensor, chosen: Tensor, scale: float) -> Tensor:
 
 @_attention.register_fake
 def _(q, kv, chosen, scale):
-    return q.new_empty(chosen.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(chosen.shape, dtype=_wide(q))

@@ -119,7 +119,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, kv, indices, scale, value_width, backend):
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
     return q.new_empty(*q.shape[:2], value_width), lse
 
 

@@ -175,7 +175,6 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
         "moe": moe if mla or family.endswith("moe") else None,
         "mla": mla or None,
         "hf_config": None,
-        "num_mtp_layers": 0,
         "fp8": None,
     }
 

@@ -205,8 +205,11 @@ class LatentAttention(nn.Module):
             ranges = self.keys.ranges(documents, x_TD.shape[0])
             choice = indexer(x_TD, q_TC, angles, *k_SI, ranges, documents.max_seqlen)
             choice = choice._replace(kl=kl)
-        if choice is not None and choice.score_TK is not None:
-            choice = self._with_loss(choice, q_THN, q_THR, kv_SW)
+        learning = choice if choice is not None and choice.score_TK is not None else None
+        if is_latent or learning is not None:
+            q_THW = self._absorb(q_THN, q_THR)
+        if learning is not None:
+            choice = self._with_loss(learning, q_THW, kv_SW)
         if is_latent:
             if choice is not None:
                 chosen_TK = choice.chosen_TK
@@ -214,22 +217,18 @@ class LatentAttention(nn.Module):
                 assert not is_sparse  # the schema wants an indexer in the first layer
                 first_T, last_T = self.keys.ranges(documents, x_TD.shape[0])
                 chosen_TK = every_key(first_T, last_T, documents.max_seqlen)
-            out_THV = self._attend_sparsely(self._absorb(q_THN, q_THR), kv_SW, chosen_TK)
+            out_THV = self._attend_sparsely(q_THW, kv_SW, chosen_TK)
         else:
             out_THV = self._attend_densely(q_THN, q_THR, kv_SW, documents)
         return project(out_THV.flatten(1), self.o_fp8, self.o_proj)[0], choice
 
-    def _with_loss(
-        self, choice: ChosenKeys, q_THN: Tensor, q_THR: Tensor, kv_SW: Tensor
-    ) -> ChosenKeys:
+    def _with_loss(self, choice: ChosenKeys, q_THW: Tensor, kv_SW: Tensor) -> ChosenKeys:
         """Add this layer's loss to `choice.kl`: Σ_t of `index_kl`, divided by `num_served`.
 
         Summed over the layers that share a choice, these losses have the gradient of one KL to the
         mean attention of these layers.
         """
-        with torch.no_grad():
-            q_THW = self._absorb(q_THN, q_THR)
-            attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
+        attention_TK = attention_of_chosen(q_THW, kv_SW, choice.chosen_TK, self.scale)
         kl_T = index_kl(choice.score_TK, attention_TK, choice.chosen_TK)
         kl = kl_T.sum() / self.num_served
         return choice._replace(kl=kl if choice.kl is None else choice.kl + kl)

@@ -60,7 +60,7 @@ def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list
     """
     tensors = []
     for name in sorted(name for name in files if is_mtp_name(model, name)):
-        if name.removesuffix(SCALE) != name and name.removesuffix(SCALE) in files:
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in files:
             continue
         part = files[name].get_slice(name)
         kept = dtype if (kind := part.get_dtype()) == FP8 else DTYPES.get(kind)
