@@ -1,0 +1,57 @@
+"""Define the values that membership, exchange and outer loop share.
+
+- A site is one trainer with any number of ranks. Its rank is its index in the epoch.
+- An epoch is a set of sites with a number. A round is one exchange of an epoch.
+- Weights are tokens trained since the site's last exchange. A site that joins has weight 0.
+"""
+
+import msgspec
+
+from orrery.manifest.errors import OrreryError
+
+
+class ElasticError(OrreryError):
+    """A site cannot join, or the sites cannot go on."""
+
+
+class LeaseLost(Exception):
+    """Signal that this site has left the epoch or has lost its lease."""
+
+
+class LinkBroken(Exception):
+    """Signal that a peer failed during an exchange."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class SiteMember(msgspec.Struct, frozen=True, order=True):
+    """A member and the address of its exchange listener."""
+
+    id: str  # 32 hexadecimal digits, drawn when the site starts
+    address: str
+    port: int
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """A numbered set of sites, sorted by id."""
+
+    number: int
+    members: tuple[SiteMember, ...]
+
+    def rank(self, site_id: str) -> int:
+        """Return the site's rank. Raise LeaseLost if it is not a member."""
+        for rank, member in enumerate(self.members):
+            if member.id == site_id:
+                return rank
+        raise LeaseLost(f"site {site_id[:8]} is not in epoch {self.number}")
+
+
+class OuterRound(msgspec.Struct, frozen=True):
+    """One exchange: rank i of the epoch has weight `weights[i]` in tokens."""
+
+    number: int
+    epoch: Epoch
+    weights: tuple[int, ...]
