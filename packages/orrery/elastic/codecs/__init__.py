@@ -1,0 +1,26 @@
+"""The codecs of an exchange, by kind."""
+
+from orrery.elastic.codecs.base import Codec
+from orrery.elastic.codecs.float32 import Float32Codec
+from orrery.elastic.codecs.int4_block import Int4BlockCodec
+from orrery.elastic.codecs.int8_block import Int8BlockCodec
+from orrery.elastic.codecs.int8_codebook import Int8CodebookCodec
+from orrery.elastic.codecs.top_k_2bit import TopK2BitCodec
+from orrery.elastic.types import ElasticError
+
+CODECS: dict[str, type[Codec]] = {
+    each.kind: each
+    for each in (Float32Codec, Int8BlockCodec, Int8CodebookCodec, Int4BlockCodec, TopK2BitCodec)
+}
+
+__all__ = ["CODECS", "Codec", "codec"]
+
+
+def codec(kind: str, num_threads: int = 1) -> Codec:
+    """Return the codec of this kind. Raise ElasticError for an unknown kind."""
+    if kind not in CODECS:
+        raise ElasticError(
+            f"trainer.elastic.codec: {kind!r} is unknown to this version; choose from "
+            f"{', '.join(CODECS)}, or install the run's version of orrery"
+        )
+    return CODECS[kind](num_threads)

@@ -1,0 +1,138 @@
+"""The contract of codecs: float32 values to bytes and back.
+
+- `wire_bytes(n)` is fixed by n. Blocks are independent, and the last may be shorter.
+- Values are finite and at most 2^100. Blocks whose absolute maximum is below 2^-100 decode to 0.
+- Equal values give equal bytes on every machine, with or without native code: each float32
+  operation rounds once, and sums run over integers, so no order of additions enters.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orrery.elastic.codecs.native import Library, library
+from orrery.elastic.types import ElasticError
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+SMALLEST = np.float32(2.0**-100)
+LARGEST = np.float32(2.0**100)
+UNITS = np.float32(2.0**20)  # integer sums count in absmax · 2^-20
+THREAD_VALUES = 1 << 18  # least values a thread
+
+
+class Codec(ABC):
+    kind: ClassVar[str]
+    block: ClassVar[int]
+
+    def __init__(self, num_threads: int = 1, native: Library | bool | None = True) -> None:
+        """Use native code if it can be built, unless `native` is False."""
+        self._native = library() if native is True else native or None
+        self._num_threads = num_threads
+
+    @abstractmethod
+    def wire_bytes(self, n: int) -> int: ...
+
+    @abstractmethod
+    def _encode(self, x: Floats, wire: Bytes) -> None: ...
+
+    @abstractmethod
+    def _values(self, wire: Bytes, n: int) -> Floats: ...
+
+    def encode(self, x: Floats) -> Bytes:
+        """Return the bytes of x [n]. Raise ElasticError for NaN, infinity and values over 2^100."""
+        x = _floats(x, "x")
+        wire = np.empty(self.wire_bytes(x.size), np.uint8)
+        if self._native:
+            encode = self._native.encoder(self.kind)
+            bad = self._run(x.size, lambda a, b: encode(x, x.size, wire, a, b))
+            refused = min((each for each in bad if each >= 0), default=-1)
+        else:
+            in_range = np.abs(x) <= LARGEST
+            refused = -1 if in_range.all() else int(in_range.argmin())
+            if refused < 0:
+                self._encode(x, wire)
+        if refused >= 0:
+            raise ElasticError(
+                f"delta: value {refused} of {x.size} is {x[refused]:g}; values must be finite and "
+                "at most 2^100; lower the inner learning rate, or resume from a checkpoint"
+            )
+        return wire
+
+    def decode(self, wire: Bytes, out: Floats) -> None:
+        """Write the values to out [n]. Raise ElasticError if `wire` is not of n values."""
+        self._decode(self._checked(wire, out), out, 1.0, False)
+
+    def decode_add(self, wire: Bytes, acc: Floats, scale: float = 1.0) -> None:
+        """Add the values times `scale`, rounded to float32, to acc [n]."""
+        self._decode(self._checked(wire, acc), acc, scale, True)
+
+    def _decode(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
+        if self._native:
+            decode = self._native.decoder(self.kind)
+            self._run(out.size, lambda a, b: decode(wire, out.size, out, scale, adds, a, b))
+        elif out.size:
+            self._decode_plain(wire, out, scale, adds)
+
+    def _decode_plain(self, wire: Bytes, out: Floats, scale: float, adds: bool) -> None:
+        values = self._values(wire, out.size)
+        if not adds:
+            out[:] = values
+            return
+        if scale != 1.0:
+            values *= np.float32(scale)
+        out += values
+
+    def _checked(self, wire: Bytes, out: Floats) -> Bytes:
+        _floats(out, "the result")
+        if len(wire) != (needed := self.wire_bytes(out.size)):
+            raise ElasticError(
+                f"codec {self.kind}: {len(wire)} bytes arrived for {out.size} values, which take "
+                f"{needed}; set the same trainer.elastic at every site"
+            )
+        return np.frombuffer(wire, np.uint8)
+
+    def _run(self, n: int, call):  # type: ignore[no-untyped-def]
+        """Call `call(first, last)` for ranges of all blocks, in threads if n is large."""
+        blocks = -(-n // self.block)
+        parts = max(1, min(self._num_threads, n // THREAD_VALUES))
+        if parts == 1:
+            return [call(0, blocks)]
+        ends = [blocks * part // parts for part in range(parts + 1)]
+        return list(_threads().map(call, ends[:-1], ends[1:]))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="codec")
+
+
+def _floats(x: Floats, name: str) -> Floats:
+    if x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
+        raise TypeError(f"{name}: {x.dtype} {x.shape}; codecs take contiguous float32 vectors")
+    return x
+
+
+def blocks_of(x: Floats, block: int) -> Floats:
+    """Return x as rows of `block` values. Zeros fill the last row."""
+    rows = -(-x.size // block)
+    if rows * block == x.size:
+        return x.reshape(rows, block)
+    padded = np.zeros(rows * block, np.float32)
+    padded[: x.size] = x
+    return padded.reshape(rows, block)
+
+
+def scales_of(rows: Floats, steps: int) -> tuple[Floats, Floats]:
+    """Return a row's scale (absmax / steps) and its inverse, both 0 for a row of zeros."""
+    absmax = np.abs(rows).max(axis=1)
+    absmax[absmax < SMALLEST] = 0
+    some = np.where(absmax > 0, absmax, np.float32(1))
+    inverse = np.where(absmax > 0, np.float32(steps) / some, np.float32(0))
+    return absmax / np.float32(steps), inverse
