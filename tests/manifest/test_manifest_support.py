@@ -44,9 +44,9 @@ STORE = {"kind": "mooncake", "protocol": "tcp", "segment_bytes": 1 << 27}
 REFUSED = [
     (
         changed("reverse_text", inference__tensor_parallel=2),
-        "inference.data_parallel·tensor_parallel = 2: an engine on cpu is one process, as vLLM "
-        "exchanges tokens between experts only on GPUs. Set both to 1, and "
-        "inference.num_replicas to 2 for as many engines",
+        "inference.data_parallel·tensor_parallel = 2 on cpu: an engine has one process, or several "
+        "data-parallel ranks of a mixture. Set tensor_parallel to 1, and inference.expert_parallel "
+        "to true or data_parallel to 1. For as many engines, set inference.num_replicas to 2",
     ),
     (
         changed("reverse_text_smoke", **APART, inference__kv_offload=TIERS),

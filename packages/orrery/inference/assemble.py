@@ -21,6 +21,7 @@ from orrery.inference.kv_connectors import (
 from orrery.inference.patches import registry
 from orrery.manifest.budget.engine import graph_sizes
 from orrery.manifest.errors import OrreryError
+from orrery.manifest.plan import check_cpu_shape
 from orrery.manifest.publish import sync_tree
 from orrery.manifest.schema import Manifest
 from orrery.runtime.network import free_ports, name_interface, name_ucx_devices
@@ -105,20 +106,16 @@ def server_arguments(
         flags.append("--enforce-eager")
     if manifest.transport.routed_experts:
         flags.append("--enable-return-routed-experts")
+    if inference.expert_parallel:
+        flags.append("--enable-expert-parallel")
     if is_cpu:
-        if inference.devices_per_replica != 1:
-            raise OrreryError(
-                f"inference.data_parallel·tensor_parallel = {inference.devices_per_replica}: "
-                "one CPU engine is one process. Set both to 1"
-            )
-        arguments["--distributed-executor-backend"] = UNIPROC
+        check_cpu_shape(inference)
+        arguments |= _spread(manifest) | {"--distributed-executor-backend": UNIPROC}
     else:
         arguments |= _spread(manifest)
         if inference.dtype == "bfloat16":
             # The trainer's logits are float32 products of bfloat16 numbers.
             arguments["--hf-overrides"] = json.dumps({"head_dtype": "float32"})
-        if inference.expert_parallel:
-            flags.append("--enable-expert-parallel")
         if not inference.enforce_eager:
             flags += ["--cudagraph-capture-sizes", *map(str, graph_sizes(inference))]
     if adapter is not None:

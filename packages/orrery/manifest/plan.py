@@ -12,7 +12,7 @@ from typing import Literal
 
 from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest
+from orrery.manifest.schema import Inference, Manifest
 
 WEIGHT_WIRES = ("files", "adapters", "nccl", "nixl")
 SERVED_RANK = 512  # vLLM's largest rank of adapters
@@ -187,12 +187,8 @@ def _check_sparse_attention(manifest: Manifest, stage: StagePlan) -> None:
 def check_built(manifest: Manifest) -> None:
     """Raise OrreryError if the run needs a feature that Orrery does not have yet."""
     accelerator, inference = manifest.hardware.accelerator, manifest.inference
-    if accelerator == "cpu" and (devices := inference.devices_per_replica) != 1:
-        raise OrreryError(
-            f"inference.data_parallel·tensor_parallel = {devices}: an engine on {accelerator} is "
-            "one process, as vLLM exchanges tokens between experts only on GPUs. Set both to 1, "
-            f"and inference.num_replicas to {devices} for as many engines"
-        )
+    if accelerator == "cpu":
+        check_cpu_shape(inference)
     _check_adapters(manifest)
     if inference.prefill_replicas and inference.kv_offload.kind != "none":
         raise OrreryError(
@@ -224,6 +220,18 @@ def check_built(manifest: Manifest) -> None:
                 f"{field} {value!r}: this is not built yet. Choose from "
                 f"{', '.join(map(repr, built))}"
             )
+
+
+def check_cpu_shape(inference: Inference) -> None:
+    """Raise OrreryError for tensor-parallel ranks, and for ranks that exchange no tokens."""
+    tensor, data = inference.tensor_parallel, inference.data_parallel
+    if tensor > 1 or (data > 1 and not inference.expert_parallel):
+        raise OrreryError(
+            f"inference.data_parallel·tensor_parallel = {data * tensor} on cpu: an engine has one "
+            "process, or several data-parallel ranks of a mixture. Set tensor_parallel to 1, and "
+            "inference.expert_parallel to true or data_parallel to 1. For as many engines, set "
+            f"inference.num_replicas to {data * tensor}"
+        )
 
 
 def refusal(manifest: Manifest) -> str | None:

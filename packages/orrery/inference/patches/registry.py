@@ -125,6 +125,20 @@ PATCHES = (
         "vllm-project/vllm#27869",
     ),
     Patch(
+        "vllm.exchange_unequal_parts",
+        "CpuCommunicator.all_gatherv, .reduce_scatterv",
+        "data-parallel ranks on CPU cannot exchange tokens for experts: NotImplementedError",
+        "vLLM's CPU communicator has both",
+        "test_inference_expert_parallel.py",
+    ),
+    Patch(
+        "vllm.compute_own_experts",
+        "CPUUnquantizedExperts.apply",
+        "experts on CPU ignore the expert map, so an expert of another rank ends the engine",
+        "the kernel takes the expert map",
+        "test_inference_expert_parallel.py",
+    ),
+    Patch(
         "vllm.answer_for_every_rank",
         "DPLBAsyncMPClient.call_utility_async",
         "/collective_rpc returns data-parallel rank 0's result only, so others escape attestation",
@@ -250,6 +264,9 @@ def correct_server(manifest: Manifest) -> None:
             _apply("vllm_routes.routes_on_cpu")
         if manifest.transport.weights == "adapters":
             _apply("vllm.keep_kernels_of_experts")
+        if manifest.inference.expert_parallel:
+            _apply("vllm.exchange_unequal_parts")
+            _apply("vllm.compute_own_experts")
     _apply("vllm_answers.write_answers")
     _apply("vllm_answers.stream_samples")
     if manifest.inference.data_parallel > 1:

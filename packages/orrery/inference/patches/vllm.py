@@ -209,6 +209,71 @@ def answer_for_every_rank() -> None:
     DPLBAsyncMPClient.collective_rpc_async = collective_rpc_async  # type: ignore[method-assign]
 
 
+def exchange_unequal_parts() -> None:
+    """Give CPU engines `all_gatherv` and `reduce_scatterv`. Apply before the core is forked."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = _all_gatherv  # type: ignore[method-assign,assignment]
+    CpuCommunicator.reduce_scatterv = _reduce_scatterv  # type: ignore[method-assign]
+
+
+def _all_gatherv(
+    self: Any,
+    input_: torch.Tensor | list[torch.Tensor],
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Return all ranks' rows. Rank i has `sizes[i]` rows. Gloo gathers equal parts only."""
+    if isinstance(input_, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
+    if dim != 0:
+        raise NotImplementedError(f"all_gatherv on CPU takes dim 0, not {dim}")
+    rows = sizes or [len(input_)] * self.world_size
+    longest = max(rows)
+    mine = input_.new_zeros((longest, *input_.shape[1:]))
+    mine[: len(input_)] = input_
+    found = input_.new_empty((self.world_size * longest, *input_.shape[1:]))
+    torch.distributed.all_gather_into_tensor(found, mine, group=self.device_group)
+    parts = zip(found.split(longest), rows, strict=True)
+    return torch.cat([part[:count] for part, count in parts])
+
+
+def _reduce_scatterv(
+    self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """Return the sum over ranks of this rank's rows, added in the order of the ranks."""
+    if dim not in (0, -input_.dim()):
+        raise NotImplementedError(f"reduce_scatterv on CPU takes dim 0, not {dim}")
+    rows = sizes or [len(input_) // self.world_size] * self.world_size
+    count = rows[self.rank_in_group]
+    found = input_.new_empty((self.world_size * count, *input_.shape[1:]))
+    torch.distributed.all_to_all_single(
+        found, input_.contiguous(), [count] * self.world_size, rows, group=self.device_group
+    )
+    return found.view(self.world_size, count, *input_.shape[1:]).sum(0)
+
+
+def compute_own_experts() -> None:
+    """Make CPU engines leave out experts of other ranks. Apply before the core is forked."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+    if getattr(apply, "orrery", False):
+        return
+
+    def apply_own(self: Any, *args: Any, **options: Any) -> None:
+        expert_map = options.get("expert_map")
+        if expert_map is not None:  # global expert → local expert, or -1
+            local = expert_map[options["topk_ids"]]
+            is_own = local >= 0
+            options["topk_weights"] = options["topk_weights"] * is_own
+            options["topk_ids"] = torch.where(is_own, local, 0).to(options["topk_ids"].dtype)
+        apply(self, *args, **options)
+
+    apply_own.orrery = True  # type: ignore[attr-defined]
+    CPUUnquantizedExperts.apply = apply_own  # type: ignore[method-assign]
+
+
 def meet_at_one_address() -> None:
     """Make TCP stores listen only at their host's address. Apply in every engine process."""
     import vllm.distributed.utils as vllm_stores
