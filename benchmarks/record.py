@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from orrery.observe.provenance import commit, versions
+from orrery.manifest.identity import commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (

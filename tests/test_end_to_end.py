@@ -23,7 +23,7 @@ from orrery.runtime.metrics import read
 from orrery.runtime.network import LOOPBACK
 from orrery.runtime.token import Purpose, authorization
 from orrery.wire.checkpoints import steps, verify, whole_dir
-from orrery.wire.column_files import read_batch
+from orrery.wire.columns import read_batch
 from orrery.wire.weight_wire import weight_dir
 from orrery.wire.weight_wire.coordinator import CURRENT, connect, find_wire
 

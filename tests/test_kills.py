@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from orrery.runtime.metrics import MetricsFile
-from orrery.wire.column_files import write_batch
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, write_batch
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
 NUM_STEPS, RESUMED = 4, 2  # the second attempt resumes from step 2 and repeats step 3

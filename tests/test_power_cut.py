@@ -50,7 +50,7 @@ from orrery.trainer import checkpoint, checkpoint_writer, safetensors_file  # no
 from orrery.trainer.__main__ import initialize  # noqa: E402
 from orrery.trainer.export import export_checkpoint, export_policy  # noqa: E402
 from orrery.trainer.parallel.world import World  # noqa: E402
-from orrery.wire import checkpoints, column_files  # noqa: E402
+from orrery.wire import checkpoints, columns  # noqa: E402
 from orrery.wire.columns import Columns  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -164,7 +164,7 @@ def wind_down(root: Path) -> None:
 def keep_a_batch(root: Path) -> None:
     ids = torch.arange(4, dtype=torch.int32).numpy()
     for step in (1, 2):
-        column_files.write_batch(
+        columns.write_batch(
             root / "run",
             step,
             Columns(ids[:2] * 0 + ids[[0, 3]].astype("int64"), {"token_id": ids[:3]}, {}),

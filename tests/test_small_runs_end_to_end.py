@@ -20,7 +20,7 @@ from orrery.manifest.identity import canonical_json, run_dir
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.run_directory import begin
-from orrery.wire.column_files import read_batch
+from orrery.wire.columns import read_batch
 from orrery.wire.routed_experts import COLUMN, route_shape
 
 ROOT = Path(__file__).parents[1]

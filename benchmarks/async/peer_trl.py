@@ -158,7 +158,7 @@ def train(manifest: Manifest, start: Path, micro_batch: int, use_vllm: bool) -> 
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from orrery.observe.provenance import versions
+    from orrery.manifest.identity import versions
 
     settings, rl = manifest.orchestrator, manifest.stages.rl
     assert rl is not None

@@ -30,8 +30,7 @@ import aiohttp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.inference.front import AUTHORIZED, Front
-from orrery.inference.token import GENERATE, RequireToken
+from orrery.inference.front import AUTHORIZED, GENERATE, Front, RequireToken
 from orrery.manifest.identity import load, run_dir
 from orrery.runtime import token as observed
 from orrery.runtime.metrics import read

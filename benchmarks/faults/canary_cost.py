@@ -28,9 +28,8 @@ import numpy as np
 from orrery.manifest.identity import canonical_json
 from orrery.manifest.schema import Manifest
 from orrery.orchestrator.engines.client import Canary, EngineClient, check_canary
-from orrery.runtime.metrics import read
+from orrery.runtime.metrics import process_tree, read
 from orrery.runtime.role_context import parse_role
-from orrery.runtime.usage import tree
 from orrery.trainer.assemble import load_policy
 from orrery.trainer.learner import Learner
 from orrery.trainer.micro_batch import micro_batch
@@ -80,7 +79,7 @@ def engine_s(manifest: Manifest, run_dir: Path, weights: Path) -> tuple[float, f
                 await check_canary(engine, canary, number, known.tolist())
 
     def used(pid: int) -> float:
-        return sum(each.cpu_s for each in tree(pid).values())
+        return sum(each.cpu_s for each in process_tree(pid).values())
 
     with roles(run_dir, {"inference": ENGINE}) as [process]:
         url = rendezvous.await_endpoints(ctx, "inference", 1, 120.0)[0].url

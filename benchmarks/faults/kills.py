@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from orrery.manifest.schema import Manifest
 from orrery.runtime.metrics import read
 from orrery.runtime.metrics import rows as all_rows
-from orrery.wire.column_files import read_batch
+from orrery.wire.columns import read_batch
 from record import record
 from workspace import workspace_with
 

@@ -33,8 +33,7 @@ from orrery.trainer.learner import Learner, count_members, learning_rate_factor
 from orrery.trainer.micro_batch import micro_batch
 from orrery.trainer.parallel.world import World
 from orrery.trainer.policy import Policy
-from orrery.wire.column_files import read_batch
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, read_batch
 from orrery.wire.packing import pack_for
 from orrery.wire.routed_experts import COLUMN, route_shape
 

@@ -43,11 +43,11 @@ from orrery.kernels.expert_rows import (
     sort_by_expert,
     swiglu_rows,
 )
-from orrery.kernels.fp8 import deep_gemm
-from orrery.kernels.fp8.experts import fp8_experts
+from orrery.kernels.fp8 import products
 from orrery.kernels.fp8.products import (
     _grouped_gradients,
     _linear_gradients,
+    fp8_experts,
     fp8_grouped_matmul,
     fp8_linear,
     weight_parts,
@@ -268,7 +268,7 @@ def grouped_bits(num_groups: int, each: int, k: int, n: int) -> list[dict[str, A
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    library = deep_gemm.load()
+    library = products.load()
     if library is None:
         raise RuntimeError("DeepGEMM is not installed here")
     rows = []
@@ -303,7 +303,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
             flops,
             {
                 "bf16": lambda: x @ weight.T,
-                "product alone": lambda: deep_gemm.product(library, x_rows, forward, bf16),
+                "product alone": lambda: products.product(library, x_rows, forward, bf16),
                 "with quantization": lambda: torch.ops.orrery.fp8_linear(x, weight, parts, True),
             },
         ),
@@ -312,7 +312,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
             flops,
             {
                 "bf16": lambda: grad @ weight,
-                "product alone": lambda: deep_gemm.product(library, g_rows, backward, bf16),
+                "product alone": lambda: products.product(library, g_rows, backward, bf16),
                 "with quantization": lambda: _linear_gradients(grad, *sides, True, False),
             },
         ),
@@ -321,7 +321,7 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
             flops,
             {
                 "bf16": lambda: grad.T @ x,
-                "product alone": lambda: deep_gemm.weight_gradient(library, g_columns, x_columns),
+                "product alone": lambda: products.weight_gradient(library, g_columns, x_columns),
                 "with quantization": lambda: _linear_gradients(grad, *sides, False, True),
             },
         ),
@@ -331,8 +331,8 @@ def linear_speed(library: Any, m: int, k: int, n: int) -> list[dict[str, Any]]:
             {
                 "bf16": lambda: (grad @ weight, grad.T @ x),
                 "product alone": lambda: (
-                    deep_gemm.product(library, g_rows, backward, bf16),
-                    deep_gemm.weight_gradient(library, g_columns, x_columns),
+                    products.product(library, g_rows, backward, bf16),
+                    products.weight_gradient(library, g_columns, x_columns),
                 ),
                 "with quantization": lambda: _linear_gradients(grad, *sides, True, True),
             },
@@ -392,7 +392,7 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
             flops,
             {
                 "bf16": lambda: grouped_bf16(x[:real], weight.mT),
-                "product alone": lambda: deep_gemm.grouped_product(
+                "product alone": lambda: products.grouped_product(
                     library, x_rows, forward, groups, bf16
                 ),
                 "with quantization": lambda: torch.ops.orrery.fp8_grouped(
@@ -405,7 +405,7 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
             flops,
             {
                 "bf16": lambda: grouped_bf16(grad[:real], weight),
-                "product alone": lambda: deep_gemm.grouped_product(
+                "product alone": lambda: products.grouped_product(
                     library, g_rows, backward, groups, bf16
                 ),
                 "with quantization": lambda: _grouped_gradients(grad, *sides, *groups, True, False),
@@ -416,7 +416,7 @@ def grouped_speed(library: Any, num_groups: int, each: int, k: int, n: int) -> l
             flops,
             {
                 "bf16": lambda: grouped_bf16(grad[:real].T, x[:real]),
-                "product alone": lambda: deep_gemm.grouped_weight_gradient(
+                "product alone": lambda: products.grouped_weight_gradient(
                     library, g_columns, x_columns, groups, (n, k)
                 ),
                 "with quantization": lambda: _grouped_gradients(grad, *sides, *groups, False, True),

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from orrery.observe.provenance import commit
+from orrery.manifest.identity import commit
 from record import ROOT, hardware, record
 
 RECORD = Path(__file__).with_name("gpu_checks.json")

@@ -24,6 +24,7 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
+from orrery.inference.front import RequireToken
 from orrery.inference.kv_connectors import (
     lease_s,
     offload,
@@ -32,7 +33,6 @@ from orrery.inference.kv_connectors import (
     store_environment,
 )
 from orrery.inference.router import router_arguments
-from orrery.inference.token import RequireToken
 from orrery.manifest.budget.engine import MAX_GRAPH_TOKENS, graph_sizes
 from orrery.manifest.check import check
 from orrery.manifest.errors import OrreryError
@@ -413,7 +413,7 @@ def test_the_door_of_a_launched_engine_without_a_token_opens_to_nobody():
     code = """
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
-from orrery.inference.token import RequireToken
+from orrery.inference.front import RequireToken
 client = TestClient(RequireToken(PlainTextResponse("in")))
 keys = ({"Authorization": given} for given in ("", "Bearer ", "Bearer None"))
 print(*(client.post("/pause", headers=key).status_code for key in keys))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from orrery.inference.bounded_folder import BoundedFolder
+from orrery.inference.kv_connectors import BoundedFolder
 
 PAGE = 4096
 

@@ -45,7 +45,7 @@ from orrery.orchestrator.engines.messages import (
     UpdateInterrupted,
     WeightsDiffer,
 )
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.wire.weight_wire import (
     DIRECT_KINDS,
     Published,
@@ -561,7 +561,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
         if connection.status == psutil.CONN_LISTEN
     }
     assert urlsplit(url).port not in held
-    assert list(Path(tempfile.gettempdir()).glob(f"{scratch.start_prefix(run_dir, 0)}*"))
+    assert list(Path(tempfile.gettempdir()).glob(f"{run_directory.start_prefix(run_dir, 0)}*"))
 
     async def scenario(fleet):
         [running] = await in_flight(
@@ -575,7 +575,7 @@ def test_sigterm_ends_a_busy_server_and_its_children_in_three_seconds_and_leaves
     took_s, mapped = drive(url, scenario)
     assert took_s < 3
     assert not [member for member in members if alive(member)]
-    assert not list(Path(tempfile.gettempdir()).glob(f"{scratch.start_prefix(run_dir)}*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{run_directory.start_prefix(run_dir)}*"))
     assert not [
         path.name
         for path in Path("/dev/shm").iterdir()
@@ -615,8 +615,8 @@ def test_a_killed_engine_core_ends_the_server_and_a_killed_server_the_engine_cor
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        scratch.remove_folders(
-            scratch.start_prefix(run_dir), Path(tempfile.gettempdir())
+        run_directory.remove_folders(
+            run_directory.start_prefix(run_dir), Path(tempfile.gettempdir())
         )  # of the killed one, which nobody starts again
 
 

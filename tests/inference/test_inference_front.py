@@ -17,8 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from orrery.inference.front import ROUTES
-from orrery.inference.token import RequireToken
+from orrery.inference.front import ROUTES, RequireToken
 from orrery.orchestrator.engines.client import EngineClient, RouterClient
 from orrery.runtime.role_context import parse_role
 from orrery.runtime.token import Purpose, credential

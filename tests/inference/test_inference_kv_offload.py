@@ -19,7 +19,7 @@ from orrery.inference.kv_connectors import disk_folder, prepare_disk, remove_dis
 from orrery.inference.kv_store import master_program
 from orrery.manifest.errors import OrreryError
 from orrery.orchestrator.engines.client import EngineClient
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.wire.routed_experts import RouteShape, column
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.engine, pytest.mark.slow]
@@ -120,8 +120,8 @@ def test_blocks_and_routes_come_back_from_host_memory_and_after_a_crash_from_dis
 
     def host_tiers():
         """Return names in shared memory and their bytes."""
-        paths = scratch.SHARED_MEMORY.glob(
-            f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.0')}*"
+        paths = run_directory.SHARED_MEMORY.glob(
+            f"vllm_offload_{run_directory.role_memory_prefix(run_dir, 'inference.0')}*"
         )
         return [(path.name, path.stat().st_size) for path in paths]
 

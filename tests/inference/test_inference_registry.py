@@ -60,7 +60,7 @@ CORRECTED = {
         ),
         ("v1/kv_offload/cpu/shared_offload_region.py", "SharedOffloadRegion.mmap_path"),
     ],
-    "vllm_kv_transfer.py": [
+    "vllm.py (KV transfers)": [
         ("v1/core/sched/scheduler.py", "Scheduler.has_finished_requests"),
         ("distributed/nixl_utils.py", "_load_nixl_attr"),
         (

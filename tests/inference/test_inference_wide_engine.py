@@ -27,7 +27,7 @@ from inference_servers import (
 from orrery.manifest.identity import load
 from orrery.orchestrator.engines.client import update_engine
 from orrery.orchestrator.engines.messages import EngineGone, UpdateFailed, UpdateInterrupted
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.wire.weight_wire.coordinator import ARRIVAL_S
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.engine]
@@ -51,12 +51,12 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(run_dir):
     of_a_start_that_was_killed = (
-        scratch.SHARED_MEMORY
-        / f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.0')}4.mmap"
+        run_directory.SHARED_MEMORY
+        / f"vllm_offload_{run_directory.role_memory_prefix(run_dir, 'inference.0')}4.mmap"
     )
     of_another_engine = (
-        scratch.SHARED_MEMORY
-        / f"vllm_offload_{scratch.role_memory_prefix(run_dir, 'inference.00')}4.mmap"
+        run_directory.SHARED_MEMORY
+        / f"vllm_offload_{run_directory.role_memory_prefix(run_dir, 'inference.00')}4.mmap"
     )
     for path in (of_a_start_that_was_killed, of_another_engine):
         path.write_bytes(bytes(1))
@@ -67,7 +67,9 @@ def server(run_dir):
         assert of_another_engine.stat().st_size == 1
     finally:
         stop(process)
-        assert scratch.remove_memory(scratch.memory_prefix(run_dir)) == [of_another_engine]
+        assert run_directory.remove_memory(run_directory.memory_prefix(run_dir)) == [
+            of_another_engine
+        ]
 
 
 @pytest.fixture
@@ -213,7 +215,7 @@ def test_an_engine_that_loses_a_worker_in_a_take_is_gone_with_all_its_processes(
     assert not [
         path.name
         for path in mapped
-        if scratch.role_memory_prefix(run_dir, "inference.0") not in path.name
+        if run_directory.role_memory_prefix(run_dir, "inference.0") not in path.name
     ]
     (run_dir / "fault.0").write_text("dies")
 

@@ -14,8 +14,7 @@ from orrery.kernels.expert_rows import (
     swiglu_rows,
 )
 from orrery.kernels.fp8 import products
-from orrery.kernels.fp8.experts import fp8_experts
-from orrery.kernels.fp8.products import fp8_grouped_matmul, fp8_linear, weight_parts
+from orrery.kernels.fp8.products import fp8_experts, fp8_grouped_matmul, fp8_linear, weight_parts
 from orrery.kernels.fp8.quantize import (
     BLOCK,
     DTYPE,

@@ -14,7 +14,7 @@ from orrery.kernels.token_logprob import (
     token_logprob,
     update_state,
 )
-from orrery.manifest.budget import tiles
+from orrery.manifest import devices
 
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU here")
 
@@ -144,7 +144,7 @@ def test_never_holds_more_logits_than_one_chunk(num_tokens, chunk, backend):
 def test_blocks_cover_everything_once_in_as_few_as_can_be_or_one_more_for_alignment(
     length, longest
 ):
-    found = tiles.blocks(length, longest)
+    found = devices.blocks(length, longest)
     assert [i for block in found for i in range(length)[block]] == list(range(length))
     assert all(block.stop - block.start <= max(1, longest) for block in found)
     assert len(found) == -(-length // max(1, longest))

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launcher_stages import alive
 
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +25,8 @@ def new_run_dir(tmp_path):
     yield path
     for pid in (path / "children").read_text().split() if (path / "children").exists() else ():
         assert not alive(int(pid)), f"{pid} outlived the launcher"
-    assert not list(Path("/dev/shm").glob(f"*{scratch.memory_prefix(path)}*"))
-    for name in (f"orrery-kv-{path.name}-", scratch.start_prefix(path)):
+    assert not list(Path("/dev/shm").glob(f"*{run_directory.memory_prefix(path)}*"))
+    for name in (f"orrery-kv-{path.name}-", run_directory.start_prefix(path)):
         assert not list(Path(tempfile.gettempdir()).glob(f"{name}*"))
 
 

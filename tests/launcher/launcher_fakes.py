@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 
 from orrery.manifest.errors import OrreryError, OutOfMemory, RunFailed
-from orrery.runtime import preemption, scratch
+from orrery.runtime import preemption, run_directory
 from orrery.runtime.role_context import role_process
-from orrery.runtime.scratch import memory_prefix
+from orrery.runtime.run_directory import memory_prefix
 from orrery.runtime.token import run_token
 from orrery.wire import rendezvous
 
@@ -88,7 +88,7 @@ def be_a_role() -> None:
                 Path(f"/dev/shm/{memory_prefix(ctx.run_dir)}{ctx.attempt}").mkdir()
             elif act == "caches":
                 made = (
-                    scratch.disk_folder(ctx.run_dir, ctx.stage)
+                    run_directory.disk_folder(ctx.run_dir, ctx.stage)
                     / f"attempt_{ctx.attempt}"
                     / str(ctx.index)
                 )

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orrery.launcher.doctor import _ask
-from orrery.launcher.doctor_gpu import NEEDS_DRIVER, PROBE, examine_gpus, judge_gpus
+from orrery.launcher.doctor import NEEDS_DRIVER, PROBE, _ask, examine_gpus, judge_gpus
 from orrery.launcher.doctor_judge import GIB, Answer, Finding
 from orrery.launcher.process import check_packages
 from orrery.manifest.errors import OrreryError

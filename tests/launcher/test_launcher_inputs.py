@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launcher_stages import end, launch
 
-from orrery.launcher import inputs
+from orrery.launcher import receipt
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.run_directory import inputs_path
 
@@ -41,7 +41,9 @@ def made(
 
 def verify(run_dir: Path, stage: str, stages=STAGES) -> list[str]:
     (run_dir / "stages" / stage).mkdir(parents=True, exist_ok=True)
-    return inputs.verify(run_dir, stage, stages, lambda maker: f"make {maker} again", lambda: False)
+    return receipt.verify(
+        run_dir, stage, stages, lambda maker: f"make {maker} again", lambda: False
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,10 +141,10 @@ def test_a_stage_whose_input_is_damaged_starts_no_process_and_says_what_to_type(
 def test_the_command_that_makes_a_stage_again_runs_it_where_the_resume_alone_would_not(tmp_path):
     run = tmp_path / "words-0123456789ab"
     assert (
-        inputs.command(run, "rl", "init", f"orrery run {run.name} rl")
+        receipt.command(run, "rl", "init", f"orrery run {run.name} rl")
         == f"orrery run {run.name} init && orrery run {run.name} rl"
     )
     assert (
-        inputs.command(run, "rl", "init", "snakemake --profile local words")
+        receipt.command(run, "rl", "init", "snakemake --profile local words")
         == "snakemake --profile local words"
     )

@@ -247,7 +247,7 @@ def test_a_stage_is_a_target_by_its_marker(checkout):
 def test_a_run_without_sft_goes_from_init_to_rl(checkout):
     manifest = json.loads(
         subprocess.check_output(
-            [sys.executable, "-m", "orrery.manifest", "show", "reverse_text"], cwd=checkout
+            [sys.executable, "-m", "orrery.manifest.cli", "show", "reverse_text"], cwd=checkout
         )
     )
     manifest["stages"]["sft"] = None
@@ -255,7 +255,7 @@ def test_a_run_without_sft_goes_from_init_to_rl(checkout):
         "{ no_sft: " + json.dumps({**manifest, "name": "no_sft"}) + " }\n"
     )
     subprocess.run(
-        [sys.executable, "-m", "orrery.manifest", "render", "no_sft"],
+        [sys.executable, "-m", "orrery.manifest.cli", "render", "no_sft"],
         cwd=checkout,
         check=True,
         capture_output=True,

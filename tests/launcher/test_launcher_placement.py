@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orrery.launcher.process import environment, share_cores, share_devices
 from orrery.launcher.site import Site
 from orrery.manifest.plan import ProcessPlan, StagePlan, on_devices
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 
 
 def stage(trainers=0, engines=0, orchestrator=True, devices=1):
@@ -140,11 +140,13 @@ def test_shared_memory_of_this_run_is_removed_and_that_of_the_same_run_elsewhere
         tmp_path / "shm",
     )
     for path in (run_dir, elsewhere):
-        (root / f"{scratch.memory_prefix(path)}attempt1" / "version_3").mkdir(parents=True)
-    assert [path.name for path in scratch.remove_memory(scratch.memory_prefix(run_dir), root)] == [
-        f"{scratch.memory_prefix(run_dir)}attempt1"
-    ]
-    assert [path.name for path in root.iterdir()] == [f"{scratch.memory_prefix(elsewhere)}attempt1"]
+        (root / f"{run_directory.memory_prefix(path)}attempt1" / "version_3").mkdir(parents=True)
+    assert [
+        path.name
+        for path in run_directory.remove_memory(run_directory.memory_prefix(run_dir), root)
+    ] == [f"{run_directory.memory_prefix(run_dir)}attempt1"]
+    kept = f"{run_directory.memory_prefix(elsewhere)}attempt1"
+    assert [path.name for path in root.iterdir()] == [kept]
 
 
 def test_the_weight_wire_names_its_folder_as_the_launcher_looks_for_it(tmp_path):
@@ -152,5 +154,5 @@ def test_the_weight_wire_names_its_folder_as_the_launcher_looks_for_it(tmp_path)
     run_dir = tmp_path / "r-0123456789ab"
     folder = weight_wire.weight_dir(run_dir, 3)
     assert folder.parent == Path("/dev/shm") and folder.name.startswith(
-        scratch.memory_prefix(run_dir)
+        run_directory.memory_prefix(run_dir)
     )

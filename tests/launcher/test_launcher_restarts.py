@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launcher_stages import alive, end, launch, ready, text, wait_for
 
 from orrery.launcher import status
-from orrery.launcher.restarts import WINDOW_S, EngineRestarts, Restarts
+from orrery.launcher.failure import WINDOW_S, EngineRestarts, Restarts
 from orrery.launcher.stage import RunningStage
 from orrery.observe.hang_detector import HealthView
 from orrery.runtime import preemption

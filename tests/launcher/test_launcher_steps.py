@@ -16,7 +16,7 @@ from orrery.launcher.slurm.queue import clean_environment
 from orrery.manifest.identity import Workspace, load
 from orrery.manifest.plan import NodeGroup, ProcessPlan, StagePlan, on_devices, stage
 from orrery.manifest.schema import Hardware
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / "packages/orrery/launcher/task.sh"
@@ -239,7 +239,7 @@ def test_a_job_leaves_neither_its_scratch_folder_nor_caches_of_its_run_on_a_node
         }
     )
     (ours, ours_shared), (theirs, theirs_shared) = (
-        (scratch.start_prefix(path), scratch.memory_prefix(path))
+        (run_directory.start_prefix(path), run_directory.memory_prefix(path))
         for path in (tmp_path / "run-a", tmp_path / "run-b")
     )
     others = {"orrery-8", "orrery-kv-run-b-rl", f"{theirs}0-x"}

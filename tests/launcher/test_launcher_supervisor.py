@@ -23,7 +23,7 @@ from orrery.launcher.process import ended_within
 from orrery.launcher.status import newest_checkpoint
 from orrery.launcher.view import Observer
 from orrery.observe.progress import Progress
-from orrery.runtime import preemption, scratch
+from orrery.runtime import preemption, run_directory
 from orrery.runtime.health import HANG_S, read_health
 from orrery.runtime.metrics import MetricsFile, MetricsTail, read
 from orrery.runtime.run_directory import done_path
@@ -366,7 +366,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
     launcher.stderr.close()
     assert status.launcher_died(run_dir, status.read(run_dir))
     wait_for(lambda: not any(map(alive, pids.values())), within_s=15)
-    assert not list(Path("/dev/shm").glob(f"{scratch.memory_prefix(run_dir)}*"))
+    assert not list(Path("/dev/shm").glob(f"{run_directory.memory_prefix(run_dir)}*"))
     for pid in (run_dir / "children").read_text().split()[1::2]:
         os.kill(
             int(pid), signal.SIGKILL
@@ -385,7 +385,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan_and_the_next_start_clears_up(ru
         for role, process in zip(last.roles, (left, others), strict=True):
             role.pid = process.pid
         last.write(run_dir)
-        weights = Path("/dev/shm") / f"{scratch.memory_prefix(run_dir)}1"
+        weights = Path("/dev/shm") / f"{run_directory.memory_prefix(run_dir)}1"
         weights.mkdir()
         launcher = launch(run_dir, ("trainer", ["ready", "until asked"]))
         wait_for(lambda: left.poll() is not None or text(run_dir / "ready.trainer.0"), within_s=30)

@@ -12,11 +12,10 @@ from orrery.manifest.budget.misfits import memory_misfits
 from orrery.manifest.budget.rates import rates_of, usable_bytes
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.budget.search import engine_layouts, trainer_layouts
-from orrery.manifest.budget.tiles import SPARSE_PAIRS
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, sparse_backward_bytes
 from orrery.manifest.budget.trainer_time import links
 from orrery.manifest.check import with_values
-from orrery.manifest.devices import DEVICES
+from orrery.manifest.devices import DEVICES, SPARSE_PAIRS
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.plan import check_supported

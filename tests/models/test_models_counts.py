@@ -9,7 +9,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.identity import load
 from orrery.manifest.schema import Lora
 from orrery.manifest.schema.trainer_constraints import block_parts
-from orrery.models.counts import count_built
+from orrery.models.families import count_built
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {}

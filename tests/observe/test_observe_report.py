@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 
 from orrery.manifest.budget.run import plan_run
 from orrery.manifest.errors import OrreryError
-from orrery.observe.report.columns import POINTS, Table, extremes, largest, means
-from orrery.observe.report.data import RunData, Span, overlap_s, shares, union, wall_s
+from orrery.observe.report.data import (
+    POINTS,
+    RunData,
+    Span,
+    Table,
+    extremes,
+    largest,
+    means,
+    overlap_s,
+    shares,
+    union,
+    wall_s,
+)
 from orrery.observe.report.figures import (
     about,
     admission,
@@ -25,8 +36,7 @@ from orrery.observe.report.figures import (
     versions,
     warm_start,
 )
-from orrery.observe.report.page import SECTIONS, _tiles, render, summary
-from orrery.observe.report.planned import comparison
+from orrery.observe.report.page import SECTIONS, _tiles, comparison, render, summary
 from orrery.runtime.metrics import read
 from orrery.runtime.timing import duration
 

@@ -28,7 +28,7 @@ from orrery.runtime.health import read_health
 from orrery.runtime.preemption import Preempted, request_path
 from orrery.tasks.task import Judgement, Message
 from orrery.tasks.tokenizer import write_tokenizer
-from orrery.wire import checkpoints, column_files
+from orrery.wire import checkpoints, columns
 
 
 def loop_of(ctx, manifest, pool, trainer, scheduler=None, task=None, held_out=None):
@@ -236,7 +236,7 @@ def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
         parts = trained(batch)
         versions = np.concatenate([part.token["version"][part.token["trained"]] for part in parts])
         assert versions.min() >= batch.step - 1 - 1 and versions.max() <= batch.step - 1
-        kept, _ = column_files.read_batch(tmp_path, batch.step)
+        kept, _ = columns.read_batch(tmp_path, batch.step)
         assert sorted(kept.sample["group_id"].tolist()) == sorted(
             int(part.sample["group_id"][0]) for part in parts
         )
@@ -253,7 +253,7 @@ def test_what_is_sent_obeys_the_staleness_bound_and_is_kept_on_disk(tmp_path):
 
 def test_the_newest_batches_stay_on_disk_and_samples_of_all(tmp_path):
     run(tmp_path, fakes.manifest(keep_batches=4))
-    assert column_files.batch_steps(tmp_path) == [3, 4, 5, 6]
+    assert columns.batch_steps(tmp_path) == [3, 4, 5, 6]
     lines = [
         json.loads(line)
         for line in (tmp_path / "rollouts" / "samples.jsonl").read_text().splitlines()
@@ -296,7 +296,7 @@ def test_every_batch_carries_the_digests_of_its_versions_also_out_of_a_restored_
             == {str(version): f"{version:016x}" for version in sorted(versions)}
         )
     assert first.compared.info["digests"] == {"6": f"{6:016x}"}
-    assert column_files.read_batch(tmp_path, 5)[1]["digests"] == {"3": f"{3:016x}"}
+    assert columns.read_batch(tmp_path, 5)[1]["digests"] == {"3": f"{3:016x}"}
 
 
 @pytest.mark.parametrize("num_yields", range(4))
@@ -325,9 +325,7 @@ def test_a_batch_is_written_down_before_it_is_sent(tmp_path):
     loop = loop_of(ctx, manifest, fakes.FakePool(), trainer)
     with pytest.raises(RunFailed, match="the trainer is gone"):
         asyncio.run(asyncio.wait_for(loop.run(), 20))
-    assert (
-        [row["step"] for row in ctx.events("batch")] == column_files.batch_steps(tmp_path) == [1, 2]
-    )
+    assert [row["step"] for row in ctx.events("batch")] == columns.batch_steps(tmp_path) == [1, 2]
 
 
 def test_an_error_while_engines_are_watched_ends_the_run(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orrery.observe import hang_detector
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.runtime.health import HealthFile, Heartbeat, health_dir, read_health
 from orrery.runtime.parent_watch import LAUNCHER_PID
 from orrery.runtime.role_context import parse_role
@@ -230,7 +230,7 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
     tmp_path, monkeypatch, launched
 ):
     run_dir = tmp_path / f"r-{os.urandom(6).hex()}"
-    weights = scratch.SHARED_MEMORY / f"{scratch.memory_prefix(run_dir)}attempt1"
+    weights = run_directory.SHARED_MEMORY / f"{run_directory.memory_prefix(run_dir)}attempt1"
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
     if launched:
         monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
@@ -240,7 +240,7 @@ def test_only_a_role_that_the_launcher_started_removes_the_runs_shared_memory_wh
         ctx.parent_watch._run_callbacks()
         assert weights.exists() is not launched
     finally:
-        scratch.remove_memory(scratch.memory_prefix(run_dir))
+        run_directory.remove_memory(run_directory.memory_prefix(run_dir))
 
 
 def test_a_full_disk_is_named_in_health_with_the_file_and_what_to_do(tmp_path):

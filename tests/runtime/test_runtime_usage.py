@@ -7,14 +7,22 @@ import subprocess
 import sys
 import time
 
-from orrery.runtime.metrics import MetricsFile, rows
+from orrery.runtime.metrics import (
+    PERIOD_S,
+    TICKS_PER_S,
+    MetricsFile,
+    Sampler,
+    UsageRows,
+    parse_stat,
+    process_tree,
+    rows,
+)
 from orrery.runtime.timing import Pace
-from orrery.runtime.usage import PERIOD_S, TICKS_PER_S, Sampler, UsageRows, parse, tree
 
 
 def test_a_name_with_brackets_and_blanks_does_not_shift_the_fields():
     before = "S 1 " + " ".join(["0"] * 9)
-    stat = parse(
+    stat = parse_stat(
         f"42 (a) b) {before} {3 * TICKS_PER_S} {TICKS_PER_S} " + " ".join(["0"] * 8) + " 7 0 0\n"
     )
     assert stat.cpu_s == 4.0 and stat.rss_bytes == 7 * os.sysconf("SC_PAGE_SIZE")
@@ -41,7 +49,7 @@ input()
         began = time.monotonic()
         child.stdout.readline()
         used = sampler.sample()
-        assert child.pid in tree(os.getpid())
+        assert child.pid in process_tree(os.getpid())
         assert held > 200 << 20 and used["cpu_percent"] * (time.monotonic() - began) / 100 > 0.2
     finally:
         child.communicate(b"\n")

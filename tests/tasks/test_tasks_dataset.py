@@ -509,7 +509,7 @@ def test_a_row_that_takes_too_long_is_named(path, tmp_path, monkeypatch):
     rows = write(path, [{"question": f"{n}?", "answer": str(n)} for n in range(9)])
     one = task(**args(rows, verdict=reward(tmp_path, code)))
     slow = next(at for at in one._kept if one._row(at)["answer"] == "7")
-    monkeypatch.setattr("orrery.tasks.watched.watched.__defaults__", (0.5,))
+    monkeypatch.setattr("orrery.tasks.dataset.watched.__defaults__", (0.5,))
     with pytest.raises(OrreryError, match=rf":{2 * slow + 1}: checking the row takes more than"):
         one.check_rows(None, 0)
 

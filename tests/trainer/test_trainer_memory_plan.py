@@ -35,7 +35,7 @@ from orrery.manifest.identity import load as load_manifest
 from orrery.manifest.schema import Lora, Mesh, Trainer
 from orrery.models import layers, lora
 from orrery.models.causal_lm import TransformerBlock
-from orrery.models.counts import count_parameters
+from orrery.models.families import count_parameters
 from orrery.models.layers import rotary_angles
 from orrery.runtime.role_context import parse_role
 from orrery.trainer import out_of_memory

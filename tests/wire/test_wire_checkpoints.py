@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from wire_documents import documents, same
 
 from orrery.manifest.errors import OrreryError, RunFailed
-from orrery.wire import checkpoints, column_files, rendezvous
+from orrery.wire import checkpoints, columns, rendezvous
 from orrery.wire.columns import Columns
 
 
@@ -423,17 +423,17 @@ def test_a_damaged_endpoint_file_is_named(tmp_path):
 
 def test_a_stored_batch_is_read_back_with_its_info(tmp_path):
     parts = documents([3, 0, 70_000, 5])
-    column_files.write_batch(tmp_path, 7, parts, version=6)
-    columns, info = column_files.read_batch(tmp_path, 7)
-    assert same(columns, Columns.concatenate(parts))
+    columns.write_batch(tmp_path, 7, parts, version=6)
+    stored, info = columns.read_batch(tmp_path, 7)
+    assert same(stored, Columns.concatenate(parts))
     assert info == {"step": 7, "version": 6}
-    assert column_files.batch_steps(tmp_path) == [7]
+    assert columns.batch_steps(tmp_path) == [7]
 
 
 def test_a_stored_batch_is_a_safetensors_file_that_the_library_reads(tmp_path):
     parts = documents([3, 4])
     whole = Columns.concatenate(parts)
-    tensors = load_file(column_files.write_batch(tmp_path, 1, parts))
+    tensors = load_file(columns.write_batch(tmp_path, 1, parts))
     expected = {"offsets": whole.offsets}
     expected |= {f"token/{name}": array for name, array in whole.token.items()}
     expected |= {f"sample/{name}": array for name, array in whole.sample.items()}
@@ -447,8 +447,8 @@ def test_a_file_that_the_library_wrote_is_read(tmp_path):
         {"offsets": np.array([0, 2]), "token/token_id": np.array([5, 6], np.int32)},
         tmp_path / "x.safetensors",
     )
-    columns, info = column_files.read(tmp_path / "x.safetensors")
-    assert columns.token["token_id"].tolist() == [5, 6] and info == {}
+    stored, info = columns.read(tmp_path / "x.safetensors")
+    assert stored.token["token_id"].tolist() == [5, 6] and info == {}
 
 
 @pytest.mark.parametrize(
@@ -465,9 +465,9 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(OrreryError, match=r"x\.safetensors: not a safetensors file of columns"):
-        column_files.read(path)
+        columns.read(path)
 
 
 def test_a_batch_that_is_not_stored_is_named(tmp_path):
     with pytest.raises(OrreryError, match=r"step_3\.safetensors: no such file"):
-        column_files.read_batch(tmp_path, 3)
+        columns.read_batch(tmp_path, 3)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from orrery.manifest.errors import RunFailed
-from orrery.wire.column_files import read_batch, write_batch
-from orrery.wire.columns import Columns
+from orrery.wire.columns import Columns, read_batch, write_batch
 from orrery.wire.routed_experts import RouteShape, check_routes, without_routes
 
 SMALL, BYTE, LARGE = RouteShape(3, 2, 8), RouteShape(3, 2, 256), RouteShape(3, 2, 300)

@@ -12,9 +12,9 @@ from orrery.inference.assemble import (
     server_arguments,
     weights_dir,
 )
+from orrery.inference.front import INDEX
 from orrery.inference.kv_connectors import disk_folder, offload
 from orrery.inference.patches import registry
-from orrery.inference.token import INDEX
 from orrery.runtime.role_context import role_process
 from orrery.runtime.token import run_token
 

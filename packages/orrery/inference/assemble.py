@@ -92,7 +92,7 @@ def server_arguments(
         "--generation-config": "vllm",  # only requests set sampling parameters
         "--weight-transfer-config": json.dumps({"backend": backend}),
         "--worker-extension-cls": "orrery.inference.plugin.AttestingWorker",
-        "--middleware": "orrery.inference.token.RequireToken",
+        "--middleware": "orrery.inference.front.RequireToken",
         "--uvicorn-log-level": "warning",
     }
     flags = [

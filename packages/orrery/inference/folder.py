@@ -31,7 +31,7 @@ def arguments(folder: Path, host: str, port: int, cpu_cache_bytes: int | None) -
     """Return the arguments of `vllm serve`. `cpu_cache_bytes` None: on a GPU."""
     found = ["--model", str(folder), "--served-model-name", folder.name]
     found += ["--host", host, "--port", str(port), "--max-model-len", "auto"]
-    found += ["--middleware", "orrery.inference.token.RequireKey"]
+    found += ["--middleware", "orrery.inference.front.RequireKey"]
     found += ["--uvicorn-log-level", "warning"]
     found += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if cpu_cache_bytes is not None:

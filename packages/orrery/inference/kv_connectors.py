@@ -5,26 +5,31 @@
   cannot be read, the request fails.
 - Tiers: caches and routes on disk together take at most `disk_bytes` (`kv_tiers.py`). vLLM
   recomputes a block that is unreadable, or lacks routes that must be returned.
+- `BoundedFolder` removes the least recently used files before a write. Readers expect gaps.
+  Each process counts its files alone, so a shared folder may reach the sum of all limits.
 - A block's hash includes the policy version at a group's dispatch, so no rollout finds older
   blocks. A resumed attempt repeats version numbers, so earlier attempts' files are removed.
 """
 
 import json
+import logging
 import os
 import shutil
 import socket
+import threading
 import uuid
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from orrery.inference.bounded_folder import FOLDER, FOLDER_BYTES
 from orrery.inference.patches.registry import KEPT
 from orrery.manifest.errors import OrreryError
-from orrery.manifest.schema import Manifest, disk_block_bytes
-from orrery.runtime import network, scratch
+from orrery.manifest.schema import Manifest, disk_block_bytes, on_disk_bytes
+from orrery.runtime import network, run_directory
 from orrery.runtime.network import LOOPBACK_INTERFACE, interface
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.timing import scaled
@@ -89,7 +94,11 @@ def handover(config: Any, host: str) -> dict[str, str]:
 
 def disk_folder(ctx: RoleContext) -> Path:
     """Return an engine's folder on the scratch disk, kept over restarts within an attempt."""
-    return scratch.disk_folder(ctx.run_dir, ctx.stage) / f"attempt_{ctx.attempt}" / str(ctx.index)
+    return (
+        run_directory.disk_folder(ctx.run_dir, ctx.stage)
+        / f"attempt_{ctx.attempt}"
+        / str(ctx.index)
+    )
 
 
 def offload_config(manifest: Manifest, disk: Path) -> dict[str, Any] | None:
@@ -135,8 +144,8 @@ def offload(ctx: RoleContext) -> list[str]:
         disk.mkdir(parents=True, exist_ok=True)
         os.environ.update(store_environment(ctx.manifest, disk, store.info["rpc"]))
     else:
-        # a part of the host tier's file name
-        config["engine_id"] = f"{scratch.role_memory_prefix(ctx.run_dir, ctx.name)}{uuid.uuid4()}"
+        prefix = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
+        config["engine_id"] = f"{prefix}{uuid.uuid4()}"  # a part of the host tier's file name
         prepare_disk(disk)
     os.environ.update(routes_environment(ctx.manifest, disk))
     return ["--kv-transfer-config", json.dumps(config)]
@@ -229,3 +238,120 @@ def refuse_missing_rdma(field: str, protocol: str) -> None:
             f"{network.RDMA_DEVICES}, so Mooncake would use TCP. Set {field}.protocol to 'tcp', "
             "or run on nodes with RDMA devices"
         )
+
+
+log = logging.getLogger("orrery.inference.routes")
+
+FOLDER = "ORRERY_ROUTES_FOLDER"
+FOLDER_BYTES = "ORRERY_ROUTES_FOLDER_BYTES"
+
+
+class BoundedFolder:
+    def __init__(self, folder: Path, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path, least recently used first
+        self._num_bytes = 0
+        for path, _, num_bytes in sorted(_files(folder), key=lambda found: found[1]):
+            _remove(self._enter([path], num_bytes))
+
+    @contextmanager
+    def writing(self, paths: Sequence[str], num_bytes: int) -> Iterator[None]:
+        """Make room for the files of `num_bytes` each that the `with` body writes."""
+        _remove(self._enter(paths, num_bytes))
+        try:
+            yield
+        except BaseException:
+            self._forget(path for path in paths if not os.path.exists(path))
+            raise
+        with self._lock:
+            lost = [path for path in paths if path not in self._sizes]
+        _remove(lost)
+
+    def used(self, paths: Iterable[str]) -> None:
+        """Mark files as just used."""
+        with self._lock:
+            for path in paths:
+                if path in self._sizes:
+                    self._sizes.move_to_end(path)
+
+    def _enter(self, paths: Iterable[str], num_bytes: int) -> list[str]:
+        """Add new files to the total. Return the evicted files, for the caller to remove."""
+        size, removed = on_disk_bytes(num_bytes), []
+        with self._lock:
+            for path in paths:
+                if path not in self._sizes:
+                    self._sizes[path] = size
+                    self._num_bytes += size
+                self._sizes.move_to_end(path)
+            while self._num_bytes > self._max_bytes:
+                path, its = self._sizes.popitem(last=False)
+                self._num_bytes -= its
+                removed.append(path)
+        return removed
+
+    def _forget(self, paths: Iterable[str]) -> None:
+        with self._lock:
+            for path in paths:
+                self._num_bytes -= self._sizes.pop(path, 0)
+
+
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.stat(path := os.path.join(parent, name))
+                yield path, status.st_mtime_ns, status.st_size
+
+
+def is_on_disk(key: str) -> bool:
+    folder = os.environ.get(FOLDER)
+    return folder is not None and _path(Path(folder), key).is_file()
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / key[:2] / key
+
+
+class RoutesOnDisk:
+    """Routes on disk, one file per block. One thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ[FOLDER])
+        self._files = BoundedFolder(self._folder, int(os.environ[FOLDER_BYTES]))
+
+    def write(self, objects: Iterable[Any]) -> None:
+        """Write objects with a `key` and a `payload` (routes). Drop each that the disk refuses."""
+        for each in objects:
+            path = _path(self._folder, each.key)
+            aside = path.with_suffix(f".{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with self._files.writing([str(path)], len(each.payload)):
+                    aside.write_bytes(each.payload)
+                    aside.rename(path)
+            except OSError as error:
+                log.warning("routes %s cannot be kept on disk: %s", path.name, error)
+                with suppress(OSError):
+                    aside.unlink()
+
+    def read(self, keys: list[str], num_bytes: int) -> dict[str, bytes]:
+        paths = {key: _path(self._folder, key) for key in keys}
+        self._files.used(map(str, paths.values()))
+        found = {key: self._read(path) for key, path in paths.items()}
+        return {key: payload for key, payload in found.items() if len(payload) == num_bytes}
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            log.warning("routes %s cannot be read, and are missing: %s", path.name, error)
+            return b""

@@ -22,8 +22,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from orrery.inference.bounded_folder import BoundedFolder
-from orrery.inference.kv_connectors import DISK_TIER
+from orrery.inference.kv_connectors import DISK_TIER, BoundedFolder
 
 
 class BoundedFiles(FileSystemTierManager):

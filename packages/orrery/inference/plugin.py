@@ -98,7 +98,7 @@ class AttestingWorker:
 
     def read_no_more(self, kv_engine_id: str) -> None:
         """Fail current and later KV reads from an engine that has ended."""
-        from orrery.inference.patches.vllm_kv_transfer import give_up_pulls_of
+        from orrery.inference.patches.vllm import give_up_pulls_of
 
         worker = _connector_worker()
         if hasattr(worker, "receiver_loop"):

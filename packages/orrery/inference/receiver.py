@@ -44,7 +44,7 @@ from orrery.inference.patches.vllm import (
     repack_tied_heads,
     say_nothing_of_unloaded,
 )
-from orrery.wire.column_files import split_header
+from orrery.wire.columns import split_header
 from orrery.wire.fingerprint import MASK, SliceFingerprints, SliceSpec, tensor_fingerprint
 from orrery.wire.weight_wire import read_weights
 from orrery.wire.weight_wire.coordinator import PartTimer, fail_transfer

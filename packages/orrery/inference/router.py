@@ -36,7 +36,7 @@ ENGINES_DEADLINE_S = 600.0  # engines first compile or load
 CLIENT_FIRST_S = 60.0  # clients time out so much earlier, with a better error
 STOP_S = 2.0
 WATCH_S = 0.25
-PROGRAM = (sys.executable, "-m", "orrery.inference.router_program")
+PROGRAM = (sys.executable, "-c", "from orrery.inference.router import router_program as run; run()")
 
 
 def router_arguments(
@@ -64,6 +64,19 @@ def router_arguments(
         "--disable-retries",
         "--disable-circuit-breaker",
     ]
+
+
+def router_program() -> None:
+    """Run vllm-router in a child process, with a URL that checks keys as the first argument.
+
+    vllm-router 0.1.17 has no option for this URL. With an empty URL it accepts every call.
+    """
+    from vllm_router.launch_router import launch_router, parse_router_args
+
+    url, *arguments = sys.argv[1:]
+    parsed = parse_router_args(arguments)
+    parsed.api_key_validation_urls = [url] if url else []
+    launch_router(parsed)
 
 
 def main() -> None:

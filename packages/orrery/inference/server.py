@@ -32,7 +32,7 @@ from orrery.inference import plugin
 from orrery.inference.kv_connectors import handover, remove_disk
 from orrery.inference.patches.vllm import unlink_host_tiers
 from orrery.manifest.errors import OutOfMemory, RunFailed
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.runtime.health import beating_loop
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import log_path
@@ -113,8 +113,8 @@ class Left:
     def by(ctx: RoleContext, disk: Path | None) -> "Left":
         """Return the leftovers of this engine. Call this before TMPDIR changes."""
         tempfile.tempdir = None
-        start = scratch.start_prefix(ctx.run_dir, ctx.index)
-        shared = scratch.role_memory_prefix(ctx.run_dir, ctx.name)
+        start = run_directory.start_prefix(ctx.run_dir, ctx.index)
+        shared = run_directory.role_memory_prefix(ctx.run_dir, ctx.name)
         return Left(Path(tempfile.gettempdir()), start, shared, disk, os.getpid())
 
     def remove(self, *, ended: bool = False) -> None:
@@ -124,8 +124,8 @@ class Left:
         """
         if os.getpid() != self.pid:
             return
-        scratch.remove_folders(self.start, self.scratch)
-        scratch.remove_memory(self.shared)
+        run_directory.remove_folders(self.start, self.scratch)
+        run_directory.remove_memory(self.shared)
         if ended:
             self.remove_disk()
 

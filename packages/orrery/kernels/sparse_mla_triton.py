@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orrery.manifest.budget.tiles import SPARSE_PAIRS
+from orrery.manifest.devices import SPARSE_PAIRS
 
 LOG2_E = math.log2(math.e)
 SHARED_BYTES = 227 * 1024  # shared memory of a program on Hopper. Tiles of D = 576 need it.

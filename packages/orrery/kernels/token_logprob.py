@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orrery.manifest.budget import tiles as budget
+from orrery.manifest import devices as budget
 
 ChunkTokens = int | Literal["auto"]
 Backend = Literal["plain", "triton"]

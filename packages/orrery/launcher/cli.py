@@ -27,7 +27,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         from importlib.metadata import version
 
-        from orrery.observe.provenance import commit
+        from orrery.manifest.identity import commit
 
         print(f"orrery {version('orrery')}, commit {commit(Path(__file__).parent)}")
         raise typer.Exit()

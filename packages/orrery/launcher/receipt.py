@@ -2,6 +2,9 @@
 
 - Code, software and images are examined while the stage runs, so that it ends quickly.
 - Attempts are numbered without gaps. If a launcher died, its attempt has the state `unrecorded`.
+- Before a stage starts, `verify` compares earlier stages' files with the receipt. This detects
+  accidents (a power cut, a bad disk, an edit), not attacks by the owner. Weights above WHOLE_BYTES
+  are compared by file sizes and index only.
 - A receipt has no environment variables, no absolute paths, and no secrets such as TOKEN's value.
 """
 
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +32,10 @@ from orrery.runtime.metrics import merge_attempts, rows
 from orrery.runtime.run_directory import (
     ADOPTED,
     MANIFEST,
+    STAGES,
+    WEIGHTS,
     checkpoints_dir,
+    inputs_path,
     metrics_path,
     report_page,
     result_path,
@@ -419,3 +425,94 @@ def _few(
         for row in rows(path)
         if row.get("stage") == stage and row.get("event") == event and names[0] in row
     )
+
+
+CHUNK_BYTES = 8 << 20
+
+
+def stages_read(stage: str, stages: Sequence[str]) -> list[str]:
+    start = "sft" if "sft" in stages else "init"
+    read = {"sft": ["init"], "rl": [start], "evaluate": [start, "rl"], "report": ["evaluate"]}
+    return read.get(stage, [])
+
+
+def verify(
+    run_dir: Path,
+    stage: str,
+    stages: Sequence[str],
+    remedy: Callable[[str], str],
+    stop: Callable[[], bool],
+) -> list[str]:
+    """Verify the files that `stage` reads, and write their digests to `inputs.json`.
+
+    Return the earlier stages without a receipt. Raise OrreryError for the first file that differs,
+    with `remedy(stage that wrote it)`. End early once `stop()` is true.
+    """
+    expected: dict[str, tuple[str, str]] = {}  # path → (stage that wrote it, digest)
+    told, unknown = recorded(run_dir), []
+    for maker in stages_read(stage, stages):
+        files = told.get(maker, {}).get("outputs")
+        outputs = {
+            path: (maker, digest)
+            for path, digest in (files.items() if isinstance(files, dict) else ())
+            if path.startswith((f"{WEIGHTS}/", f"{STAGES}/"))
+        }
+        if not outputs:
+            unknown.append(maker)
+        expected |= outputs
+
+    def hashed(path: str) -> str | None:
+        return _found(run_dir / path, expected[path][1], stop)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = dict(zip(expected, pool.map(hashed, expected), strict=True))
+    if stop():
+        return unknown
+    for path, (maker, digest) in expected.items():
+        if found[path] != digest:
+            raise OrreryError(
+                f"{stage}: {run_dir / path} {_how(run_dir / path, digest)}, "
+                f"so it is not what {maker} made; {remedy(maker)}"
+            )
+    file = inputs_path(run_dir, stage)
+    if unknown:
+        file.unlink(missing_ok=True)
+    else:
+        write_atomic(file, (json.dumps(found, indent=1) + "\n").encode())
+    return unknown
+
+
+def command(run_dir: Path, stage: str, maker: str, resume: str) -> str:
+    alone = f"orrery run {run_dir.name}"
+    return f"{alone} {maker} && {resume}" if resume == f"{alone} {stage}" else resume
+
+
+def _found(path: Path, expected: str, stop: Callable[[], bool]) -> str | None:
+    try:
+        if not _is_sha256(expected):
+            return f"not hashed, {path.stat().st_size} bytes"
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                if stop():
+                    return None
+                digest.update(chunk)
+        return digest.hexdigest()
+    except OSError:
+        return None
+
+
+def _how(path: Path, expected: str) -> str:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if size == 0:
+        return "has 0 bytes"
+    if _is_sha256(expected):
+        return f"has another sha256 than {RECEIPT} says"
+    return f"has {size} bytes, but {RECEIPT} says: {expected}"
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64

@@ -26,7 +26,7 @@ from orrery.launcher.status import RoleStatus, State, Status, newest_checkpoint
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
 from orrery.observe.hang_detector import HealthView
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.runtime.health import FAILED, Health, read_health
 from orrery.runtime.metrics import MetricsFile
 from orrery.runtime.parent_watch import START
@@ -243,16 +243,16 @@ def end_leftovers(run_dir: Path, last: Status) -> None:
 
 
 def scratch_prefixes(run_dir: Path) -> tuple[str, str]:
-    return scratch.disk_prefix(run_dir), scratch.start_prefix(run_dir)
+    return run_directory.disk_prefix(run_dir), run_directory.start_prefix(run_dir)
 
 
 def remove_weights(run_dir: Path) -> None:
-    scratch.remove_memory(scratch.memory_prefix(run_dir))
+    run_directory.remove_memory(run_directory.memory_prefix(run_dir))
     shutil.rmtree(weights_path(run_dir, WIRE), ignore_errors=True)
 
 
 def remove_scratch(prefixes: Iterable[str], site: Site) -> None:
     for prefix in prefixes:
-        scratch.remove_folders(
+        run_directory.remove_folders(
             prefix, Path(site.environment.get("TMPDIR") or tempfile.gettempdir())
         )

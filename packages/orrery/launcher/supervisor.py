@@ -2,7 +2,7 @@
 
 - It holds the run's lock, so two launchers never share a run directory.
 - If a process fails, or a server ends early, all others are ended within seconds. An engine is
-  restarted instead if the manifest allows it (`restarts.py`).
+  restarted instead if the manifest allows it (`failure.py`).
 - If the launcher is killed, the roles end by themselves, and the next start removes the leftovers.
 - A stage is never retried. Slurm requeues a job after a preemption or the loss of a node.
 """
@@ -17,8 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from orrery.launcher import failure, inputs, preemption, receipt
+from orrery.launcher import failure, preemption, receipt
 from orrery.launcher import status as statuses
+from orrery.launcher.failure import ROLE, EngineRestarts
 from orrery.launcher.preemption import Preemption, catch_signals
 from orrery.launcher.process import (
     Process,
@@ -27,7 +28,6 @@ from orrery.launcher.process import (
     share_cores,
     share_devices,
 )
-from orrery.launcher.restarts import ROLE, EngineRestarts
 from orrery.launcher.slurm import queue
 from orrery.launcher.slurm.job import script_facts
 from orrery.launcher.stage import (
@@ -49,9 +49,9 @@ from orrery.manifest.publish import sync_folders, write_atomic
 from orrery.observe import hang_detector
 from orrery.observe.hang_detector import STILL_S, RankStallDetector
 from orrery.observe.progress import Progress
-from orrery.runtime import scratch
+from orrery.runtime import run_directory
 from orrery.runtime.health import DONE, FAILED, HANG_S, listed
-from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.metrics import PERIOD_S, MetricsFile, Sampler
 from orrery.runtime.network import free_ports
 from orrery.runtime.parent_watch import adopt_orphans, hide_memory
 from orrery.runtime.role_context import log_level
@@ -65,7 +65,6 @@ from orrery.runtime.run_directory import (
     request_path,
 )
 from orrery.runtime.timing import Pace, duration
-from orrery.runtime.usage import PERIOD_S, Sampler
 
 POLL_S, LOOK_S = 0.1, 0.5
 HUNG_S = 5.0  # longest wait for the end of a process that has reported its failure
@@ -84,7 +83,7 @@ def run_stage(job: Job) -> Outcome:
         for before in job.plan.after:
             marker = done_path(job.run_dir, before)
             if not marker.exists():
-                command = inputs.command(job.run_dir, job.plan.name, before, job.resume)
+                command = receipt.command(job.run_dir, job.plan.name, before, job.resume)
                 missing = f"{job.plan.name}: {before} is not done ({marker} is missing)"
                 raise OrreryError(f"{missing}. Type `{command}` to run the stages in order")
         marker = done_path(job.run_dir, job.plan.name)
@@ -177,7 +176,7 @@ class Supervisor:
         stage.metrics.close()
         end_strays(stage.processes, self.start)
         if allocation is not None:
-            allocation.clean(*self.scratch, scratch.memory_prefix(stage.run_dir))
+            allocation.clean(*self.scratch, run_directory.memory_prefix(stage.run_dir))
         self._remove_files()
         stage.status.ended_s, self.wall_s = time.time(), time.monotonic() - self.began_s
         with suppress(OSError):  # print the message also when the disk is full
@@ -242,13 +241,13 @@ class Supervisor:
         stage, run_dir = self.stage, self.stage.run_dir
 
         def remedy(maker: str) -> str:
-            command = inputs.command(run_dir, stage.name, maker, self.job.resume)
+            command = receipt.command(run_dir, stage.name, maker, self.job.resume)
             again = f"rm {done_path(run_dir, maker)} && {command}"
             return f"type `{again}` to run {maker} again and go on"
 
         stage.write_status("running", "")
         received = stage.interrupts.received
-        unknown = inputs.verify(
+        unknown = receipt.verify(
             run_dir, stage.name, self.job.stages, remedy, lambda: bool(received)
         )
         if unknown:

@@ -344,3 +344,7 @@ def run_app(program: Callable[[], object]) -> int:
 
 def main() -> None:
     sys.exit(run_app(app))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The id of a run (the sha256 of its canonical JSON), and the folders of a checkout.
+"""The id of a run (the sha256 of its canonical JSON), and the folders and commit of a checkout.
 
 - Canonical JSON is the parsed manifest in ASCII, with sorted keys, without spaces or NaN.
 - A run's folder is `<root>/<name>-<first 12 hex digits of the id>`, so an edited spec is a new run.
@@ -6,7 +6,12 @@
 
 import hashlib
 import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from orrery.manifest.check import check
@@ -75,3 +80,35 @@ def find_workspace(start: Path | None = None) -> Workspace:
         if (folder / "jsonnet" / "runs").is_dir():
             return Workspace(folder)
     raise OrreryError(f"{here}: no jsonnet/runs here or above. Change into a checkout of Orrery")
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit(folder: Path, *paths: str) -> str:
+    """Return the commit of the checkout around `folder`, or "unknown".
+
+    Add `-dirty` if tracked files under the git `paths` differ. ORRERY_COMMIT names the commit of a
+    copy without history.
+    """
+    if named := os.environ.get("ORRERY_COMMIT"):
+        return named
+    try:
+        head = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *paths)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("-dirty" if changed else "")
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
+    ).stdout.strip()

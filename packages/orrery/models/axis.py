@@ -21,10 +21,9 @@ from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import sha256_of
 from orrery.manifest.schema import Model
 from orrery.manifest.schema.model import FP8_BLOCK
-from orrery.models import hugging_face_config, pretrained
+from orrery.models import hugging_face, pretrained
 from orrery.models.families import YARN_FIELDS, build
-from orrery.models.hf_folder import CONFIG_FILE, tensor_names, weight_files
-from orrery.models.mtp import num_mtp_layers
+from orrery.models.hf_folder import CONFIG_FILE, num_mtp_layers, tensor_names, weight_files
 from orrery.models.weights import open_checkpoint
 
 OWN_TYPES = {  # families by transformers' model types
@@ -86,7 +85,7 @@ def model_of(
             return own, None
         except OrreryError as error:
             reason = str(error).replace(f"{folder}/", "").partition(". ")[0]
-    hugging_face_config.check_type(config)
+    hugging_face.check_type(config)
     generic = _checked({**inputs, "family": "hugging_face", **_generic_fields(config, content)})
     pretrained.check_config(generic, folder)
     return generic, reason
@@ -182,12 +181,12 @@ def _own_fields(family: str, config: Any) -> dict[str, Any]:
 def _generic_fields(config: Any, content: dict[str, Any]) -> dict[str, Any]:
     """Return `Model` fields from transformers' config, with defaults for some."""
     found = {}
-    for ours, names in hugging_face_config.FIELDS.items():
-        if (theirs := hugging_face_config.find_field(config, names)) is not None:
+    for ours, names in hugging_face.FIELDS.items():
+        if (theirs := hugging_face.find_field(config, names)) is not None:
             found[ours] = getattr(config, theirs)
-    ropes = hugging_face_config.rotations(config)
+    ropes = hugging_face.rotations(config)
     thetas = [one["rope_theta"] for one in ropes if "rope_theta" in one]
-    positions = hugging_face_config.find_field(config, hugging_face_config.POSITIONS)
+    positions = hugging_face.find_field(config, hugging_face.POSITIONS)
     most = getattr(config, positions) if positions else 0
     for rope in ropes:  # beyond this length, a pack rotates by its longest document
         if rope.get("rope_type") == "longrope":

@@ -4,10 +4,14 @@
 - Tensors are read lazily, after all names and shapes have been checked.
 - FP8 matrices (e4m3, as DeepSeek-V3 and GLM-5 are published) are dequantized in float32 by scales
   of 128 × 128 blocks, then rounded to the parameter's dtype.
+- Layers for multi-token prediction (MTP, https://arxiv.org/abs/2412.19437, section 2.2) have names
+  like `model.layers.<num_layers>.eh_proj.weight`. Engines draft tokens with them. The trainer only
+  copies them, with their dtype, from checkpoint to checkpoint. Weight updates do not contain them.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ from torch import Tensor
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.json_file import read_object
 from orrery.manifest.publish import publish_file, sha256_of, write_atomic
+from orrery.manifest.schema import Model
+from orrery.manifest.schema.constraints import MTP_FAMILIES
 from orrery.manifest.schema.model import FP8_BLOCK
 from orrery.models.placement import Box, slices
 from orrery.wire.weight_wire.fp8_blocks import SCALE
@@ -38,7 +44,7 @@ class HfTensor:
     """One tensor of a checkpoint. It holds the part `box` of our parameter `parameter_name`.
 
     The tensor of a single expert lacks the first dimension of our stacked experts. MTP tensors
-    (`mtp.py`) belong to no parameter: their `parameter_name` is empty.
+    belong to no parameter: their `parameter_name` is empty.
     """
 
     name: str
@@ -234,3 +240,56 @@ def _umask() -> int:
 
 def _publish_json(path: Path, content: dict) -> None:
     write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+JOIN = "eh_proj.weight"  # joins embedding and hidden state, so each MTP layer has it
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def is_mtp_name(model: Model, name: str) -> bool:
+    found = LAYER.fullmatch(name)
+    return model.family in MTP_FAMILIES and found is not None and int(found[1]) >= model.num_layers
+
+
+def num_mtp_layers(names: Any, num_layers: int) -> int:
+    """Return the number of MTP layers in a checkpoint whose tensors are `names`."""
+    found = [LAYER.fullmatch(name) for name in names]
+    indices = [int(one[1]) for one in found if one is not None and one[2] == JOIN]
+    return max([index + 1 - num_layers for index in indices if index >= num_layers], default=0)
+
+
+def check_layers(model: Model, directory: Path, names: Any) -> None:
+    """Raise OrreryError unless a folder has as many MTP layers as `model.num_mtp_layers`.
+
+    `names` are the folder's tensors. Families without MTP support are not checked.
+    """
+    if model.family not in MTP_FAMILIES:
+        return
+    if (found := num_mtp_layers(names, model.num_layers)) != model.num_mtp_layers:
+        raise OrreryError(
+            f"model.num_mtp_layers {model.num_mtp_layers}: {directory} has {found} layers for "
+            f"multi-token prediction. Write model.num_mtp_layers: {found}"
+        )
+
+
+def mtp_tensors(model: Model, files: dict[str, Any], dtype: torch.dtype) -> list[HfTensor]:
+    """Return descriptions of the MTP tensors in `files`, which are from `hf_folder.open_tensors`.
+
+    FP8 tensors get `dtype`, other tensors their own. Scales of FP8 tensors are left out. Raise
+    OrreryError for dtypes that `DTYPES` lacks.
+    """
+    tensors = []
+    for name in sorted(name for name in files if is_mtp_name(model, name)):
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in files:
+            continue
+        part = files[name].get_slice(name)
+        kept = dtype if (kind := part.get_dtype()) == FP8 else DTYPES.get(kind)
+        if kept is None:
+            raise OrreryError(
+                f"model.num_mtp_layers {model.num_mtp_layers}: tensor {name} is in {kind}; convert "
+                f"it to one of {', '.join(DTYPES)}, or take its layer out of the checkpoint"
+            )
+        shape = tuple(part.get_shape())
+        tensors.append(HfTensor(name, "", tuple((0, size) for size in shape), shape, kept))
+    return tensors

@@ -24,8 +24,7 @@ from orrery.kernels.expert_rows import (
     sort_by_expert,
     swiglu_rows,
 )
-from orrery.kernels.fp8.experts import fp8_experts
-from orrery.kernels.fp8.products import Parts, fp8_linear
+from orrery.kernels.fp8.products import Parts, fp8_experts, fp8_linear
 from orrery.kernels.fp8.quantize import BLOCK
 from orrery.kernels.grouped_matmul import adapted_grouped_matmul, grouped_matmul
 from orrery.kernels.wide_linear import wide_linear

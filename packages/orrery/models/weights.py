@@ -24,9 +24,8 @@ from orrery.manifest.schema import Model, PretrainedInit, RandomInit
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import build, hf_config, hf_names, is_ignored
-from orrery.models.hf_folder import HfTensor
+from orrery.models.hf_folder import HfTensor, check_layers, is_mtp_name, mtp_tensors
 from orrery.models.lora import adapters, merged
-from orrery.models.mtp import check_layers, is_mtp_name, mtp_tensors
 from orrery.models.placement import (
     Box,
     full_tensor,
@@ -196,7 +195,7 @@ def save(
 ) -> None:
     """Write `config.json` and safetensors files of at most `max_file_bytes`, or one tensor.
 
-    If the model has MTP layers (`mtp.py`), `start` is the folder from which they are copied.
+    If the model has MTP layers, `start` is the folder from which they are copied.
     Otherwise `start` is not read.
     Other files in `directory` stay. A collective on a sharded module: ranks write in parallel to a
     shared folder, and hold at most one file in host memory. Return once everything is on disk.

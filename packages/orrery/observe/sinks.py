@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orrery.manifest.errors import OrreryError
 from orrery.runtime.metrics import Row
-from orrery.runtime.run_directory import metrics_dir
-from orrery.runtime.scratch import place
+from orrery.runtime.run_directory import metrics_dir, place
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -30,7 +30,7 @@ from orrery.runtime.preemption import Preempted
 from orrery.runtime.role_context import RoleContext
 from orrery.runtime.run_directory import rollouts_dir
 from orrery.runtime.timing import Pace, scaled
-from orrery.wire import checkpoints, column_files
+from orrery.wire import checkpoints, columns
 from orrery.wire.rendezvous import UPDATE_S
 from orrery.wire.rollout_wire import Batch, RolloutSender
 
@@ -363,8 +363,8 @@ class Loop:
 
     def _keep(self, batch: TrainBatch, documents: list, digests: dict[str, str]) -> None:
         run_dir, step = self.ctx.run_dir, batch.step
-        column_files.write_batch(run_dir, step, documents, digests=digests)
-        column_files.prune_batches(run_dir, step, self.manifest.orchestrator.keep_batches)
+        columns.write_batch(run_dir, step, documents, digests=digests)
+        columns.prune_batches(run_dir, step, self.manifest.orchestrator.keep_batches)
         lines = [
             batching.sample(
                 rollout,

@@ -20,7 +20,7 @@ from orrery.orchestrator.dispatch import GroupRequest
 from orrery.orchestrator.rollout import Rollout
 from orrery.orchestrator.scheduler import Snapshot
 from orrery.tasks.task import Message
-from orrery.wire import checkpoints, column_files
+from orrery.wire import checkpoints, columns
 from orrery.wire.columns import Columns
 from orrery.wire.routed_experts import COLUMN
 
@@ -129,7 +129,7 @@ def _write(target: Path, step: int, snapshot: Snapshot, temperature: float) -> P
     make_folder(aside)
     (aside / "state.json").write_bytes(msgspec.json.encode(state))
     documents = [document(rollout, temperature) for _, rollout in rollouts]
-    column_files.write(aside / "queue.safetensors", documents, sync=False)
+    columns.write(aside / "queue.safetensors", documents, sync=False)
     publish_folder(aside, target)
     return target
 
@@ -148,21 +148,21 @@ def read(checkpoint: Path, step: int) -> Snapshot:
         checkpoints.verify(later, remedy)
     try:
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
-        columns, _ = column_files.read(path / "queue.safetensors")
+        stored, _ = columns.read(path / "queue.safetensors")
     except (OSError, msgspec.MsgspecError, OrreryError) as error:
         raise OrreryError(
             f"{path}: not a snapshot of the orchestrator ({error}); {remedy}"
         ) from error
-    if state.format != FORMAT or state.step != step or columns.num_samples != len(state.queue):
+    if state.format != FORMAT or state.step != step or stored.num_samples != len(state.queue):
         raise OrreryError(
-            f"{path}: format {state.format} of step {state.step} with {columns.num_samples} of "
+            f"{path}: format {state.format} of step {state.step} with {stored.num_samples} of "
             f"{len(state.queue)} samples; expected format {FORMAT} of step {step}; {remedy}"
         )
     groups: list[list[Rollout]] = []
     for index, kept in enumerate(state.queue):
         if kept.group == len(groups):
             groups.append([])
-        groups[kept.group].append(_rollout(columns, index, kept))
+        groups[kept.group].append(_rollout(stored, index, kept))
     num_queued = len(groups) - state.num_spare_groups
     return Snapshot(
         next_batch=state.next_batch,

@@ -27,15 +27,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from orrery.manifest.errors import OrreryError, RunFailed, explain_os_error
-from orrery.runtime import network, scratch
+from orrery.runtime import network, run_directory
 from orrery.runtime.health import HealthFile
-from orrery.runtime.metrics import MetricsFile
+from orrery.runtime.metrics import MetricsFile, UsageRows
 from orrery.runtime.parent_watch import ParentWatch
 from orrery.runtime.preemption import EXIT_PREEMPTED, Preempted
 from orrery.runtime.run_directory import MANIFEST
 from orrery.runtime.timing import scaled
 from orrery.runtime.token import take
-from orrery.runtime.usage import UsageRows
 
 if TYPE_CHECKING:
     from orrery.manifest.schema import Manifest
@@ -72,7 +71,9 @@ class RoleContext:
         self.health = HealthFile(run_dir, stage, role, index, attempt)
         self.parent_watch = ParentWatch()
         if self.parent_watch.is_launched:  # `orrery report` must keep a running stage's weights
-            self.on_orphaned(lambda: scratch.remove_memory(scratch.memory_prefix(run_dir)))
+            self.on_orphaned(
+                lambda: run_directory.remove_memory(run_directory.memory_prefix(run_dir))
+            )
 
     @property
     def name(self) -> str:

@@ -28,9 +28,8 @@ from orrery.manifest.schema import Manifest, Model
 from orrery.models import hf_folder
 from orrery.models.causal_lm import CausalLm
 from orrery.models.families import hf_config
-from orrery.models.hf_folder import HfTensor
+from orrery.models.hf_folder import HfTensor, mtp_tensors
 from orrery.models.lora import adapters, merged
-from orrery.models.mtp import mtp_tensors
 from orrery.models.weights import MAX_FILE_BYTES, hf_tensors, open_checkpoint, save
 from orrery.runtime.run_directory import MANIFEST, weights_path
 from orrery.trainer.checkpoint import CheckpointReader, base_sha256

@@ -18,7 +18,7 @@ from orrery.manifest.budget.options import advice, choose_options
 from orrery.manifest.budget.trainer_memory import Workload, plan_memory, stage_workload
 from orrery.manifest.errors import OrreryError, OutOfMemory
 from orrery.manifest.schema import Manifest, Model, Trainer
-from orrery.models.counts import count_parameters
+from orrery.models.families import count_parameters
 from orrery.runtime.role_context import RoleContext
 from orrery.trainer.host_memory import available_bytes
 from orrery.trainer.learner import Learner

@@ -168,7 +168,7 @@ PATCHES = (
         "test_inference_kv_offload.py",
     ),
     Patch(
-        "vllm_kv_transfer.pause_beside_unread_blocks",
+        "vllm.pause_beside_unread_blocks",
         "Scheduler.has_finished_requests",
         "a pause waits until a paused engine has read all blocks, hence for the end of their lease",
         'a "keep" pause returns at once with unread blocks',
@@ -176,28 +176,28 @@ PATCHES = (
         "vllm-project/vllm#58041",
     ),
     Patch(
-        "vllm_kv_transfer.bootstrap_on_one_address",
+        "vllm.bootstrap_on_one_address",
         "MooncakeBootstrapServer",
         "Mooncake's bootstrap server listens on 0.0.0.0",
         "it listens on VLLM_HOST_IP",
         "test_inference_prefill_decode.py",
     ),
     Patch(
-        "vllm_kv_transfer.device_index_on_cpu",
+        "vllm.device_index_on_cpu",
         "MooncakeConnectorWorker.__init__",
         "it asks torch.accelerator for the current device, which raises on CPU",
         "it asks the platform",
         "test_inference_prefill_decode.py",
     ),
     Patch(
-        "vllm_kv_transfer.nixl_that_waits",
+        "vllm.nixl_that_waits",
         "nixl_utils._load_nixl_attr",
         "NIXL's progress thread never sleeps (orrery.wire.weight_wire.links)",
         "the correction in the weight wire goes",
         "test_inference_prefill_decode.py",
     ),
     Patch(
-        "vllm_kv_transfer.pulls_that_end_with_their_engine",
+        "vllm.pulls_that_end_with_their_engine",
         "MooncakeConnectorWorker.receive_kv_from_single_worker",
         "a read from a dead engine hangs until after the lease, and holds its blocks",
         "a producer's death fails its reads",
@@ -289,13 +289,13 @@ def correct_engine(shared_memory_name: str | None) -> None:
     if ROUTE_IN_FLOAT32 in os.environ:
         _apply("vllm.route_in_float32")
     _apply("vllm_answers.hold_outputs")
-    _apply("vllm_kv_transfer.pause_beside_unread_blocks")
+    _apply("vllm.pause_beside_unread_blocks")
     if "VLLM_MOONCAKE_BOOTSTRAP_PORT" in os.environ:
-        _apply("vllm_kv_transfer.bootstrap_on_one_address")
-        _apply("vllm_kv_transfer.device_index_on_cpu")
-        _apply("vllm_kv_transfer.pulls_that_end_with_their_engine")
+        _apply("vllm.bootstrap_on_one_address")
+        _apply("vllm.device_index_on_cpu")
+        _apply("vllm.pulls_that_end_with_their_engine")
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in os.environ:
-        _apply("vllm_kv_transfer.nixl_that_waits")
+        _apply("vllm.nixl_that_waits")
 
 
 def _apply(name: str, *arguments: str) -> None:

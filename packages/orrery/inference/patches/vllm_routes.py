@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from orrery.inference.bounded_folder import FOLDER, RoutesOnDisk, is_on_disk
+from orrery.inference.kv_connectors import FOLDER, RoutesOnDisk, is_on_disk
 from orrery.inference.patches.registry import KEPT
 
 CHANGES = "routes that came and went"  # a key beside request ids, which have no blanks

@@ -6,17 +6,26 @@
   dequantized operands, the slow reference.
 - Operators are opaque to torch.compile. They compute a gradient only if autograd needs it, and keep
   x's columns only if the weight needs a gradient.
+- `fp8_experts` fuses permutation and SwiGLU into quantization. Its results equal bitwise those of
+  `gather_rows`, `fp8_grouped_matmul`, `swiglu_rows`, `fp8_grouped_matmul` and `combine_rows`.
 - Without `parts` each pass quantizes the weight, because a gathered weight is freed after a pass.
 """
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from orrery.kernels.fp8 import deep_gemm
+from orrery.kernels.expert_rows import RowOrder, sum_rows, swiglu_rows_backward
 from orrery.kernels.fp8.quantize import (
     BLOCK,
     DTYPE,
@@ -25,9 +34,88 @@ from orrery.kernels.fp8.quantize import (
     dequantize_columns,
     dequantize_rows,
     dequantize_weight,
+    group_of_rows,
     quantize,
     quantize_weight,
 )
+
+HOPPER = (9, 0)
+BY_CHANNEL = (1, 1, BLOCK)  # recipe of 1 × 128 blocks on both sides
+
+
+@cache
+def load() -> ModuleType | None:
+    """Return DeepGEMM, or None if it or a Hopper GPU is missing."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return None
+    try:
+        return importlib.import_module("deep_gemm")
+    except ImportError:
+        pass
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return None
+    folder = Path(vllm.origin).parent / "third_party" / "deep_gemm"
+    if not (folder / "__init__.py").is_file():
+        return None
+    # Register it as `deep_gemm`, because its submodules import that name.
+    spec = importlib.util.spec_from_file_location(
+        "deep_gemm", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["deep_gemm"] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, RuntimeError, AssertionError):  # built for another torch, or no nvcc
+        del sys.modules["deep_gemm"]
+        return None
+    return module
+
+
+def product(library: Any, x: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return x · weightᵀ [M, N]. x [M, K] has blocks 1 × 128, weight [N, K] 128 × 128."""
+    out_MN = x.value.new_empty(x.value.shape[0], weight.value.shape[0], dtype=dtype)
+    library.fp8_gemm_nt(tuple(x), tuple(weight), out_MN, disable_ue8m0_cast=True)
+    return out_MN
+
+
+def weight_gradient(library: Any, grad: Quantized, x: Quantized) -> Tensor:
+    """Return gradᵀ · x [N, K] in float32, from `quantize`'s columns [N, M'] and [K, M']."""
+    out_NK = grad.value.new_zeros(grad.value.shape[0], x.value.shape[0], dtype=torch.float32)
+    sides = ((each.value, each.scale.T) for each in (grad, x))
+    library.fp8_gemm_nt(*sides, out_NK, c=out_NK, recipe=BY_CHANNEL, disable_ue8m0_cast=True)
+    return out_NK
+
+
+def grouped_product(
+    library: Any, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
+) -> Tensor:
+    """Return rows of group e times weight[e] transposed. Padding is undefined."""
+    num_rows = x.value.shape[0]
+    out_MN = x.value.new_empty(num_rows, weight.value.shape[1], dtype=dtype)
+    group_M = group_of_rows(groups, num_rows)
+    library.m_grouped_fp8_gemm_nt_contiguous(
+        tuple(x), tuple(weight), out_MN, group_M, disable_ue8m0_cast=True
+    )
+    return out_MN
+
+
+def grouped_weight_gradient(
+    library: Any, grad: Quantized, x: Quantized, groups: RowGroups, sides: tuple[int, int]
+) -> Tensor:
+    """Return [E, N, K] in float32 from the flat columns of both. Empty groups are zero."""
+    num_groups = groups.ends_E.shape[0]
+    out_ENK = grad.value.new_zeros(num_groups, *sides, dtype=torch.float32)
+    length_E = torch.diff(groups.ends_E, prepend=groups.ends_E.new_zeros(1))
+    # The host's sizes only choose tile shapes and are checked against the buffers.
+    num_blocks = x.scale.shape[0]
+    each, rest = divmod(num_blocks, num_groups)
+    sizes = [(each + (e < rest)) * BLOCK for e in range(num_groups)]
+    flat = ((part.value, part.scale.T) for part in (grad, x))
+    library.k_grouped_fp8_gemm_nt_contiguous(*flat, out_ENK, sizes, length_E, c=out_ENK)
+    return out_ENK
+
 
 Parts = list[Tensor]  # value and scale of a weight, then of its transpose
 
@@ -262,22 +350,22 @@ def _width(weight: list[Tensor]) -> int:
 
 
 def _product(rows: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bfloat16 and (library := deep_gemm.load()):
-        return deep_gemm.product(library, rows, weight, dtype)
+    if dtype == torch.bfloat16 and (library := load()):
+        return product(library, rows, weight, dtype)
     return (dequantize_rows(rows) @ dequantize_weight(weight).T).to(dtype)
 
 
 def _weight_gradient(grad: Quantized, x: Quantized) -> Tensor:
-    if grad.value.is_cuda and (library := deep_gemm.load()):
-        return deep_gemm.weight_gradient(library, grad, x)
+    if grad.value.is_cuda and (library := load()):
+        return weight_gradient(library, grad, x)
     return dequantize_columns(grad) @ dequantize_columns(x).T
 
 
 def _grouped_product(
     rows: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
 ) -> Tensor:
-    if dtype == torch.bfloat16 and (library := deep_gemm.load()):
-        return deep_gemm.grouped_product(library, rows, weight, groups, dtype)
+    if dtype == torch.bfloat16 and (library := load()):
+        return grouped_product(library, rows, weight, groups, dtype)
     x_MK, weight_ENK = dequantize_rows(rows), dequantize_weight(weight)
     out_MN = x_MK.new_full((x_MK.shape[0], weight_ENK.shape[1]), float("nan"))
     for e, (begin, end) in enumerate(pairwise([0, *groups.ends_E.tolist()])):
@@ -287,8 +375,8 @@ def _grouped_product(
 
 def _grouped_weight_gradient(grad: Quantized, x: Quantized, groups: RowGroups) -> Tensor:
     n, k = grad.scale.shape[1], x.scale.shape[1]
-    if grad.value.is_cuda and (library := deep_gemm.load()):
-        return deep_gemm.grouped_weight_gradient(library, grad, x, groups, (n, k))
+    if grad.value.is_cuda and (library := load()):
+        return grouped_weight_gradient(library, grad, x, groups, (n, k))
     out_ENK = grad.scale.new_zeros(groups.ends_E.shape[0], n, k)
     for e, (begin, end) in enumerate(pairwise([0, *groups.ends_E.tolist()])):
         grad_NM, x_KM = (
@@ -302,3 +390,87 @@ def _grouped_weight_gradient(grad: Quantized, x: Quantized, groups: RowGroups) -
         )
         out_ENK[e] = grad_NM @ x_KM.T
     return out_ENK
+
+
+def fp8_experts(
+    x_TD: Tensor,
+    score_TK: Tensor,
+    rows: RowOrder,
+    weights: tuple[Tensor, Tensor],
+    parts: tuple[Parts, Parts],
+    has_spare: bool = False,
+) -> Tensor:
+    """Return [T, D]: each token's sum of score · output over its experts.
+
+    `score_TK` weights the K experts of each token. `rows` is from `sort_by_expert` with block 128.
+    `weights` are gate-up [E, 2·I, D] and down [E, D, I]. `parts` are the `weight_parts` of each, or
+    two empty lists. With `has_spare`, the last 128 rows belong to no expert, and slots without an
+    expert point to one of them. Outputs and gradients of these rows are set to zero.
+    """
+    keeps = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
+    order = (rows.row_M, rows.place_TK, rows.ends_E, rows.counts_E)
+    return _Experts.apply(x_TD, score_TK, *weights, *order, *keeps, has_spare, *parts[0], *parts[1])
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        score_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        row_M: Tensor,
+        place_TK: Tensor,
+        ends_E: Tensor,
+        counts_E: Tensor,
+        keeps_x: bool,
+        keeps_act: bool,
+        has_spare: bool,
+        *parts: Tensor,
+    ) -> Tensor:
+        first, second = list(parts[:4]), list(parts[4:])
+        groups = (ends_E, counts_E)
+        token_M, score_M = row_M // place_TK.shape[1], score_TK.flatten()[row_M]
+        product = torch.ops.orrery.fp8_grouped
+        gate_up_M2I, *of_x = product(x_TD, gate_up, first, *groups, keeps_x, token_M)
+        y_MD, *of_act = product(gate_up_M2I, down, second, *groups, keeps_act, None, score_M)
+        if has_spare:
+            y_MD[-BLOCK:] = 0
+        ctx.has_spare, ctx.dtypes, ctx.num_parts = (
+            has_spare,
+            (gate_up.dtype, down.dtype),
+            len(parts),
+        )
+        rows = (gate_up_M2I, score_M, token_M, place_TK)
+        kept = (first[2:], second[2:]) if parts else ([gate_up], [down])
+        ctx.save_for_backward(*rows, *groups, *of_x, *of_act, *kept[0], *kept[1])
+        return sum_rows(y_MD, place_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up_M2I, score_M, token_M, place_TK, *saved = ctx.saved_tensors
+        groups, of_x, of_act, weights = saved[:2], saved[2:4], saved[4:6], saved[6:]
+        half = len(weights) // 2
+        wants_x, wants_score, wants_gate_up, wants_down = ctx.needs_input_grad[:4]
+        gradients = torch.ops.orrery.fp8_grouped_backward
+        grad_act, grad_down = gradients(
+            grad_TD.contiguous(), of_act, weights[half:], *groups, True, wants_down, token_M
+        )
+        grad_gate_up_M2I, grad_score_M = swiglu_rows_backward(grad_act, gate_up_M2I, score_M)
+        grad_x_MD, grad_gate_up = gradients(
+            grad_gate_up_M2I, of_x, weights[:half], *groups, wants_x, wants_gate_up
+        )
+        if ctx.has_spare:
+            grad_score_M[-BLOCK:] = 0
+            grad_x_MD[-BLOCK:] = 0
+        grad_x = sum_rows(grad_x_MD, place_TK) if wants_x else None
+        grad_score = grad_score_M[place_TK] if wants_score else None
+        of_weights = (
+            gradient.to(dtype) if wants else None
+            for gradient, dtype, wants in zip(
+                (grad_gate_up, grad_down), ctx.dtypes, (wants_gate_up, wants_down), strict=True
+            )
+        )
+        return grad_x, grad_score, *of_weights, *[None] * (7 + ctx.num_parts)

@@ -29,8 +29,7 @@ from orrery.launcher.slurm.job import (
 from orrery.manifest.identity import Workspace
 from orrery.manifest.plan import StagePlan
 from orrery.manifest.schema import Hardware
-from orrery.runtime.run_directory import log_path, logs_dir
-from orrery.runtime.scratch import SHARED_MEMORY
+from orrery.runtime.run_directory import SHARED_MEMORY, log_path, logs_dir
 
 CLEAN_S, ANSWER_S, KILLED_S = 15.0, 8.0, 5.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from orrery.manifest.errors import OrreryError
-from orrery.runtime.scratch import place
+from orrery.runtime.run_directory import place
 
 T = TypeVar("T")
 JobState = Literal["waiting", "running", "done", "lost", "failed"]

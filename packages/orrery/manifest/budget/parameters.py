@@ -1,6 +1,6 @@
 """Count the parameters of this project's networks from the manifest, without building them.
 
-Family `hugging_face` is not counted here: `orrery.models.counts` counts its built network. A test
+Family `hugging_face` is not counted here: `orrery.models.families` counts its built network. A test
 asserts that the two modules agree for all other families.
 """
 

@@ -21,7 +21,7 @@ from orrery.manifest.budget.parameters import (
     is_sparse,
     keys_per_query,
 )
-from orrery.manifest.budget.tiles import SPARSE_PAIRS, auto_chunk_tokens, blocks
+from orrery.manifest.devices import SPARSE_PAIRS, auto_chunk_tokens, blocks
 from orrery.manifest.schema import Manifest, Model, Optimizer, Trainer
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS

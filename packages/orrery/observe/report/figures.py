@@ -13,8 +13,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from orrery.observe.report.columns import (
+from orrery.observe.report.data import (
     POINTS,
+    RunData,
     Span,
     Table,
     Thinning,
@@ -22,8 +23,8 @@ from orrery.observe.report.columns import (
     largest,
     means,
     piece_size,
+    same_weights,
 )
-from orrery.observe.report.data import RunData, same_weights
 from orrery.runtime.timing import duration
 
 TRAINER, ENGINE, ORCHESTRATOR, REFERENCE = "#2f6fde", "#1f9d6b", "#c2701c", "#8a8f98"

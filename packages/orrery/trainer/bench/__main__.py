@@ -185,7 +185,7 @@ def check_devices(request: BenchRequest) -> None:
 
 def float32_bytes(request: BenchRequest) -> int:
     from orrery.manifest.budget.trainer_memory import num_states
-    from orrery.models.counts import count_parameters
+    from orrery.models.families import count_parameters
 
     counted = count_parameters(request.model, request.trainer.lora)
     values = sum(2 * unit.trained + unit.frozen for unit in counted.units)

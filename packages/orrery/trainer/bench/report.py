@@ -22,8 +22,8 @@ from orrery.manifest.budget.flops import hardware_flops, is_counted, model_flops
 from orrery.manifest.budget.rates import rates_of
 from orrery.manifest.budget.trainer_memory import plan_memory
 from orrery.manifest.devices import DEVICES, Device, accelerator_of
-from orrery.models.counts import count_parameters
-from orrery.observe.provenance import commit, versions
+from orrery.manifest.identity import commit, versions
+from orrery.models.families import count_parameters
 from orrery.trainer import ALLOCATOR, EXPANDABLE
 from orrery.trainer.bench import BenchRequest
 from orrery.trainer.bench.rank import KINDS

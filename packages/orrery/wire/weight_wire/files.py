@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 
 from orrery.manifest.errors import OrreryError
 from orrery.manifest.publish import sync, write_atomic
-from orrery.runtime.run_directory import WIRE, weights_path
-from orrery.runtime.scratch import SHARED_MEMORY, memory_prefix
+from orrery.runtime.run_directory import SHARED_MEMORY, WIRE, memory_prefix, weights_path
 from orrery.wire import nfs
-from orrery.wire.column_files import split_header
+from orrery.wire.columns import split_header
 from orrery.wire.fingerprint import array_fingerprint, digest, tensor_fingerprint
 from orrery.wire.weight_wire.leases import Published
 
