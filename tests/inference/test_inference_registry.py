@@ -137,6 +137,28 @@ CORRECTED = {
             "OffloadingConnectorScheduler.get_num_new_matched_tokens",
         ),
     ],
+    "vllm_choices.py": [
+        ("models/deepseek_v32/attention.py", "sparse_attn_indexer"),
+        ("models/deepseek_v32/attention.py", "DeepseekV32Indexer.k_cache"),
+        ("distributed/aux_output_connector/worker.py", "bind_routed_experts_capturer"),
+        ("distributed/aux_output_connector/worker.py", "RoutedExpertsCapturer"),
+        (
+            "model_executor/layers/fused_moe/routed_experts_capturer.py",
+            "RoutedExpertsCapturer.device_buffer",
+        ),
+        (
+            "model_executor/layers/fused_moe/routed_experts_capturer.py",
+            "RoutedExpertsCapturer.shape_per_token",
+        ),
+        (
+            "model_executor/layers/fused_moe/routed_experts_capturer.py",
+            "RoutedExpertsCapturer.output_dtype_name",
+        ),
+        (
+            "model_executor/layers/fused_moe/routed_experts_capturer.py",
+            "RoutedExpertsCapturer.snapshot_routing_data",
+        ),
+    ],
     "vllm_routes.py": [
         ("config/vllm.py", "VllmConfig._verify_aux_output_compatibility"),
         ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),

@@ -71,6 +71,11 @@ SPARSE_ATTENTION = broken(
     SPARSE,
 )
 LEARNING = broken(("trainer", "indexer"), "train", SPARSE_ATTENTION)
+REPLAYING = broken(("trainer", "indexer_choice"), "replay", SPARSE_ATTENTION)
+LONG = broken(("transport", "routed_experts"), True, REPLAYING)
+LONG["model"]["max_positions"] = LONG["inference"]["max_model_len_tokens"] = 16385
+LONG["trainer"]["memory"]["max_tokens_per_micro_batch"] = 1 << 15
+LONG["inference"]["kv_cache_bytes"] = 1 << 30
 SHARED = {**GOOD["trainer"]["mesh"], "cp": 2, "cp_style": "dsa"}
 SIGN_SGD = {"kind": "sign_sgd", "lr": 1e-3, "weight_decay": 0.0}
 OFFLOADED = broken(("trainer", "memory", "optimizer_offload"), True)
@@ -423,6 +428,21 @@ SENTENCES = [
         broken(("trainer", "mesh"), SHARED, LEARNING),
         "trainer.indexer 'train' with trainer.mesh.cp 2: needs whole documents; set trainer.indexer"
         " to 'frozen'",
+    ),
+    (
+        broken(("trainer", "indexer_choice"), "compare"),
+        "trainer.indexer_choice 'compare': family 'qwen3' has no indexers here; set "
+        "trainer.indexer_choice to 'own'",
+    ),
+    (
+        REPLAYING,
+        "trainer.indexer_choice 'replay': choices travel with routes; set transport.routed_experts "
+        "to true, or set trainer.indexer_choice to 'own'",
+    ),
+    (
+        LONG,
+        "trainer.indexer_choice 'replay' with inference.max_model_len_tokens 16385: a choice has a "
+        "bit for each token, for at most 16384 tokens; set trainer.indexer_choice to 'own'",
     ),
     (
         broken(("model", "num_kv_heads"), 1, SPARSE_ATTENTION),

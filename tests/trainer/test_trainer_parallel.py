@@ -82,9 +82,16 @@ NETWORKS = {
     "latent-short": SHORT_LATENT,
     "latent-dense": DENSE_LATENT,
     "indexing": LATENT,
+    "replayed-latent": LATENT,
 }
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["attention", "experts"], "seed": 1}}
-TRAINERS = {"adapted": ADAPTERS, "indexing": {"indexer": "train"}}
+REPLAYING = {"indexer_choice": "replay"}
+ROUTED = {"rollouts": "zmq", "weights": "files", "routed_experts": True}
+TRAINERS = {
+    "adapted": ADAPTERS,
+    "indexing": {"indexer": "train"},
+    "replayed-latent": REPLAYING,
+}
 KEEPING = {"kind": "selective", "keep": ["attention", "experts"]}
 AWAY = {"memory": {**MEMORY, "activation_checkpointing": KEEPING, "activation_offload": True}}
 FSDP = {"reshard_after_forward": True, "reduce_gradients": "micro_batch", "cpu_offload": False}
@@ -142,6 +149,15 @@ CASES = {
         }
         for name in ("fsdp2", "hsdp", "ep2")
     },
+    **{
+        f"replayed-latent_{name}": {
+            "mesh": LATENT_MESHES[name],
+            "model": LATENT,
+            "trainer": REPLAYING,
+            "transport": ROUTED,
+        }
+        for name in ("dsa2", "ep4_dsa2")
+    },
     "mixtral_fsdp2": {"mesh": MESHES["fsdp2"], "model": MIXTRAL},
     **{
         f"eight_{name}": {"mesh": MESHES[name], "model": EIGHT, "fp8": FP8}
@@ -191,6 +207,7 @@ AGAIN = {
             "latent_ep4_dsa2",
             "latent-dense_dsa4",
             "indexing_ep2",
+            "replayed-latent_dsa2",
         )
     },
     **{
@@ -249,6 +266,12 @@ def documents(spec, is_replayed=False):
         routes[offsets[5] : offsets[6], 0] = (
             shape.no_route
         )  # a document of 8 tokens, the last of which is missing already
+        if spec.choice_bytes:
+            sizes = total, spec.model.num_indexers, 8 * -(-spec.inference.max_model_len_tokens // 8)
+            score = np.where(np.arange(sizes[2]) <= position[:, None, None], rng.random(sizes), -1)
+            chosen = score.argsort(-1).argsort(-1) >= sizes[2] - spec.model.latent.indexer.top_k
+            routes = trainer_cases.with_choices(routes, chosen, shape.num_dense_layers)
+            routes[offsets[1:] - 1] = 0xFF
         token["routed_experts"] = routes
     return Columns(offsets, token, sample)
 
@@ -273,7 +296,10 @@ def alone(ran):
     folder, found = ran[0], {}
     for network, model in NETWORKS.items():
         fp8 = FP8 if model is EIGHT else None
-        spec = spec_of({"model": model, "trainer": TRAINERS.get(network), "fp8": fp8})
+        fields = {"model": model, "trainer": TRAINERS.get(network), "fp8": fp8}
+        if network == "replayed-latent":
+            fields["transport"] = ROUTED
+        spec = spec_of(fields)
         learner = make_learner(spec, folder / network)
         canary = learner.logprobs(CANARY)
         metrics, gradients = one_step(learner, documents(spec, network.startswith("replayed")))
@@ -309,6 +335,9 @@ def test_a_layout_makes_the_step_of_one_device(ran, alone, name):
         assert 0.3 < metrics[name][0]["routes_differ"] < 0.95  # made-up routes, of 3 in 8
     else:
         assert metrics[name][0]["routes_missing"] is metrics[name][0]["routes_differ"] is None
+    if name.startswith("replayed-latent"):
+        assert 0.1 < metrics[name][0]["choices_differ"] < 0.9  # made-up keys
+        assert metrics[name][0]["choices_missing"] == 0
     learns = name.startswith("indexing")
     assert (metrics[name][0]["indexer_kl"] is not None) == learns
     assert any(".indexer." in each for each in found) == learns

@@ -192,6 +192,7 @@ def manifest(mesh=None, model=None, trainer=None, stages=None, **fields) -> Mani
                 "attention": "auto",
                 "lora": None,
                 "indexer": "frozen",
+                "indexer_choice": "own",
                 "param_dtype": "float32",
                 "compute_dtype": "float32",
                 "reduce_dtype": "float32",
@@ -279,6 +280,14 @@ def batch_columns(step: int, num_samples: int = 7, vocab_size: int = 16, seed: i
         "dispatch_version": np.full(num_samples, step - 2, dtype=np.int32),
     }
     return Columns(offsets, token, sample)
+
+
+def with_choices(routes: np.ndarray, is_chosen: np.ndarray, num_dense_layers: int) -> np.ndarray:
+    """Return an engine's rows: routes [T, layers with experts, K], and keys, bool [T, I, L]."""
+    dense = np.zeros((len(routes), num_dense_layers, routes.shape[2]), routes.dtype)
+    whole = np.concatenate((dense, routes), axis=1).reshape(len(routes), -1).view(np.uint8)
+    bits = np.packbits(is_chosen, axis=-1, bitorder="little").reshape(len(routes), -1)
+    return np.concatenate((whole, bits), axis=1)[:, None]
 
 
 def share(columns: Columns, num_ranks: int, rank: int, max_tokens: int = 64) -> list[Columns]:

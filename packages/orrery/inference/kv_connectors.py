@@ -170,8 +170,7 @@ def routes_environment(manifest: Manifest, disk: Path) -> dict[str, str]:
 
 def _shares(manifest: Manifest, disk_bytes: int) -> tuple[int, int]:
     """Split a rank's bytes on disk into bytes for caches and for routes of as many blocks."""
-    model, has_routes = manifest.model, manifest.transport.routed_experts
-    cache, routes = disk_block_bytes(model, manifest.inference, has_routes)
+    cache, routes = disk_block_bytes(manifest.model, manifest.inference, manifest.route_bytes)
     caches = disk_bytes * cache // (cache + routes)
     return caches, disk_bytes - caches
 

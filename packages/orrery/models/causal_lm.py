@@ -58,6 +58,7 @@ class CausalLm(nn.Module):
     lm_head: Any
     names: Names | None = None  # set if they depend on more than the family
     num_routes_differ: Tensor | None = None  # i64 [], of the latest forward pass (see `Router`)
+    choices_differ: Tensor | None = None  # i64 [2], `ChosenKeys.differ` after the last layer
     indexer_kl: Tensor | None = None  # f32 [], `ChosenKeys.kl` after the last layer
 
     def __init__(self, config: Model) -> None:
@@ -76,18 +77,26 @@ class CausalLm(nn.Module):
         cu_seqlens: Tensor,
         routed_experts_TLK: Tensor | None = None,
         max_seqlen: int | None = None,
+        engine_keys_TIB: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states [T, D] after the final norm. Documents do not attend to each other.
 
         token_ids, positions i64 [T]. cu_seqlens i32 [n + 1] from 0 to T. `routed_experts`, integers
         [T, L, K], replays an engine's routes (see `Router`). `max_seqlen` saves a device-to-host
-        copy.
+        copy. `engine_keys`, u8 [T, I, B], has the keys that an engine chose for each of I indexers
+        (`orrery.kernels.key_bits`).
         """
         documents = Documents(cu_seqlens, max_seqlen)
-        return self.hidden_states(token_ids_T, positions_T, documents, routed_experts_TLK)
+        replayed = routed_experts_TLK, engine_keys_TIB
+        return self.hidden_states(token_ids_T, positions_T, documents, *replayed)
 
     def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        documents: Documents,
+        routes: Tensor | None,
+        engine_keys_TIB: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [T, D] of `forward`."""
         raise NotImplementedError
@@ -152,6 +161,7 @@ class TransformerBlock(nn.Module):
         documents: Documents,
         replayed_TK: Tensor | None = None,
         choice: ChosenKeys | None = None,
+        engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, ChosenKeys | None]:
         """Return the output [T, D], the number of differing routes, and the next block's `choice`.
 
@@ -160,7 +170,7 @@ class TransformerBlock(nn.Module):
         """
         inner_TD = self.input_layernorm(x_TD)
         if isinstance(self.self_attn, LatentAttention):
-            out_TD, choice = self.self_attn(inner_TD, angles, documents, choice)
+            out_TD, choice = self.self_attn(inner_TD, angles, documents, choice, engine_keys_TB)
         else:
             out_TD = self.self_attn(inner_TD, angles, documents)
         x_TD = x_TD + out_TD
@@ -188,7 +198,12 @@ class Decoder(CausalLm):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        documents: Documents,
+        routes: Tensor | None,
+        engine_keys_TIB: Tensor | None = None,
     ) -> Tensor:
         config = self.config
         hidden_TD = self.embed_tokens(token_ids_T)
@@ -200,13 +215,16 @@ class Decoder(CausalLm):
         differ: list[Tensor] = []
         choice: ChosenKeys | None = None
         first = config.num_layers if config.moe is None else config.moe.num_dense_layers
+        of_indexers = iter(() if engine_keys_TIB is None else engine_keys_TIB.unbind(1))
         for index, layer in enumerate(self.layers):
             replayed_TK = None if routes is None or index < first else routes[:, index - first]
-            hidden_TD, num_differing, choice = layer(
-                hidden_TD, angles, documents, replayed_TK, choice
-            )
+            has_indexer = getattr(layer.self_attn, "indexer", None) is not None
+            keys_TB = next(of_indexers, None) if has_indexer else None
+            given = (hidden_TD, angles, documents, replayed_TK, choice, keys_TB)
+            hidden_TD, num_differing, choice = layer(*given)
             if num_differing is not None:
                 differ.append(num_differing)
         self.num_routes_differ = torch.stack(differ).sum() if differ else None
         self.indexer_kl = None if choice is None else choice.kl
+        self.choices_differ = None if choice is None else choice.differ
         return self.norm(hidden_TD)

@@ -234,10 +234,15 @@ class HuggingFaceLm(CausalLm):
         return self.lm_head.head_weight()
 
     def hidden_states(
-        self, token_ids_T: Tensor, positions_T: Tensor, documents: Documents, routes: Tensor | None
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        documents: Documents,
+        routes: Tensor | None,
+        engine_keys_TIB: Tensor | None = None,
     ) -> Tensor:
-        if routes is not None:
-            raise ValueError("a network of transformers cannot replay experts' choices")
+        if routes is not None or engine_keys_TIB is not None:
+            raise ValueError("a network of transformers cannot replay an engine's choices")
         # An empty pack runs one token, because gradients and collectives are still needed.
         num_rows, longest = max(len(documents.cu_seqlens) - 1, 1), max(documents.max_seqlen, 1)
         index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from orrery.kernels.attention import Documents, varlen_attention
 from orrery.kernels.fp8.products import Parts
+from orrery.kernels.key_bits import engine_keys
 from orrery.kernels.sparse_index import select_keys
 from orrery.kernels.sparse_index_loss import attention_of_chosen, chosen_scores, index_kl
 from orrery.kernels.sparse_mla import sparse_mla
@@ -40,14 +41,15 @@ def rotate_halves(x_THR: Tensor, angles: Sequence[Tensor]) -> Tensor:
 
 
 class ChosenKeys(NamedTuple):
-    """The latest indexer's choice, passed from layer to layer, with the indexers' loss.
+    """The latest indexer's choice, passed from layer to layer, with sums over the layers so far.
 
-    `score_TK` and `kl` are None unless indexers learn.
+    `score_TK` and `kl` are None unless indexers learn, `differ` unless an engine's keys are given.
     """
 
     chosen_TK: Tensor  # i32 indices of keys, −1 for none
     score_TK: Tensor | None = None  # f32, the indexer's scores of the chosen keys
-    kl: Tensor | None = None  # float32 [], the loss, summed over the layers so far
+    kl: Tensor | None = None  # float32 [], the loss
+    differ: Tensor | None = None  # i64 [2], the counts of `engine_keys`
 
 
 class KeyIndexer(nn.Module):
@@ -60,6 +62,7 @@ class KeyIndexer(nn.Module):
     def __init__(self, hidden_size: int, mla: MLA, indexer: Indexer, turns_pairs: bool) -> None:
         super().__init__()
         self.rotate = rotate_pairs if turns_pairs else rotate_halves
+        self.replays = False  # whether an engine's keys replace the own choice
         self.indexer, self.rotary_dim = indexer, mla.rope_head_dim
         width, num_heads = indexer.head_dim, indexer.num_heads
         self.wq_b = nn.Linear(mla.q_lora_rank, num_heads * width, bias=False)
@@ -83,19 +86,26 @@ class KeyIndexer(nn.Module):
         k_SI: Tensor,
         ranges: tuple[Tensor, Tensor],
         longest: int,
+        engine_keys_TB: Tensor | None = None,
     ) -> ChosenKeys:
         """Choose K = min(`top_k`, `longest`) keys for each query.
 
         `q_TC` is the output of `q_a_layernorm`. `k_SI` is the output of `keys`, gathered from all
         ranks. `ranges` are the first and last key that each query may choose, i32 [T] each.
-        `longest` is the length of the longest document in tokens.
+        `longest` is the length of the longest document in tokens. Compare the choice with
+        `engine_keys`, and replace it if `replays`.
         """
         width, num_heads = self.indexer.head_dim, self.indexer.num_heads
         q_TJI = self._rotate(self.wq_b(q_TC.detach()).unflatten(-1, (num_heads, width)), angles)
         weight_TJ = self.weights_proj(x_TD.detach()).float() * (num_heads * width) ** -0.5
         scored = q_TJI, k_SI, weight_TJ
         chosen_TK = select_keys(*scored, *ranges, self.indexer.top_k)[:, :longest]  # rest is −1
-        return ChosenKeys(chosen_TK, chosen_scores(*scored, chosen_TK) if self.learns else None)
+        differ = None
+        if engine_keys_TB is not None and longest > self.indexer.top_k:
+            keys_TK, differ = engine_keys(engine_keys_TB, chosen_TK, *ranges)
+            chosen_TK = keys_TK if self.replays else chosen_TK
+        score_TK = chosen_scores(*scored, chosen_TK) if self.learns else None
+        return ChosenKeys(chosen_TK, score_TK, differ=differ)
 
     def _rotate(self, x_TJI: Tensor, angles: Sequence[Tensor]) -> Tensor:
         turning, still = x_TJI[..., : self.rotary_dim], x_TJI[..., self.rotary_dim :]
@@ -174,6 +184,7 @@ class LatentAttention(nn.Module):
         angles: Sequence[Tensor],
         documents: Documents,
         choice: ChosenKeys | None = None,
+        engine_keys_TB: Tensor | None = None,
     ) -> tuple[Tensor, ChosenKeys | None]:
         """Return the output [T, D] and the `choice` for the next layer.
 
@@ -201,9 +212,12 @@ class LatentAttention(nn.Module):
         q_THR = rotate_pairs(q_THR, angles)
         kv_SW, *k_SI = self.keys.receive(sent)
         if indexer is not None:
-            kl = None if choice is None else choice.kl
+            kl, differ = (None, None) if choice is None else (choice.kl, choice.differ)
             ranges = self.keys.ranges(documents, x_TD.shape[0])
-            choice = indexer(x_TD, q_TC, angles, *k_SI, ranges, documents.max_seqlen)
+            given = (*k_SI, ranges, documents.max_seqlen, engine_keys_TB)
+            choice = indexer(x_TD, q_TC, angles, *given)
+            if choice.differ is not None and differ is not None:
+                choice = choice._replace(differ=differ + choice.differ)
             choice = choice._replace(kl=kl)
         learning = choice if choice is not None and choice.score_TK is not None else None
         if is_latent or learning is not None:
@@ -292,3 +306,10 @@ def train_indexers(module: nn.Module) -> None:
     for one in module.modules():
         if isinstance(one, KeyIndexer):
             one.requires_grad_(True)
+
+
+def replay_choices(module: nn.Module) -> None:
+    """Let each indexer attend to the keys that an engine chose, where they are given."""
+    for one in module.modules():
+        if isinstance(one, KeyIndexer):
+            one.replays = True

@@ -29,7 +29,7 @@ from orrery.orchestrator.rollout import (
     run_episode,
 )
 from orrery.wire.rendezvous import request_s
-from orrery.wire.routed_experts import route_shape
+from orrery.wire.routed_experts import row_shape
 
 # Rollouts of a dead engine would otherwise fail in a tight loop.
 GONE_PAUSE_S = 1.0
@@ -68,7 +68,7 @@ class RolloutRunner:
         """
         self.manifest, self.tasks, self.renderer, self.engine = manifest, tasks, renderer, engine
         self.on_ended = on_ended
-        self._routes = route_shape(manifest.model) if manifest.transport.routed_experts else None
+        self._routes = row_shape(manifest)
         self._is_compared = is_compared
         self._running: dict[str, asyncio.Task[None]] = {}
         self._generating: set[str] = set()

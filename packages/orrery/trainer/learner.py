@@ -59,6 +59,9 @@ class Learner:
         self.policy, self.world, self.trainer = policy, world, trainer
         self.loss, self.max_grad_norm, self.peak_lr = trainer.loss, max_grad_norm, optimizer.lr
         self.route_shape = route_shape(policy.network.config)
+        self.num_indexers = self.top_k = 0  # of indexers whose choice engines send
+        if trainer.indexer_choice != "own" and (mla := policy.network.config.mla) and mla.indexer:
+            self.num_indexers, self.top_k = policy.network.config.num_indexers, mla.indexer.top_k
         self.shard = partial(context_parallel.shard, world=world, mesh=trainer.mesh)
         self.optimizer = make_optimizer(policy, optimizer, trainer.memory.optimizer_offload)
         parameters = policy.named_parameters()
@@ -166,7 +169,8 @@ class Learner:
         return f" (weight {name} is not finite)" if name else "; all weights are finite"
 
     def _micro_batch(self, columns: Columns) -> MicroBatch:
-        return micro_batch(columns, self.step + 1, self.world.device, self.shard, self.route_shape)
+        replayed = self.route_shape, (self.num_indexers, self.top_k)
+        return micro_batch(columns, self.step + 1, self.world.device, self.shard, *replayed)
 
     def _accumulate(
         self, step: int, micro_batches: Iterable[Columns], count: int, totals: dict[str, int]
@@ -196,6 +200,8 @@ class Learner:
                 batch.routes_missing,
                 batch.routes_replayed,
                 self.policy.network.num_routes_differ,
+                batch.choices_sent,
+                self.policy.network.choices_differ,
                 indexer_kl,
             )
         reshard_all(self.policy)
@@ -217,8 +223,14 @@ class Learner:
                     f"{found:.0f}, so its loss would be normalised wrongly"
                 )
         has_kl = self.trainer.indexer == "train"
-        indexer_kl = values["indexer_kl"] / values["tokens"] if has_kl else None
-        return _metrics(values, float(sums.peaks)) | {"indexer_kl": indexer_kl}
+        more: dict[str, float | int | None] = {
+            "indexer_kl": values["indexer_kl"] / values["tokens"] if has_kl else None
+        }
+        if self.num_indexers:
+            known, sent = values["choices_known"], values["choices_sent"]
+            share = values["choices_differ"] / (known * self.top_k) if known else None
+            more |= {"choices_missing": int(sent - known), "choices_differ": share}
+        return _metrics(values, float(sums.peaks)) | more
 
     def _add_up(self, what: str, sums: StepSums) -> dict[str, float]:
         """Sum `sums` in place over all ranks. Raise RunFailed if one is not finite. A

@@ -43,7 +43,7 @@ class StepSums:
         "members_rl", "members_cross_entropy", "members_reference_kl",
         "entropy", "scored", "mismatch_kl", "mismatch_kl_same_weights", "same_weights", "masked",
         "samples", "tokens", "routes_missing", "routes_replayed", "routes_differ",
-        "indexer_kl",
+        "choices_sent", "choices_known", "choices_differ", "indexer_kl",
     )  # fmt: skip
 
     sums: torch.Tensor  # float64 [len(NAMES)]: float32 counts exactly only up to 2^24
@@ -65,18 +65,25 @@ class StepSums:
         routes_missing: int,
         routes_replayed: int,
         routes_differ: torch.Tensor | None,
+        choices_sent: int,
+        choices_differ: torch.Tensor | None,
         indexer_kl: torch.Tensor | None,
     ) -> None:
-        """Add one micro-batch's numbers to the last six sums of `NAMES`. None adds nothing.
+        """Add one micro-batch's numbers to the last sums of `NAMES`. None adds nothing.
 
-        `routes_…` count tokens' choices of experts (`MicroBatch`). `indexer_kl`: f32 [].
+        `routes_…` count tokens' choices of experts, `choices_sent` indexers' choices of keys
+        (`MicroBatch`). `choices_differ`: i64 [2] (`ChosenKeys`). `indexer_kl`: f32 [].
         """
+        known, differ = (None, None) if choices_differ is None else choices_differ
         counts = (
             num_samples,
             num_tokens,
             routes_missing,
             routes_replayed,
             routes_differ,
+            choices_sent,
+            known,
+            differ,
             None if indexer_kl is None else indexer_kl.detach(),
         )
         for index, number in enumerate(counts, -len(counts)):
@@ -146,7 +153,7 @@ def loss(
             torch.where(same, kl, torch.zeros_like(kl)).sum(),
             same.sum(),
             (~keep & in_rl).sum(),
-            *logprob.new_zeros(6),
+            *logprob.new_zeros(9),
         ]
         peak = torch.where(same, log_ratio.abs(), torch.full_like(log_ratio, -1.0)).max().reshape(1)
     return total, StepSums(torch.stack([value.double() for value in sums]), peak)

@@ -14,7 +14,7 @@ import torch
 from orrery.manifest.errors import RunFailed
 from orrery.trainer.loss import COMPONENTS, Targets
 from orrery.wire.columns import Columns
-from orrery.wire.routed_experts import COLUMN, RouteShape, check_routes
+from orrery.wire.routed_experts import COLUMN, RouteShape, check_routes, split_choices
 
 _DEFAULT_WEIGHT = {"rl": 1.0, "cross_entropy": 0.0, "reference_kl": 0.0}
 
@@ -37,6 +37,8 @@ class MicroBatch:
     num_tokens: int
     routes_missing: int = 0  # tokens without a route, except the last of each sample
     routes_replayed: int = 0  # K for each token and layer that has a route
+    engine_keys: torch.Tensor | None = None  # u8 [T, I, B], as bits (`kernels.key_bits`)
+    choices_sent: int = 0  # I for each token that sees more than `top_k` keys, except the last
 
 
 def member_weights(columns: Columns) -> dict[str, np.ndarray]:
@@ -62,13 +64,15 @@ def micro_batch(
     device: torch.device,
     shard: Callable[[MicroBatch], MicroBatch] | None = None,
     routes: RouteShape | None = None,
+    indexers: tuple[int, int] = (0, 0),
 ) -> MicroBatch:
     """Build a micro-batch that trains version `step` − 1.
 
-    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. Raise
-    RunFailed if a sample's first token is trained or the routes do not fit.
+    `shard` takes this rank's part on the CPU. `routes` is the network's route shape. `indexers` are
+    the number and `top_k` of indexers whose choice engines send. Raise RunFailed if a sample's
+    first token is trained or the routes do not fit.
     """
-    whole = _with_routes(_whole(columns, step), columns, step, routes)
+    whole = _with_routes(_whole(columns, step), columns, step, routes, indexers)
     return _on_device(whole if shard is None else shard(whole), device)
 
 
@@ -139,7 +143,11 @@ def _origin(columns: Columns, step: int, sample_of: np.ndarray) -> np.ndarray:
 
 
 def _with_routes(
-    batch: MicroBatch, columns: Columns, step: int, shape: RouteShape | None
+    batch: MicroBatch,
+    columns: Columns,
+    step: int,
+    shape: RouteShape | None,
+    indexers: tuple[int, int],
 ) -> MicroBatch:
     if not columns.num_tokens or COLUMN not in columns.token:
         return batch
@@ -148,7 +156,13 @@ def _with_routes(
             f"batch {step}: it carries {COLUMN}, but this network has no experts; "
             f"set transport.routed_experts to false"
         )
-    checked = check_routes(columns.token[COLUMN], shape, _name(columns, step))
+    routes, (num_indexers, top_k) = columns.token[COLUMN], indexers
+    if num_indexers:
+        routes, choices = split_choices(routes, shape, num_indexers, _name(columns, step))
+        choosing = int(np.maximum(columns.lengths - 1 - top_k, 0).sum())
+        sent = num_indexers * choosing
+        batch = replace(batch, engine_keys=_tensor(choices), choices_sent=sent)
+    checked = check_routes(routes, shape, _name(columns, step))
     checked.is_missing[columns.offsets[1:][columns.lengths > 0] - 1] = False
     return replace(
         batch,

@@ -38,6 +38,7 @@ class Policy(nn.Module):
             batch.cu_seqlens,
             batch.routed_experts,
             max_seqlen=batch.max_seqlen,
+            engine_keys_TIB=batch.engine_keys,
         )
         hidden_MD = _SelectRows.apply(hidden_TD, batch.row)
         return network.log_probs(

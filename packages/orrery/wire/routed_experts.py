@@ -7,6 +7,8 @@
   all tokens of an engine that reports no routes. The trainer's router chooses for these tokens, and
   counts them. With 256 experts and top_k 1 it also replaces expert 255.
 - All documents of a batch have the column, or none. `without_routes` takes no memory.
+- Unless `trainer.indexer_choice` is "own", a row is bytes [1, X]: the routes of all layers, then of
+  each indexer the chosen keys, one bit for each position of the document.
 """
 
 import io
@@ -18,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orrery.manifest.errors import RunFailed
-from orrery.manifest.schema import Model
+from orrery.manifest.schema import Manifest, Model
 
 COLUMN = "routed_experts"
 PIECE = 1 << 20  # characters, a multiple of 4
@@ -56,6 +58,36 @@ def route_shape(model: Model) -> RouteShape | None:
         return None
     dense = moe.num_dense_layers
     return RouteShape(model.num_layers - dense, moe.num_experts_per_token, moe.num_experts, dense)
+
+
+def row_shape(manifest: Manifest) -> RouteShape | None:
+    """Return the shape of the rows that engines send and batches contain."""
+    if not manifest.transport.routed_experts:
+        return None
+    if not manifest.choice_bytes:
+        return route_shape(manifest.model)
+    return RouteShape(num_layers=1, top_k=manifest.route_bytes, num_experts=256)
+
+
+def split_choices(
+    rows: np.ndarray, shape: RouteShape, num_indexers: int, what: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the routes, and the chosen keys as bits, u8 [tokens, indexers, bytes].
+
+    Raise RunFailed if rows have no bytes for the keys of `num_indexers` indexers.
+    """
+    num_layers, item = shape.num_dense_layers + shape.num_layers, shape.dtype.itemsize
+    num_bytes = num_layers * shape.top_k * item
+    is_bytes = rows.dtype == np.uint8 and rows.shape[1:2] == (1,) and rows.ndim == 3
+    if not is_bytes or rows.shape[2] <= num_bytes or (rows.shape[2] - num_bytes) % num_indexers:
+        raise RunFailed(
+            f"{what}: {COLUMN} is {rows.dtype} [tokens, {', '.join(map(str, rows.shape[1:]))}]; "
+            f"with trainer.indexer_choice it is uint8 [tokens, 1, {num_bytes} + bytes of "
+            f"{num_indexers} indexers]; does the engine serve another model?"
+        )
+    routes = np.ascontiguousarray(rows[:, 0, :num_bytes]).view(shape.dtype)
+    choices = rows[:, 0, num_bytes:].reshape(len(rows), num_indexers, -1)
+    return routes.reshape(len(rows), num_layers, shape.top_k), choices
 
 
 def without_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:

@@ -17,6 +17,8 @@ TESTS = "tests/inference"
 ROUTE_IN_FLOAT32 = "ORRERY_ROUTE_IN_FLOAT32"
 # Size of the store of routes, as a multiple of the device's blocks.
 KEPT = "ORRERY_ROUTES_KEPT"
+# Length of the longest sequence, if indexers' choices of keys are reported.
+CHOICE_TOKENS = "ORRERY_CHOICE_TOKENS"
 
 
 class Patch(NamedTuple):
@@ -227,6 +229,13 @@ PATCHES = (
         "test_inference_prefill_decode.py",
         "vllm-project/vllm#55584",
     ),
+    Patch(
+        "vllm_choices.capture",
+        "deepseek_v32.attention.sparse_attn_indexer",
+        "vLLM does not report which keys the indexers of sparse attention chose",
+        "an answer can contain each indexer's choice",
+        "test_inference_choices.py",
+    ),
 )
 
 
@@ -237,6 +246,8 @@ def environment(manifest: Manifest) -> dict[str, str]:
     chosen = {}
     if manifest.transport.routed_experts:
         chosen["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # model runner V1 has no routes
+    if manifest.choice_bytes:
+        chosen[CHOICE_TOKENS] = str(manifest.inference.max_model_len_tokens)
     if manifest.model.moe is not None:
         chosen[ROUTE_IN_FLOAT32] = "1"
     return chosen
@@ -286,6 +297,8 @@ def correct_engine(shared_memory_name: str | None) -> None:
     if KEPT in os.environ:
         _apply("vllm_routes.keep")
         _apply("vllm_routes.beside_transfer")
+    if CHOICE_TOKENS in os.environ:
+        _apply("vllm_choices.capture")
     if ROUTE_IN_FLOAT32 in os.environ:
         _apply("vllm.route_in_float32")
     _apply("vllm_answers.hold_outputs")

@@ -127,11 +127,10 @@ def _indexers(model: Model, lengths: Sequence[int]) -> float:
     mla = model.mla
     if mla is None or (indexer := mla.indexer) is None or not _is_sparse(model, lengths):
         return 0.0
-    num_indexers = (indexer.types or ["full"] * model.num_layers).count("full")
     width = indexer.num_heads * indexer.head_dim
     weights = mla.q_lora_rank * width + model.hidden_size * (indexer.head_dim + indexer.num_heads)
     keys = sum(attended_keys(length, length) for length in lengths)
-    return 2.0 * num_indexers * (weights * sum(lengths) + width * keys)
+    return 2.0 * model.num_indexers * (weights * sum(lengths) + width * keys)
 
 
 def attended_keys(length: int, most: int) -> float:

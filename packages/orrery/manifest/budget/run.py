@@ -25,6 +25,7 @@ from orrery.manifest.budget.trainer_memory import (
     stage_workload,
 )
 from orrery.manifest.schema import Manifest
+from orrery.manifest.schema.inference import token_bytes
 from orrery.manifest.schema.model import DTYPE_BYTES
 from orrery.manifest.schema.orchestrator import DIRECT_KINDS
 
@@ -164,6 +165,8 @@ class RunPlan:
             memory["context"] = CONTEXT_BYTES
         if mesh.world_size > 1:
             memory["communication buffers"] = NCCL_BYTES
+        if row := self.manifest.choice_bytes:
+            memory["chosen keys"] = self.trainer.memory.max_tokens_per_micro_batch // mesh.cp * row
         here = min(mesh.world_size, hardware.devices_per_node)
         copy = int(self.checkpoint()["rank_bytes"])
         trainer = RoleBudget(
@@ -179,8 +182,10 @@ class RunPlan:
             host, disk = host * inference.data_parallel, disk * inference.data_parallel
         elif offload.kind == "mooncake":
             host = offload.segment_bytes
+        kept = inference.kv_cache_bytes // token_bytes(self.model, inference)
+        kept *= inference.data_parallel * self.manifest.choice_bytes
         engines = RoleBudget(
-            "inference", devices, engine_memory(self.manifest), replicas * host,
+            "inference", devices, engine_memory(self.manifest), replicas * (host + kept),
             replicas * host * self.is_gpu, replicas * disk,
         )  # fmt: skip
         return trainer, engines
@@ -302,6 +307,8 @@ class RunPlan:
             number = 1 if moe.num_experts <= 256 else 2
             routes = self.batch_tokens * layers * moe.num_experts_per_token * number
             found["routed experts to trainer"] = routes
+        if self.manifest.choice_bytes:
+            found["chosen keys to trainer"] = self.batch_tokens * self.manifest.choice_bytes
         return found
 
     def layer_gather(self) -> dict[str, int]:

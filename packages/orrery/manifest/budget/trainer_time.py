@@ -249,9 +249,8 @@ def _context_values(model: Model, trainer: Trainer) -> float:
     is_kept = "attention" in trainer.kept and not memory.activation_offload
     passes = 2 if is_kept or memory.activation_checkpointing.kind == "none" else 3
     values = passes * model.num_layers * (mla.kv_lora_rank + mla.rope_head_dim)
-    if (indexer := mla.indexer) is not None:
-        kinds = indexer.types or ["full"] * model.num_layers
-        values += kinds.count("full") * indexer.head_dim
+    if mla.indexer is not None:
+        values += model.num_indexers * mla.indexer.head_dim
     return values
 
 

@@ -16,7 +16,11 @@ from orrery.manifest.schema.inference import (
     longest_host_bytes,
     shard_widths,
 )
-from orrery.manifest.schema.latent_constraints import latent_misfits, sparse_engine_misfits
+from orrery.manifest.schema.latent_constraints import (
+    choice_misfits,
+    latent_misfits,
+    sparse_engine_misfits,
+)
 from orrery.manifest.schema.model import FP8_BLOCK, MAX_COUNT, Model
 from orrery.manifest.schema.orchestrator import Orchestrator, Tasks
 from orrery.manifest.schema.trainer import has_state
@@ -87,8 +91,9 @@ def misfits(run: "Manifest") -> Iterator[str]:
     yield from _length_misfits(run)
     yield from _expert_misfits(run)
     yield from sparse_engine_misfits(run)
+    yield from choice_misfits(run)
     yield from _engine_misfits(run)
-    yield from _offload_misfits(run.model, run.inference, run.transport.routed_experts)
+    yield from _offload_misfits(run.model, run.inference, run.route_bytes)
     yield from _fp8_misfits(run)
     yield from _transport_misfits(run)
     yield from _group_misfits(run)
@@ -390,14 +395,14 @@ def _cannot_hold(field: str, held: int, inference: Inference, needed: int) -> st
     )
 
 
-def _offload_misfits(model: Model, inference: Inference, has_routes: bool) -> Iterator[str]:
+def _offload_misfits(model: Model, inference: Inference, route_bytes: int) -> Iterator[str]:
     offload, longest = inference.kv_offload, longest_host_bytes(model, inference)
     if offload.kind == "tiers":
         host, disk = offload.host_bytes, offload.disk_bytes
         if host < longest:
             told = _cannot_hold("kv_offload.host_bytes", host, inference, longest)
             yield f"{told}, or inference.kv_offload.kind to 'none'"
-        files = longest_blocks(inference) * sum(disk_block_bytes(model, inference, has_routes))
+        files = longest_blocks(inference) * sum(disk_block_bytes(model, inference, route_bytes))
         if 0 < disk < files:
             told = _cannot_hold("kv_offload.disk_bytes", disk, inference, files)
             yield f"{told}, or to 0 for no files"

@@ -166,18 +166,13 @@ def on_disk_bytes(num_bytes: int) -> int:
     return -(-num_bytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
 
-def disk_block_bytes(model: Model, inference: Inference, routed_experts: bool) -> tuple[int, int]:
-    """Return the bytes on disk of one block's cache and of its routes.
+def disk_block_bytes(model: Model, inference: Inference, route_bytes: int) -> tuple[int, int]:
+    """Return the bytes on disk of one block's cache and of its routes (`Manifest.route_bytes`).
 
     Routes get twice their size, because they are evicted separately, and a cache needs its routes.
     """
     cache = on_disk_bytes(longest_host_bytes(model, inference) // longest_blocks(inference))
-    if not routed_experts or (moe := model.moe) is None:
-        return cache, 0
-    number = 1 if moe.num_experts <= 256 else 2
-    return cache, 2 * on_disk_bytes(
-        inference.kv_block_tokens * model.num_layers * moe.num_experts_per_token * number
-    )
+    return cache, 2 * on_disk_bytes(inference.kv_block_tokens * route_bytes)
 
 
 def shard_widths(model: Model, inference: Inference) -> list[tuple[str, int, str, int]]:

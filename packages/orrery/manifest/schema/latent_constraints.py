@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 INDEXER_BLOCK_TOKENS = 64  # vLLM's indexers read such blocks, so it divides `kv_block_tokens`
 CHOSEN_KEYS_BLOCK = 128  # FlashMLA reads such blocks of chosen keys, so it divides `top_k`
+MOST_CHOICE_TOKENS = 16384  # an indexer's choice for a token then has 2 KiB
 
 
 def latent_misfits(model: Model, mla: MLA) -> Iterator[str]:
@@ -83,3 +84,19 @@ def sparse_engine_misfits(run: "Manifest") -> Iterator[str]:
                 f"{field} {value}: sparse attention on {accelerator} reads keys in blocks of "
                 f"{block}; set it to {-(-value // block) * block}"
             )
+
+
+def choice_misfits(run: "Manifest") -> Iterator[str]:
+    if run.trainer.indexer_choice == "own":
+        return
+    what = f"trainer.indexer_choice {run.trainer.indexer_choice!r}"
+    off = "set trainer.indexer_choice to 'own'"
+    if not run.model.num_indexers:
+        yield f"{what}: family {run.model.family!r} has no indexers here; {off}"
+    if not run.transport.routed_experts:
+        yield f"{what}: choices travel with routes; set transport.routed_experts to true, or {off}"
+    if (longest := run.inference.max_model_len_tokens) > MOST_CHOICE_TOKENS:
+        yield (
+            f"{what} with inference.max_model_len_tokens {longest}: a choice has a bit for each "
+            f"token, for at most {MOST_CHOICE_TOKENS} tokens; {off}"
+        )

@@ -72,6 +72,25 @@ class Manifest(Record):
         engines = {"prefill": prefill, "decode": rest} if prefill else {"inference": rest}
         return {**engines, "trainer": self.trainer.mesh.world_size}
 
+    @property
+    def choice_bytes(self) -> int:
+        """Return the bytes a token of the keys that engines' indexers chose, 0 if not reported.
+
+        Each indexer has one bit for each position of the longest sequence.
+        """
+        if self.trainer.indexer_choice == "own":
+            return 0
+        return self.model.num_indexers * -(-self.inference.max_model_len_tokens // 8)
+
+    @property
+    def route_bytes(self) -> int:
+        """Return the bytes that engines report a token: experts of all layers, and chosen keys."""
+        moe = self.model.moe
+        if moe is None or not self.transport.routed_experts:
+            return 0
+        number = 1 if moe.num_experts <= 256 else 2
+        return self.model.num_layers * moe.num_experts_per_token * number + self.choice_bytes
+
     @model_validator(mode="after")
     def fields_fit(self) -> "Manifest":
         for sentence in misfits(self):

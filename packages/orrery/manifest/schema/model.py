@@ -229,6 +229,12 @@ class Model(Record):
         return self.mla
 
     @property
+    def num_indexers(self) -> int:
+        if self.mla is None or (indexer := self.mla.indexer) is None:
+            return 0
+        return self.num_layers if indexer.types is None else indexer.types.count("full")
+
+    @property
     def mixture(self) -> MoE:
         if self.moe is None:
             raise OrreryError(f"model.moe: null, so family {self.family!r} has no experts. Set it")

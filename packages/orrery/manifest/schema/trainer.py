@@ -252,6 +252,8 @@ class Trainer(Record):
     - `attention` is the preferred kernel. `auto` is the fastest for the device and the layout.
     - `indexer` "train": indexers of sparse attention learn to predict the attention of their layers
       (`kernels/sparse_index_loss.py`). "frozen": indexers keep their initial weights.
+    - `indexer_choice`: "own" lets the trainer's indexers choose the keys. With the others, batches
+      contain the keys that engines chose. "replay" attends to these, "compare" counts differences.
     """
 
     mesh: Mesh
@@ -264,6 +266,7 @@ class Trainer(Record):
     memory: Memory
     lora: Lora | None
     indexer: Literal["frozen", "train"]
+    indexer_choice: Literal["own", "compare", "replay"]
     optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: PositiveFloat

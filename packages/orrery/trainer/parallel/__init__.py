@@ -14,7 +14,7 @@ from orrery.manifest.errors import OrreryError
 from orrery.manifest.schema import Model, Trainer
 from orrery.models import build, fp8, lora
 from orrery.models.causal_lm import CausalLm
-from orrery.models.latent_attention import train_indexers
+from orrery.models.latent_attention import replay_choices, train_indexers
 from orrery.trainer.parallel import (
     activation_offload,
     blocks,
@@ -52,9 +52,11 @@ def build_network(model: Model, trainer: Trainer, device: torch.device | str) ->
         network = build(model, param_dtype, device)
         if trainer.indexer == "train":
             train_indexers(network)
-        return network
-    network = build(model, getattr(torch, trainer.compute_dtype), device)
-    lora.adapt(network, trainer.lora, param_dtype)
+    else:
+        network = build(model, getattr(torch, trainer.compute_dtype), device)
+        lora.adapt(network, trainer.lora, param_dtype)
+    if trainer.indexer_choice == "replay":
+        replay_choices(network)
     return network
 
 

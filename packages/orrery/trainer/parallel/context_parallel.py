@@ -141,6 +141,8 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
         num_tokens=batch.num_tokens if is_first else 0,
         routes_missing=batch.routes_missing if is_first else 0,
         routes_replayed=batch.routes_replayed if is_first else 0,
+        engine_keys=_routes(batch.engine_keys, source, torch.from_numpy(tokens.is_real)),
+        choices_sent=batch.choices_sent if is_first else 0,
     )
     if len(scored):
         return part
@@ -152,7 +154,7 @@ def select_shard(batch: MicroBatch, tokens: TokenShard, is_first: bool) -> Micro
 def _routes(
     routes: torch.Tensor | None, source: torch.Tensor, is_real: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the routes, without those of padding, whose mismatches would count twice."""
+    """Return the choices, without those of padding, whose mismatches would count twice."""
     if routes is None:
         return None
     here = routes[source]

@@ -1,0 +1,109 @@
+"""Keys that an engine chose: compared, replayed, missing, refused."""
+
+import numpy as np
+import pytest
+import torch
+from test_trainer_routes import stepped
+from trainer_cases import GLM5, batch_columns, make_learner, manifest, with_choices
+from trainer_cases import write_start_weights as write
+
+from orrery.kernels.key_bits import engine_keys
+from orrery.manifest.errors import RunFailed
+from orrery.models import latent_attention
+from orrery.wire.routed_experts import row_shape
+
+TOP_K = GLM5["mla"]["indexer"]["top_k"]
+LENGTH = 64  # max_model_len_tokens
+
+
+def spec_of(choice):
+    transport = {"rollouts": "zmq", "weights": "files", "routed_experts": choice != "own"}
+    return manifest(model=GLM5, trainer={"indexer_choice": choice}, transport=transport)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return write(spec_of("own"), tmp_path_factory.mktemp("start") / "latent")
+
+
+def answered(start, columns, swaps=False):
+    """Return the columns with rows of an engine: this network's routes and keys.
+
+    With `swaps` the engine chose another key than the own choice's first one.
+    """
+    learner, routes, chosen = make_learner(spec_of("own"), start), [], []
+    for layer in learner.policy.network.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda *call: routes.append(call[2][1].numpy()))
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.register_forward_hook(
+                lambda *call: chosen.append(call[2].chosen_TK.numpy())
+            )
+    learner.compare([columns])
+    begin = np.repeat(columns.offsets[:-1], columns.lengths)
+    position = np.arange(columns.num_tokens) - begin
+    is_chosen = np.zeros((columns.num_tokens, len(chosen), LENGTH), bool)
+    for index, keys in enumerate(chosen):
+        for token, own in enumerate(keys):
+            own = own[own >= 0] - begin[token]
+            is_chosen[token, index, own] = position[token] >= TOP_K
+            if swaps and position[token] >= TOP_K:
+                other = np.setdiff1d(np.arange(position[token] + 1), own)[0]
+                is_chosen[token, index, [own[0], other]] = False, True
+    routes = np.stack(routes, axis=1).astype(np.uint8)
+    rows = with_choices(routes, is_chosen, GLM5["moe"]["num_dense_layers"])
+    shape = row_shape(spec_of("replay"))
+    assert rows.shape[1:] == (shape.num_layers, shape.top_k) and rows.dtype == shape.dtype
+    rows[columns.offsets[1:] - 1] = shape.no_route  # a last token is never an input
+    columns.token["routed_experts"] = rows
+    return columns
+
+
+def batch():
+    return batch_columns(1, num_samples=5)
+
+
+def test_a_step_on_its_own_keys_is_one_without_an_engine(start):
+    metrics, gradients = stepped(make_learner(spec_of("own"), start), batch())
+    columns = answered(start, batch())
+    for choice, relative in (("compare", 0.0), ("replay", 1e-5)):  # replayed keys are sorted
+        again, gradients_again = stepped(make_learner(spec_of(choice), start), columns)
+        assert (again["choices_missing"], again["choices_differ"]) == (0, 0)
+        assert again["loss"] == pytest.approx(metrics["loss"], rel=relative)
+        for name, each in gradients.items():
+            assert (gradients_again[name] - each).norm() <= relative * each.norm(), name
+
+
+def test_other_keys_are_counted_and_only_a_replay_attends_to_them(start, monkeypatch):
+    columns = answered(start, batch(), swaps=True)
+    compared, own = stepped(make_learner(spec_of("compare"), start), columns)
+    replayed, gradients = stepped(make_learner(spec_of("replay"), start), columns)
+    assert compared["choices_differ"] == pytest.approx(1 / TOP_K)
+    bits = columns.token["routed_experts"][:, 0, -2 * LENGTH // 8 :].reshape(-1, 2, LENGTH // 8)
+    calls, select = iter(range(2)), latent_attention.select_keys
+
+    def of_engine(*given):
+        keys = torch.from_numpy(bits[:, next(calls)].copy())
+        return engine_keys(keys, select(*given), *given[3:5])[0]
+
+    monkeypatch.setattr(latent_attention, "select_keys", of_engine)
+    _, expected = stepped(make_learner(spec_of("compare"), start), columns)
+    assert all(torch.equal(each, gradients[name]) for name, each in expected.items())
+    assert not all(torch.equal(each, own[name]) for name, each in expected.items())
+    assert replayed["choices_missing"] == compared["choices_missing"] == 0
+
+
+def test_tokens_without_keys_are_counted_and_keep_the_own_choice(start):
+    columns = answered(start, batch(), swaps=True)
+    longest = int(columns.lengths.argmax())
+    tokens = slice(columns.offsets[longest], columns.offsets[longest + 1])
+    columns.token["routed_experts"][tokens, :, -2 * LENGTH // 8 :] = 0xFF
+    metrics, _ = stepped(make_learner(spec_of("replay"), start), columns)
+    assert metrics["choices_missing"] == 2 * (columns.lengths[longest] - 1 - TOP_K) > 0
+
+
+def test_rows_of_another_size_end_the_run(start):
+    columns = answered(start, batch())
+    columns.token["routed_experts"] = columns.token["routed_experts"][..., :-1]
+    with pytest.raises(RunFailed, match=r"batch 1: routed_experts is uint8 \[tokens, 1, \d+\];"):
+        stepped(make_learner(spec_of("replay"), start), columns)
